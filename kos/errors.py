@@ -1,0 +1,53 @@
+"""Every error that kos raises on purpose, in one hierarchy.
+
+Each message names what was expected and what was got.  ``KosError`` catches all of them; those that
+stand for a builtin condition also inherit the builtin (``ValueError``, ``TimeoutError``).
+"""
+
+
+class KosError(RuntimeError):
+    """Base of every error that kos raises on purpose."""
+
+
+class InvalidArgument(KosError, ValueError):
+    """An argument was refused before anything was sent."""
+
+
+class BackendUnavailable(KosError):
+    """A backend asked for by name cannot run here; the message says why."""
+
+
+class RendezvousError(KosError):
+    """The ranks could not find each other, or disagree about who they are."""
+
+
+class CollectiveError(KosError):
+    """A collective failed after its arguments were accepted."""
+
+
+class CollectiveMismatch(CollectiveError):
+    """Two ranks made calls that do not belong together; names both ranks and what differs."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """An operation was not completed in time; names it and the ranks that did not arrive."""
+
+
+class RankLost(CollectiveError):
+    """Another rank exited, was killed, or aborted while this one was waiting for it."""
+
+
+class ConfigError(KosError, ValueError):
+    """A configuration value, file or flag was refused."""
+
+
+class DataError(KosError, ValueError):
+    """Training data is missing, unreadable, too short or of the wrong format."""
+
+
+class CheckpointError(KosError):
+    """A checkpoint cannot be written, or is incomplete, damaged or of another model."""
+
+
+class TrainingError(KosError):
+    """Training cannot go on: a loss or a gradient is not finite."""
