@@ -8,6 +8,9 @@ stand for a builtin condition also inherit the builtin (``ValueError``, ``Timeou
 class KosError(RuntimeError):
     """Base of every error that kos raises on purpose."""
 
+    on_every_rank = False
+    """Whether every rank of the job is known to raise this same error, so that one of them may speak for all."""
+
 
 class InvalidArgument(KosError, ValueError):
     """An argument was refused before anything was sent."""

@@ -1,0 +1,219 @@
+"""Checkpoints that are either whole or not there.
+
+``step-N/`` holds ``model.safetensors`` and ``config.json`` (loadable by transformers), ``tokenizer.json``,
+``optimizer.safetensors`` (both Adam moments) and ``manifest.json`` (step, run configuration, the size and
+SHA-256 of every file). It is written under a temporary name, every file and folder is fsynced, and one
+rename makes it appear; a kill at any moment leaves the checkpoints before it as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.errors import CheckpointError
+from kos.train import huggingface
+from kos.train.model import LlamaConfig
+from kos.train.optimizer import AdamW
+from kos.train.parameters import Parameters
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk whose files are those that its manifest lists."""
+
+    path: Path
+    manifest: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The run's configuration when it was saved."""
+        return self.manifest["config"]
+
+    def tokenizer(self) -> Mapping[str, Any]:
+        return json.loads((self.path / "tokenizer.json").read_text(encoding="utf-8"))
+
+    def model_config(self) -> LlamaConfig:
+        return huggingface.read_config(self.path)
+
+    def load_weights(self, weights: Parameters) -> None:
+        """Fill ``weights``; CheckpointError if the checkpoint is of another model."""
+        huggingface.read_weights(self.path, weights)
+
+    def load_optimizer(self, optimizer: AdamW) -> None:
+        """Fill both moments and the step count."""
+        tensors = _read_tensors(self.path / "optimizer.safetensors")
+        for prefix, moments in _moments(optimizer).items():
+            for name, view in moments.items():
+                tensor = tensors.get(f"{prefix}.{name}")
+                got = None if tensor is None else tensor.shape
+                if tensor is None or got != view.shape:
+                    raise CheckpointError(f"{self.path}: {prefix}.{name}: expected shape {view.shape}, got {got}")
+                view[...] = tensor
+        optimizer.step_count = self.step
+
+
+def save(
+    folder: Path,
+    *,
+    step: int,
+    weights: Parameters,
+    optimizer: AdamW,
+    model: LlamaConfig,
+    tokenizer: Mapping[str, Any],
+    config: Mapping[str, Any],
+    keep: int = 0,
+) -> Path:
+    """Write ``folder/step-N`` and, once it is there, delete all but the newest ``keep`` (0 keeps all)."""
+    final = folder / f"step-{step}"
+    temporary = folder / f".step-{step}.{os.getpid()}.tmp"
+    moments = {f"{p}.{n}": view for p, m in _moments(optimizer).items() for n, view in m.items()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        temporary.mkdir()
+        _write_tensors(temporary / "model.safetensors", dict(weights))
+        _write_tensors(temporary / "optimizer.safetensors", moments)
+        write_json(temporary / "config.json", huggingface.to_huggingface(model))
+        write_json(temporary / "tokenizer.json", tokenizer)
+        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
+        manifest = {"format": FORMAT, "step": step, "config": config, "files": files}
+        write_json(temporary / MANIFEST, manifest)
+        _sync(temporary)
+        if final.exists():  # only a damaged one: a run never saves a step twice
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _sync(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
+    if keep:
+        for _, old in _named(folder)[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def verify(path: Path) -> Checkpoint:
+    """The checkpoint at ``path``, every file's size and checksum compared with the manifest."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
+        for name, expected in manifest["files"].items():
+            got = _fingerprint(path / Path(name).name)
+            for key in ("bytes", "sha256"):
+                if got[key] != expected[key]:
+                    raise CheckpointError(f"{path / name}: expected {key} {expected[key]}, got {got[key]}")
+        if not isinstance(manifest["step"], int) or not isinstance(manifest["config"], dict):
+            raise CheckpointError(f"{path / MANIFEST}: expected an integer step and a config")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
+    return Checkpoint(path, manifest)
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint under ``folder``; a damaged one is passed over with a warning."""
+    for _, path in reversed(_named(folder)):
+        try:
+            return verify(path)
+        except CheckpointError as error:
+            _log.warning("passing over a damaged checkpoint: %s", error)
+    return None
+
+
+def find(path: Path) -> Checkpoint:
+    """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder."""
+    if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
+        return verify(path)
+    found = latest(path / "checkpoints")
+    if found is None:
+        raise CheckpointError(f"{path}: expected a checkpoint or a run with one under checkpoints/, got none")
+    return found
+
+
+def _named(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in matches if match)
+
+
+def _moments(optimizer: AdamW) -> dict[str, Parameters]:
+    return {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in folder.glob(".step-*.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    _sync(path)
+
+
+def _read_tensors(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: expected readable safetensors, got {error}") from error
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    replace_file(path, lambda file: file.write(json.dumps(value, indent=2).encode() + b"\n"))
+
+
+def replace_file(path: Path, write: Callable[[Any], object]) -> None:
+    """Write a file whole or not at all: to a temporary name, fsynced, then renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,94 @@
+"""What a run says to a person: a progress bar on a terminal, otherwise a plain line a step; rank 0 only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+LOSS_DIGITS = 4
+
+
+class Console:
+    """Silent: the other ranks'."""
+
+    def say(self, text: str) -> None:
+        """A line (or several) that stays."""
+
+    def step(self, row: Mapping[str, Any], *, log: bool) -> None:
+        """One row of metrics; ``log`` says whether it is this step's turn to be printed."""
+
+    def close(self) -> None:
+        """No more steps."""
+
+
+class PlainConsole(Console):
+    """Lines on standard output."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, row: Mapping[str, Any], *, log: bool) -> None:
+        if log or "val_loss" in row:
+            print(f"step {row['step']:>{len(str(self.steps))}}/{self.steps}  {describe(row)}", flush=True)
+
+
+class RichConsole(Console):
+    """A progress bar that stays at the bottom, validation results above it."""
+
+    def __init__(self, steps: int, start: int) -> None:
+        from rich.console import Console as Terminal
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        width = os.environ.get("COLUMNS")
+        terminal = Terminal(force_terminal=True, width=int(width) if width else None)
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=terminal, refresh_per_second=5)
+        self.task = self.progress.add_task("", total=steps, completed=start)
+
+    def say(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, row: Mapping[str, Any], *, log: bool) -> None:
+        if self.progress.finished or not self.progress.live.is_started:
+            self.progress.start()
+        if "val_loss" in row:
+            self.say(f"step {row['step']}: {describe(row)}")
+        shown = describe({key: value for key, value in row.items() if key != "val_loss"}) if log else None
+        self.progress.update(self.task, completed=row["step"], description=shown)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def make_console(rank: int, steps: int, start: int) -> Console:
+    """The console of this rank; KOS_PROGRESS=1 or 0 overrides the look at standard output."""
+    if rank != 0:
+        return Console()
+    wanted = os.environ.get("KOS_PROGRESS", "")
+    if wanted == "1" or (wanted != "0" and sys.stdout.isatty()):
+        return RichConsole(steps, start)
+    return PlainConsole(steps)
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """A row of metrics in one line."""
+    parts = [f"loss {row['loss']:.{LOSS_DIGITS}f}"]
+    if "val_loss" in row:
+        parts.append(f"val_loss {row['val_loss']:.{LOSS_DIGITS}f}")
+    parts += [
+        f"grad_norm {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e}",
+        f"{row['tokens_per_second']:,.0f} tokens/s",
+    ]
+    return "  ".join(parts)

@@ -1,0 +1,157 @@
+"""Weights and configurations as Hugging Face transformers writes and reads them.
+
+``config.json`` of a ``LlamaForCausalLM`` both ways, in the spelling of transformers v4 (``rope_theta``,
+``rope_scaling``, ``torch_dtype``) and of v5 (``rope_parameters``, ``dtype``); weights from
+``model.safetensors`` or its shards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.errors import CheckpointError
+from kos.train.model import LlamaConfig, RopeScaling
+from kos.train.parameters import Parameters
+
+INDEX = "model.safetensors.index.json"
+
+
+def to_huggingface(config: LlamaConfig, *, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
+    """The ``config.json`` of this model."""
+    scaling = None
+    if config.rope_scaling is not None:
+        s = config.rope_scaling
+        scaling = {
+            "rope_type": "llama3",
+            "factor": s.factor,
+            "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor,
+            "original_max_position_embeddings": s.original_max_position_embeddings,
+        }
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def from_huggingface(settings: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
+    """The model that a ``config.json`` describes; ``source`` names it in errors."""
+    if settings.get("model_type") != "llama":
+        raise CheckpointError(f"{source}: expected model_type 'llama', got {settings.get('model_type')!r}")
+    if settings.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{source}: expected hidden_act 'silu', got {settings['hidden_act']!r}")
+    for bias in ("attention_bias", "mlp_bias"):
+        if settings.get(bias):
+            raise CheckpointError(f"{source}: expected {bias} false, got {settings[bias]!r}")
+    rope = settings.get("rope_parameters") or {}
+    scaling = rope if rope.get("rope_type", "default") != "default" else settings.get("rope_scaling")
+    heads = _required(settings, "num_attention_heads", source)
+    hidden = _required(settings, "hidden_size", source)
+    return LlamaConfig(
+        vocab_size=_required(settings, "vocab_size", source),
+        hidden_size=hidden,
+        intermediate_size=_required(settings, "intermediate_size", source),
+        num_hidden_layers=_required(settings, "num_hidden_layers", source),
+        num_attention_heads=heads,
+        num_key_value_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=settings.get("head_dim") or hidden // heads,
+        max_position_embeddings=settings.get("max_position_embeddings", 2048),
+        rms_norm_eps=settings.get("rms_norm_eps", 1e-6),
+        rope_theta=float(rope.get("rope_theta", settings.get("rope_theta", 10_000.0))),
+        rope_scaling=_rope_scaling(scaling, source),
+        tie_word_embeddings=settings.get("tie_word_embeddings", False),
+        initializer_range=settings.get("initializer_range", 0.02),
+    )
+
+
+def _required(settings: Mapping[str, Any], key: str, source: str) -> int:
+    if not isinstance(settings.get(key), int):
+        raise CheckpointError(f"{source}: expected an integer {key}, got {settings.get(key)!r}")
+    return settings[key]
+
+
+def _rope_scaling(settings: Mapping[str, Any] | None, source: str) -> RopeScaling | None:
+    if not settings:
+        return None
+    kind = settings.get("rope_type", settings.get("type"))
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise CheckpointError(f"{source}: expected rope_type 'llama3' or 'default', got {kind!r}")
+    return RopeScaling(
+        factor=float(settings["factor"]),
+        low_freq_factor=float(settings["low_freq_factor"]),
+        high_freq_factor=float(settings["high_freq_factor"]),
+        original_max_position_embeddings=int(settings["original_max_position_embeddings"]),
+    )
+
+
+def read_config(directory: Path) -> LlamaConfig:
+    """The model described by ``directory/config.json``."""
+    path = directory / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected a Hugging Face config.json, got {error}") from error
+    return from_huggingface(settings, str(path))
+
+
+def read_weights(directory: Path, weights: Parameters) -> None:
+    """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded."""
+    missing = dict(weights.shapes)
+    for name, tensor in _tensors(directory):
+        name = name.removeprefix("_orig_mod.")
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in weights):
+            continue
+        if name not in weights:
+            raise CheckpointError(f"{directory}: expected the tensors of this model, got an unknown {name!r}")
+        if tensor.shape != weights.shapes[name]:
+            raise CheckpointError(f"{directory}: {name}: expected shape {weights.shapes[name]}, got {tensor.shape}")
+        weights[name][...] = tensor
+        missing.pop(name, None)
+    if missing:
+        raise CheckpointError(f"{directory}: expected {len(weights)} tensors, got none named {next(iter(missing))!r}")
+
+
+def _tensors(directory: Path) -> Iterator[tuple[str, np.ndarray]]:
+    from safetensors import SafetensorError, safe_open
+
+    index = directory / INDEX
+    try:
+        shards = ["model.safetensors"]
+        if index.exists():
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        for shard in shards:
+            if Path(shard).name != shard:
+                raise CheckpointError(f"{index}: expected file names, got {shard!r}")
+            with safe_open(directory / shard, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
+                    yield name, file.get_tensor(name)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{directory}: expected readable safetensors, got {error}") from error

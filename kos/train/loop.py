@@ -1,0 +1,252 @@
+"""The training loop: one optimizer step after another, evaluated, logged and saved.
+
+Data flows one way: config -> data -> model -> gradients over the ranks -> optimizer. The batch of a step
+is a pure function of (seed, step) and everything else that a step depends on is in the checkpoint, so a
+resumed run continues bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from kos.comm.communicator import Communicator
+from kos.errors import CheckpointError, ConfigError, TrainingError
+from kos.train import checkpoint, huggingface
+from kos.train.config import TrainConfig
+from kos.train.console import make_console
+from kos.train.data import load_data
+from kos.train.failures import together
+from kos.train.machine import limit_threads, provenance
+from kos.train.metrics import MetricsLog
+from kos.train.model import Llama
+from kos.train.ops import numpy as numpy_ops
+from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
+from kos.train.parallel.data import DataParallel, deal
+from kos.train.parameters import Parameters
+from kos.train.sample import sample_text
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
+
+    def __init__(self, config: TrainConfig, comm: Communicator) -> None:
+        self.comm = comm
+        self.out = Path(config.out)
+        self.checkpoints = self.out / "checkpoints"
+        self.config = config = config.for_world(comm.size)
+        limit_threads(1 if config.deterministic else None, comm.local_size)
+        self.data = together(comm, lambda: load_data(config))
+        found = together(comm, self._find_checkpoint)
+        model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+        self.model = Llama(model_config, numpy_ops)
+        shapes, groups = model_config.parameter_shapes(), model_config.fused_groups()
+        self.weights = Parameters(shapes, groups=groups)
+        self.gradients = self.weights.like()
+        self.optimizer = AdamW(
+            self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
+        )
+        self.schedule = Schedule(
+            config.schedule, config.lr, config.min_lr, config.steps, config.warmup_steps, config.decay_steps
+        )
+        self.parallel = DataParallel(comm, self.gradients, deterministic=config.deterministic)
+        self.rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
+        together(comm, lambda: self._fill_weights(found))
+        for state in (self.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
+            comm.broadcast(state.flat, 0)
+        self.start = self.optimizer.step_count = found.step if found else 0
+        self.saved_step = self.start if found else -1
+        self.metrics = together(comm, self._open_output)
+        self.console = make_console(comm.rank, config.steps, self.start)
+        self._stop_asked = False
+
+    def _find_checkpoint(self) -> checkpoint.Checkpoint | None:
+        if self.config.resume is None:
+            return None
+        if self.config.resume == "auto":
+            return checkpoint.latest(self.checkpoints)
+        return checkpoint.find(Path(self.config.resume))
+
+    def _fill_weights(self, found: checkpoint.Checkpoint | None) -> None:
+        """On rank 0, from a checkpoint, a Hugging Face folder or the seed; the others get rank 0's."""
+        if self.comm.rank != 0:
+            return
+        if found is not None:
+            if found.model_config() != self.model.config:
+                raise CheckpointError(
+                    f"{found.path}: expected the model of this run, {self.model.config}, got {found.model_config()}"
+                )
+            found.load_weights(self.weights)
+            found.load_optimizer(self.optimizer)
+        elif self.config.init_from is not None:
+            huggingface.read_weights(Path(self.config.init_from), self.weights)
+        else:
+            self.model.config.init_weights(self.weights, self.config.seed)
+
+    def _open_output(self) -> MetricsLog | None:
+        if self.comm.rank != 0:
+            return None
+        if self.config.resume is None and checkpoint.latest(self.checkpoints) is not None:
+            raise ConfigError(
+                f"--out {self.out}: expected a folder without checkpoints, or --resume auto to go on from them, "
+                "or another --out"
+            )
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            checkpoint.write_json(self.out / "config.json", self._run_description())
+        except OSError as error:
+            raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
+        return MetricsLog(self.out / "metrics.jsonl", self.start)
+
+    def _run_description(self) -> dict[str, Any]:
+        return {**self.config.to_json(), "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
+
+    def run(self) -> None:
+        """Train from ``start`` to ``steps``, or until a signal asks to stop; then save, sample and say where."""
+        config, comm = self.config, self.comm
+        handlers = {number: signal.signal(number, self._ask_stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            self._announce()
+            if self.start == 0:
+                self.console.say(f"validation loss before training: {self.evaluate():.4f}")
+            step, stopped = self.start, False
+            while step < config.steps and not stopped:
+                row, stopped = self._step(step)
+                step += 1
+                last = stopped or step == config.steps
+                if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
+                    row["val_loss"] = self.evaluate()
+                self._record(row, log=step % config.log_every == 0 or last)
+                if last or (config.save_every and step % config.save_every == 0):
+                    together(comm, lambda step=step: self._save(step))
+            self.console.close()
+            self._conclude(step, stopped)
+        finally:
+            self.console.close()
+            if self.metrics is not None:
+                self.metrics.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
+        """One optimizer step; its row of metrics, and whether any rank was asked to stop."""
+        config = self.config
+        began = time.perf_counter()
+        losses = [self._round(step, index) for index in range(len(self.rounds))]
+        answers = self.comm.all_gather(np.array([self._stop_asked, *losses], np.float64))
+        micro_batches = answers[:, 1:].size
+        loss = math.fsum(answers[:, 1:].flat) / micro_batches
+        norm = global_norm(self.gradients.flat) / micro_batches
+        for name, value in (("loss", loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                error = TrainingError(
+                    f"step {step + 1}: expected a finite {name}, got {value}; the checkpoints before it are good, "
+                    "a lower --lr or --grad-clip may help"
+                )
+                error.on_every_rank = True
+                raise error
+        lr = self.schedule(step)
+        self.optimizer.step(self.gradients, lr, clip_coefficient(norm, config.grad_clip) / micro_batches)
+        seconds = time.perf_counter() - began
+        tokens_per_step = config.batch_size * config.seq_len
+        row = {
+            "step": step + 1,
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": (step + 1) * tokens_per_step,
+            "tokens_per_second": tokens_per_step / seconds,
+            "step_seconds": seconds,
+        }
+        return row, bool(answers[:, 0].any())
+
+    def _round(self, step: int, index: int) -> float:
+        """Forward and backward of this rank's micro-batch of round ``index``; its mean loss."""
+        last = index + 1 == len(self.rounds)
+        tokens, targets = self.data.rows(step, self.rounds[index])
+        loss = self.model.loss_and_gradients(
+            self.weights,
+            tokens,
+            targets,
+            self.gradients,
+            accumulate=self.parallel.accumulates(index),
+            on_gradient=self.parallel.gradient_ready if last else None,
+        )
+        self.parallel.finish_round(index, len(self.rounds))
+        return loss
+
+    def evaluate(self) -> float:
+        """The mean loss over the validation windows, the same on every rank and for any number of ranks."""
+        batches = self.data.val_batches()
+        mine = np.full(-(-len(batches) // self.comm.size), np.nan)
+        for slot, index in enumerate(range(self.comm.rank, len(batches), self.comm.size)):
+            mine[slot] = self.model.loss(self.weights, *batches[index])
+        everyone = self.comm.all_gather(mine).T.ravel()[: len(batches)]
+        return math.fsum(everyone) / len(batches)
+
+    def _record(self, row: dict[str, Any], *, log: bool) -> None:
+        self.console.step(row, log=log)
+        if self.metrics is not None:
+            self.metrics.write(row)
+
+    def _save(self, step: int) -> None:
+        if self.comm.rank != 0 or step == self.saved_step:
+            return
+        checkpoint.save(
+            self.checkpoints,
+            step=step,
+            weights=self.weights,
+            optimizer=self.optimizer,
+            model=self.model.config,
+            tokenizer=self.data.tokenizer.to_json(),
+            config=self._run_description(),
+            keep=self.config.keep,
+        )
+        self.saved_step = step
+
+    def _announce(self) -> None:
+        config, model = self.config, self.model.config
+        self.console.say(
+            f"kos: {model.num_parameters():,} parameters ({model.num_hidden_layers} layers x {model.hidden_size}), "
+            f"{self.data.describe()}, {self.comm.size} rank{'s' * (self.comm.size > 1)}, "
+            f"{config.batch_size} x {config.seq_len} tokens a step"
+        )
+        if self.start:
+            self.console.say(f"resuming after step {self.start}")
+
+    def _conclude(self, step: int, stopped: bool) -> None:
+        if self.comm.rank != 0:
+            return
+        say, out = self.console.say, self.out
+        if stopped:
+            say(f"stopped by a signal after step {step}; go on with: --out {out} --resume auto")
+        elif self.config.sample_tokens:
+            text = sample_text(
+                self.model,
+                self.weights,
+                self.data.tokenizer,
+                self.config.prompt,
+                self.config.sample_tokens,
+                seed=self.config.seed,
+                temperature=self.config.temperature,
+                top_k=self.config.top_k,
+            )
+            say(f"--- a sample ---\n{text}\n----------------")
+        say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
+        say(f"metrics:    {out / 'metrics.jsonl'}")
+        if not stopped:
+            say(f'more text:  python -m kos.train.sample {out} --prompt "def "')
+            say(f"more steps: add --out {out} --resume auto --steps {2 * self.config.steps}")
+
+    def _ask_stop(self, number: int, frame: FrameType | None) -> None:
+        self._stop_asked = True
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once

@@ -1,0 +1,53 @@
+"""What a run needs to know, and to note down, about the machine and the software it runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from threadpoolctl import threadpool_limits
+
+from kos.comm.communicator import Communicator
+
+PACKAGES = ("kos", "numpy", "ml_dtypes", "mpi4py", "safetensors", "pydantic", "tokenizers")
+
+
+def limit_threads(threads: int | None, local_size: int) -> int:
+    """Let BLAS use ``threads`` threads, by default this rank's share of the cores it may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound = cores < (os.cpu_count() or 1)  # mpirun has already dealt out the cores
+    share = threads or max(1, cores if bound else cores // local_size)
+    threadpool_limits(share)
+    return share
+
+
+def provenance(comm: Communicator) -> dict[str, Any]:
+    """Versions, ranks and git commit, for a run's config.json."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "versions": versions,
+        "platform": platform.platform(),
+        "git_commit": git_commit(),
+        "ranks": comm.size,
+        "backend": comm.backend_name,
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of the checkout that kos runs from; None where it is no checkout."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,52 @@
+"""``metrics.jsonl``: one JSON object a step, appended as the run goes and cut back on resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kos.errors import TrainingError
+from kos.train.checkpoint import replace_file
+
+
+class MetricsLog:
+    """Appends rows to ``path``, each on disk for other readers as soon as it is written.
+
+    ``after_step`` keeps the rows up to that step of an earlier run (0: none), so that a resumed run
+    leaves one row a step, also when the earlier run was killed in the middle of a line.
+    """
+
+    def __init__(self, path: Path, after_step: int = 0) -> None:
+        self.path = path
+        try:
+            kept = [json.dumps(row).encode() for row in read_metrics(path) if row["step"] <= after_step]
+            replace_file(path, lambda file: file.write(b"".join(line + b"\n" for line in kept)))
+            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise TrainingError(f"{path}: expected to write metrics, got {error}") from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise TrainingError(f"{self.path}: expected to write metrics, got {error}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a metrics file; an unfinished last line is left out, a missing file is empty."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows

@@ -1,0 +1,65 @@
+"""Named tensors inside one flat array.
+
+Weights, gradients and both Adam moments share one layout: the order in which the backward finishes the
+gradients. A bucket of gradients is then a slice of the flat array and is communicated as it lies, the
+optimizer walks each array once from end to end, and neighbours (q, k, v) can be seen as one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+class Parameters(Mapping[str, np.ndarray]):
+    """Views by name of one contiguous array ``flat``, laid out in the order of ``shapes``.
+
+    ``groups`` names runs of neighbouring tensors that agree in all but their first dimension; a group's
+    name gives the tensors stacked along it, as a view (``qkv_proj`` for ``q_proj, k_proj, v_proj``).
+    Iterating gives the tensors' own names only.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, Shape],
+        dtype: np.typing.DTypeLike = np.float32,
+        groups: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.shapes = dict(shapes)
+        self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
+        self.spans: dict[str, slice] = {}
+        offset = 0
+        for name, shape in self.shapes.items():
+            size = int(np.prod(shape, dtype=np.int64))
+            self.spans[name] = slice(offset, offset + size)
+            offset += size
+        self.flat = np.zeros(offset, dtype)
+        self._views = {name: self.flat[span].reshape(self.shapes[name]) for name, span in self.spans.items()}
+        for group, members in self.groups.items():
+            self._views[group] = self._stack(group, members)
+
+    def _stack(self, group: str, members: Sequence[str]) -> np.ndarray:
+        first, last = self.spans[members[0]], self.spans[members[-1]]
+        tail = self.shapes[members[0]][1:]
+        end = first.start
+        for member in members:
+            if self.spans[member].start != end or self.shapes[member][1:] != tail:
+                raise ValueError(f"group {group}: expected neighbours of shape (*, {tail}), got {members}")
+            end = self.spans[member].stop
+        return self.flat[first.start : last.stop].reshape(-1, *tail)
+
+    def like(self) -> Parameters:
+        """Zeros in the same layout."""
+        return Parameters(self.shapes, self.flat.dtype, self.groups)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)

@@ -1,0 +1,113 @@
+"""Text from a trained model: ``python -m kos.train.sample RUN --prompt "def "``.
+
+RUN is a run's folder (its newest whole checkpoint is taken) or a checkpoint's. One process, no MPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kos.errors import ConfigError, KosError
+from kos.train import checkpoint
+from kos.train.model import Llama
+from kos.train.ops import numpy as numpy_ops
+from kos.train.parameters import Parameters
+from kos.train.tokenizers import Tokenizer, tokenizer_from_json
+
+
+def generate(
+    model: Llama,
+    weights: Mapping[str, np.ndarray],
+    prompt: Sequence[int],
+    count: int,
+    *,
+    seed: int,
+    temperature: float = 0.8,
+    top_k: int = 0,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
+
+    Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The context is the last
+    ``max_position_embeddings`` tokens. Ends early at token ``stop``.
+    """
+    rng = np.random.default_rng(seed)
+    ids = list(prompt)
+    for _ in range(count):
+        context = np.asarray([ids[-model.config.max_position_embeddings :]], np.int32)
+        token = _draw(model.next_logits(weights, context), temperature, top_k, rng)
+        if token == stop:
+            return
+        ids.append(token)
+        yield token
+
+
+def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+    if temperature == 0:
+        return int(np.argmax(logits))
+    scores = logits.astype(np.float64) / temperature
+    if 0 < top_k < scores.size:
+        scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
+    odds = np.exp(scores - scores.max())
+    return int(rng.choice(scores.size, p=odds / odds.sum()))
+
+
+def sample_text(
+    model: Llama,
+    weights: Mapping[str, np.ndarray],
+    tokenizer: Tokenizer,
+    prompt: str,
+    count: int,
+    *,
+    seed: int,
+    temperature: float,
+    top_k: int,
+) -> str:
+    """``prompt`` and up to ``count`` generated tokens, as text."""
+    ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.bos or 0]
+    drawn = generate(
+        model, weights, ids, count, seed=seed, temperature=temperature, top_k=top_k, stop=tokenizer.eos
+    )
+    return prompt + tokenizer.decode(list(drawn))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kos.train.sample", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
+    parser.add_argument("--prompt", default="\n", help="text to go on from (default: a line break)")
+    parser.add_argument("--tokens", type=int, default=500, help="tokens to generate (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all (default)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.temperature < 0 or arguments.top_k < 0 or arguments.tokens < 0:
+            raise ConfigError("expected --temperature, --top-k and --tokens of 0 or more, got a negative number")
+        found = checkpoint.find(arguments.run)
+        model = Llama(found.model_config(), numpy_ops)
+        weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
+        found.load_weights(weights)
+        text = sample_text(
+            model,
+            weights,
+            tokenizer_from_json(found.tokenizer()),
+            arguments.prompt,
+            arguments.tokens,
+            seed=arguments.seed,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+        )
+    except KosError as error:
+        print(f"kos: error: {error}", file=sys.stderr)
+        return 1
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
