@@ -1,0 +1,347 @@
+"""What a run is told: one typed, frozen configuration.
+
+``TrainConfig`` is the only list of the trainer's options: the command-line flags (``kos.train.flags``)
+and the keys of a ``--config`` file are made from its fields.  Wrong values end as ``ConfigError``, one
+line that names the flag or the file's key, what was expected and what was got.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kos.errors import ConfigError
+from kos.train.presets import PRESETS
+
+if TYPE_CHECKING:
+    from kos.train.model import LlamaConfig
+
+DETERMINISTIC_MICRO_BATCHES = 8
+"""``--deterministic`` cuts the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
+
+MICRO_BATCH_TOKENS = 16_384
+"""Most tokens in a micro-batch whose size was not given: bounds the memory of the activations."""
+
+
+def _option(group: str, about: str, default: Any = ..., **constraints: Any) -> Any:
+    """A field that is also a flag; without ``default`` the preset gives the value."""
+    return Field(default, description=about, json_schema_extra={"group": group}, **constraints)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RopeScalingSection(_Section):
+    """LLaMA-3's RoPE scaling, with Hugging Face's key names."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: float = Field(gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    original_max_position_embeddings: int = Field(8192, ge=1)
+
+
+class ModelSection(_Section):
+    """Shape of the LLaMA, with the key names of Hugging Face's config.json."""
+
+    vocab_size: int | None = _option("Model", "rows of the embedding; default: the tokenizer's", None, ge=1)
+    hidden_size: int = _option("Model", "width of the residual stream", ge=2)
+    num_hidden_layers: int = _option("Model", "decoder layers", ge=1)
+    num_attention_heads: int = _option("Model", "query heads", ge=1)
+    num_key_value_heads: int | None = _option(
+        "Model", "key/value heads; default: as many as query heads", None, ge=1
+    )
+    head_dim: int | None = _option("Model", "width of a head; default: hidden size / heads", None, ge=2)
+    intermediate_size: int = _option("Model", "width of SwiGLU", ge=1)
+    max_position_embeddings: int | None = _option(
+        "Model", "longest context, tokens; default: --seq-len", None, ge=1
+    )
+    rms_norm_eps: float = _option("Model", "epsilon of RMSNorm", 1e-5, gt=0)
+    rope_theta: float = _option("Model", "base of the rotary frequencies", 10_000.0, gt=0)
+    rope_scaling: RopeScalingSection | None = None
+    tie_word_embeddings: bool = _option("Model", "one matrix for embedding and head", True)
+    initializer_range: float = _option("Model", "standard deviation of initial weights", 0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelSection:
+        heads = self.num_attention_heads
+        if self.num_key_value_heads is not None and heads % self.num_key_value_heads:
+            raise ValueError(
+                f"expected num_attention_heads divisible by num_key_value_heads, "
+                f"got {heads} and {self.num_key_value_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"expected hidden_size divisible by num_attention_heads, got {self.hidden_size} and {heads}"
+            )
+        head_dim = self.head_dim or self.hidden_size // heads
+        if head_dim % 2:
+            raise ValueError(f"expected an even head_dim (RoPE turns pairs), got {head_dim}")
+        return self
+
+
+class TrainConfig(_Section):
+    """Everything a run needs to know.  Build one with ``parse``, ``from_preset`` or ``from_json``."""
+
+    preset: str = _option("Run", f"starting point: {', '.join(PRESETS)}", "tiny")
+    steps: int = _option("Run", "optimizer steps of the whole run", ge=1)
+    seed: int = _option("Run", "seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
+    deterministic: bool = _option("Run", "bit-identical for any number of ranks (slower)", False)
+    out: Path = _option("Run", "folder of metrics and checkpoints; default: runs/PRESET", strict=False)
+    resume: str | None = _option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None)
+    init_from: str | None = _option("Run", "take weights from a Hugging Face folder", None)
+    debug: bool = _option("Run", "show tracebacks", False)
+
+    data: str = _option(
+        "Data",
+        "stdlib (Python's own sources), tinyshakespeare, or PATH of a text file, "
+        "a folder of text files, or llm.c token files",
+        "stdlib",
+        min_length=1,
+    )
+    tokenizer: str = _option(
+        "Data",
+        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: bytes for text, "
+        "bare numbers for token files",
+        "auto",
+        min_length=1,
+    )
+    batch_size: int = _option("Data", "sequences a step, over all ranks", ge=1)
+    micro_batch_size: int | None = _option(
+        "Data", "sequences a rank works on at once; default: the largest that fits", None, ge=1
+    )
+    seq_len: int = _option("Data", "tokens a sequence", ge=1)
+
+    lr: float = _option("Optimizer", "peak learning rate", gt=0)
+    min_lr: float = _option("Optimizer", "last learning rate; default: --lr / 10", ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = _option(
+        "Optimizer", "learning rate after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
+    )
+    warmup_steps: int = _option("Optimizer", "steps of linear warm-up", 0, ge=0)
+    decay_fraction: float = _option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
+    decay_steps: int = _option("Optimizer", "steps that wsd decays over; default: from --decay-fraction", ge=0)
+    weight_decay: float = _option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
+    beta1: float = _option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
+    beta2: float = _option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
+    eps: float = _option("Optimizer", "AdamW's epsilon", 1e-8, gt=0)
+    grad_clip: float = _option("Optimizer", "largest global gradient norm; 0: no clipping", 1.0, ge=0)
+
+    eval_every: int = _option("Evaluation", "steps between validations; 0: only at the end", 100, ge=0)
+    eval_batches: int = _option("Evaluation", "validation batches, of --batch-size sequences", 8, ge=1)
+    sample_tokens: int = _option("Evaluation", "tokens of text generated at the end; 0: none", 200, ge=0)
+    prompt: str = _option("Evaluation", "text the sample goes on from", "")
+    temperature: float = _option("Evaluation", "of the sample; 0: always the likeliest token", 0.8, ge=0)
+    top_k: int = _option("Evaluation", "sample among the k likeliest tokens; 0: all", 40, ge=0)
+
+    log_every: int = _option("Output", "steps between lines", 1, ge=1)
+    save_every: int = _option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
+    keep: int = _option("Output", "checkpoints kept, the newest", 2, ge=1)
+
+    backend: Literal["auto", "mpi", "mock"] = _option(
+        "Ranks", "carrier of the collectives: auto, mpi, or mock (this process alone)", "auto"
+    )
+    timeout: float = _option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
+
+    model: ModelSection
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Defaults that follow from other values; what is of the wrong type is left to be refused."""
+        derived = dict(values)
+        derived.setdefault("out", f"runs/{values.get('preset', 'tiny')}")
+        lr, steps = values.get("lr"), values.get("steps")
+        fraction = values.get("decay_fraction", cls.model_fields["decay_fraction"].default)
+        if isinstance(lr, int | float):
+            derived.setdefault("min_lr", lr / 10)
+        if isinstance(steps, int) and isinstance(fraction, int | float):
+            derived.setdefault("decay_steps", round(fraction * steps))
+        return derived
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.min_lr > self.lr:
+            raise ValueError(f"expected min_lr ≤ lr, got {self.min_lr:g} and {self.lr:g}")
+        if self.decay_steps > self.steps:
+            raise ValueError(f"expected decay_steps ≤ steps, got {self.decay_steps} and {self.steps}")
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"expected batch_size divisible by micro_batch_size, "
+                f"got {self.batch_size} and {self.micro_batch_size}"
+            )
+        longest = self.model.max_position_embeddings
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"expected seq_len ≤ max_position_embeddings, got {self.seq_len} and {longest}")
+        if self.init_from is not None and self.resume is not None:
+            raise ValueError("expected init_from or resume, got both")
+        return self
+
+    @classmethod
+    def from_preset(cls, preset: str = "tiny", **changes: Any) -> TrainConfig:
+        """A preset with some values changed; ``model={...}`` changes only the keys it names."""
+        return build([("preset", preset_values(preset)), ("argument", {"preset": preset, **changes})])
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> TrainConfig:
+        """The inverse of ``to_json``."""
+        return build([("config.json", values)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file: every field, resolved."""
+        return self.model_dump(mode="json")
+
+    def check_world(self, size: int) -> int:
+        """The micro-batch size on ``size`` ranks, in sequences.
+
+        Each step, ranks take ``batch_size / (micro_batch_size * size)`` micro-batches each.  A size that
+        was not given becomes the largest divisor that fits: of ``batch_size / size``, at most
+        ``MICRO_BATCH_TOKENS`` tokens; with ``deterministic`` it depends on the batch alone: at most an
+        eighth of it.
+
+        Raises:
+            ConfigError: the batch cannot be cut evenly.
+        """
+        batch, micro = self.batch_size, self.micro_batch_size
+        if micro is None:
+            if batch % size:
+                raise ConfigError(f"--batch-size: expected a multiple of the {size} ranks, got {batch}")
+            whole = batch if self.deterministic else batch // size
+            most = max(1, min(whole, MICRO_BATCH_TOKENS // self.seq_len))
+            if self.deterministic:
+                most = max(1, min(most, batch // DETERMINISTIC_MICRO_BATCHES))
+            micro = next(m for m in range(most, 0, -1) if whole % m == 0)
+        if batch % (micro * size):
+            raise ConfigError(
+                f"--batch-size: expected a multiple of micro-batch size × ranks = {micro} × {size} = "
+                f"{micro * size}, got {batch}"
+            )
+        return micro
+
+    def llama_config(self, vocab_size: int) -> LlamaConfig:
+        """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
+        from kos.train.model import LlamaConfig, RopeScaling
+
+        shape = self.model
+        if shape.vocab_size is not None and shape.vocab_size < vocab_size:
+            raise ConfigError(
+                f"--vocab-size: expected at least the tokenizer's {vocab_size}, got {shape.vocab_size}"
+            )
+        scaling = shape.rope_scaling
+        return LlamaConfig(
+            vocab_size=shape.vocab_size or vocab_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            num_hidden_layers=shape.num_hidden_layers,
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_key_value_heads or shape.num_attention_heads,
+            head_dim=shape.head_dim or shape.hidden_size // shape.num_attention_heads,
+            max_position_embeddings=shape.max_position_embeddings or self.seq_len,
+            rms_norm_eps=shape.rms_norm_eps,
+            rope_theta=shape.rope_theta,
+            rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
+            tie_word_embeddings=shape.tie_word_embeddings,
+            initializer_range=shape.initializer_range,
+        )
+
+
+KEYS = {
+    **{name: field for name, field in TrainConfig.model_fields.items() if name != "model"},
+    **{f"model.{name}": field for name, field in ModelSection.model_fields.items()},
+}
+"""Every key of a configuration; those of the nested section as ``model.hidden_size``."""
+
+
+def preset_values(preset: Any) -> dict[str, Any]:
+    """The values of a preset.  Raises ConfigError with the list of presets if there is none of that name."""
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    return PRESETS[preset].values
+
+
+def flag_of(key: str) -> str:
+    """``model.hidden_size`` -> ``--hidden-size``."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def closest(word: str, known: list[str]) -> str:
+    """`` (closest: X)``, or nothing."""
+    near = get_close_matches(word, known, n=1)
+    return f" (closest: {near[0]})" if near else ""
+
+
+def build(layers: list[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
+    """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
+
+    Raises:
+        ConfigError: an unknown key or a refused value, naming the layer it came from.
+    """
+    merged: dict[str, Any] = {}
+    label: dict[str, Callable[[], str]] = {}
+    for source, values in layers:
+        for key, value in _flatten(source, values).items():
+            merged[key] = value
+            label[key] = lambda source=source, key=key: (
+                flag_of(key) if source == "flags" else f"{source}: {key}"
+            )
+    nested: dict[str, Any] = {"model": {}}
+    for key, value in merged.items():
+        section, _, name = key.rpartition(".")
+        (nested[section] if section else nested)[name] = value
+    try:
+        return TrainConfig.model_validate(nested)
+    except ValidationError as error:
+        raise ConfigError(_one_line(error, label)) from None
+
+
+def _flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key == "model":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: model: expected a table of keys, got {value!r}")
+            flat |= {f"model.{name}": item for name, item in value.items()}
+        else:
+            flat[key] = value
+    for key in flat:
+        if key not in KEYS:
+            near = closest(key, list(KEYS))
+            raise ConfigError(f"{source}: expected a known key{near}, got {key!r}")
+    return flat
+
+
+def _one_line(error: ValidationError, label: Mapping[str, Callable[[], str]]) -> str:
+    """The first of pydantic's complaints as ``where: expected X, got Y``."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(path[: 2 if path[:1] == ["model"] else 1])
+    where = ".".join([label[key]() if key in label else key or "configuration", *path[key.count(".") + 1 :]])
+    if first["type"] == "value_error":
+        return f"{where}: {first['ctx']['error']}"
+    if first["type"] == "missing":
+        return f"{where}: expected a value, got none"
+    if first["type"] == "extra_forbidden":
+        return f"{where}: expected a known key, got {path[-1]!r}"
+    expected = first["msg"].removeprefix("Input should ").removeprefix("be ")
+    return f"{where}: expected {expected[:1].lower()}{expected[1:]}, got {reprlib.repr(first['input'])}"
+
+
+def parse(argv: list[str] | None = None) -> TrainConfig:
+    """The configuration of a command line (default: this process's).
+
+    Raises:
+        ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
+        SystemExit: after ``--help``.
+    """
+    from kos.train.flags import read_command_line
+
+    layers = read_command_line(argv)
+    preset = "tiny"
+    for _, values in layers:
+        preset = values.get("preset", preset)
+    return build([(f"preset {preset}", preset_values(preset)), *layers])

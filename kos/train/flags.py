@@ -1,0 +1,136 @@
+"""The command line of ``python -m kos.train``, made from the fields of ``TrainConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, get_args
+
+from pydantic.fields import FieldInfo
+
+from kos.errors import ConfigError
+from kos.train.config import KEYS, closest, flag_of
+from kos.train.presets import PRESETS
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _type_of(field: FieldInfo) -> Any:
+    """``int | None`` -> ``int``."""
+    return next((t for t in get_args(field.annotation) if t is not NoneType), field.annotation)
+
+
+def _value(field: FieldInfo, text: str) -> Any:
+    """The number that ``text`` spells if the field wants one, otherwise ``text`` for validation to refuse."""
+    if _type_of(field) not in (int, float):
+        return text
+    try:
+        return _type_of(field)(text)
+    except ValueError:
+        return text
+
+
+def _default(key: str, field: FieldInfo) -> str:
+    values: Mapping[str, Any] = PRESETS["tiny"].values
+    section, _, name = key.rpartition(".")
+    value = (values[section] if section else values).get(name, field.default)
+    return "" if value is None or field.is_required() and name not in str(values) else f" [{value}]"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """One flag a field, grouped; nothing has a default here, so that only what was given is known."""
+    parser = _Parser(
+        prog="python -m kos.train",
+        usage="[mpirun -n RANKS] python -m kos.train [--preset NAME] [--config FILE] [flags]",
+        description="Train a LLaMA. A preset gives the values, a file overrides it, flags override both.",
+        epilog=_preset_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    groups: dict[str, Any] = {}
+    for key, field in KEYS.items():
+        extra = field.json_schema_extra
+        if not isinstance(extra, dict):
+            continue
+        title = str(extra["group"])
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+            if title == "Run":
+                groups[title].add_argument("--config", metavar="FILE", help="TOML or JSON file of these keys")
+        help_text = f"{field.description}{_default(key, field)}".replace("%", "%%")
+        if field.annotation is bool:
+            groups[title].add_argument(
+                flag_of(key), dest=key, help=help_text, action=argparse.BooleanOptionalAction
+            )
+        else:
+            groups[title].add_argument(flag_of(key), dest=key, help=help_text, metavar=_metavar(key, field))
+    return parser
+
+
+def _metavar(key: str, field: FieldInfo) -> str:
+    named = {"preset": "NAME", "out": "DIR", "resume": "DIR|auto", "init_from": "DIR", "data": "NAME|PATH",
+             "tokenizer": "NAME|PATH", "prompt": "TEXT", "timeout": "SECONDS"}  # fmt: skip
+    kind = _type_of(field)
+    return named.get(key, {int: "N", float: "X"}.get(kind, "NAME"))
+
+
+def _preset_table() -> str:
+    """A row a preset."""
+    lines = ["Presets ([values] above are those of tiny):"]
+    for name, (about, values) in PRESETS.items():
+        shape = values["model"]
+        heads = shape["num_attention_heads"]
+        lines.append(
+            f"  {name:<5} {shape['num_hidden_layers']} layers × {shape['hidden_size']}, "
+            f"{heads}/{shape.get('num_key_value_heads', heads)} heads, T {values['seq_len']}, "
+            f"batch {values['batch_size']}, {values['steps']} steps, lr {values['lr']:g}: {about}"
+        )
+    return "\n".join(lines)
+
+
+def read_command_line(argv: list[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
+    """The layers of a command line: the file's values if ``--config`` names one, then the flags'."""
+    parser = make_parser()
+    arguments, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        near = closest(word, [*map(flag_of, KEYS), "--config"])
+        raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
+    given = vars(arguments)
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if (path := given.pop("config", None)) is not None:
+        layers.append((path, read_config_file(Path(path))))
+    flags: dict[str, Any] = {"model": {}}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        (flags[section] if section else flags)[name] = (
+            value if isinstance(value, bool) else _value(KEYS[key], value)
+        )
+    return [*layers, ("flags", flags)]
+
+
+def read_config_file(path: Path) -> Mapping[str, Any]:
+    """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part)."""
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")
+    try:
+        text = path.read_text("utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"--config: expected a readable file, got {path}: {error.strerror}") from None
+    except ValueError as error:  # of TOML, JSON and UTF-8
+        raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
+    if isinstance(values, dict) and isinstance(values.get("config"), dict):
+        values = values["config"]
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config: expected a table of keys, got {path}: {type(values).__name__}")
+    return values
