@@ -8,7 +8,7 @@ line that names the flag or the file's key, what was expected and what was got.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -196,13 +196,13 @@ class TrainConfig(_Section):
         """Plain values for a JSON file: every field, resolved."""
         return self.model_dump(mode="json")
 
-    def check_world(self, size: int) -> int:
-        """The micro-batch size on ``size`` ranks, in sequences.
+    def for_world(self, size: int) -> TrainConfig:
+        """This configuration with the micro-batch size that ``size`` ranks work with.
 
-        Each step, ranks take ``batch_size / (micro_batch_size * size)`` micro-batches each.  A size that
-        was not given becomes the largest divisor that fits: of ``batch_size / size``, at most
-        ``MICRO_BATCH_TOKENS`` tokens; with ``deterministic`` it depends on the batch alone: at most an
-        eighth of it.
+        Each step, a rank takes ``batch_size / (micro_batch_size * size)`` micro-batches.  A size that was
+        not given becomes the largest divisor that fits: of ``batch_size / size``, and of at most
+        ``MICRO_BATCH_TOKENS`` tokens.  With ``deterministic`` it depends on the batch alone: the largest
+        divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.
 
         Raises:
             ConfigError: the batch cannot be cut evenly.
@@ -212,18 +212,16 @@ class TrainConfig(_Section):
             if batch % size:
                 raise ConfigError(f"--batch-size: expected a multiple of the {size} ranks, got {batch}")
             whole = batch if self.deterministic else batch // size
-            most = max(1, min(whole, MICRO_BATCH_TOKENS // self.seq_len))
-            if self.deterministic:
-                most = max(1, min(most, batch // DETERMINISTIC_MICRO_BATCHES))
-            micro = next(m for m in range(most, 0, -1) if whole % m == 0)
+            parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1
+            micro = _largest_divisor(whole, min(whole // parts, MICRO_BATCH_TOKENS // self.seq_len))
         if batch % (micro * size):
             raise ConfigError(
                 f"--batch-size: expected a multiple of micro-batch size × ranks = {micro} × {size} = "
                 f"{micro * size}, got {batch}"
             )
-        return micro
+        return self.model_copy(update={"micro_batch_size": micro})
 
-    def llama_config(self, vocab_size: int) -> LlamaConfig:
+    def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
         from kos.train.model import LlamaConfig, RopeScaling
 
@@ -257,10 +255,14 @@ KEYS = {
 """Every key of a configuration; those of the nested section as ``model.hidden_size``."""
 
 
+def _largest_divisor(number: int, limit: int) -> int:
+    return next((d for d in range(limit, 1, -1) if number % d == 0), 1)
+
+
 def preset_values(preset: Any) -> dict[str, Any]:
     """The values of a preset.  Raises ConfigError with the list of presets if there is none of that name."""
     if not isinstance(preset, str) or preset not in PRESETS:
-        raise ConfigError(f"preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+        raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
     return PRESETS[preset].values
 
 
@@ -269,13 +271,13 @@ def flag_of(key: str) -> str:
     return "--" + key.rpartition(".")[2].replace("_", "-")
 
 
-def closest(word: str, known: list[str]) -> str:
+def closest(word: str, known: Sequence[str]) -> str:
     """`` (closest: X)``, or nothing."""
     near = get_close_matches(word, known, n=1)
     return f" (closest: {near[0]})" if near else ""
 
 
-def build(layers: list[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
+def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
 
     Raises:
@@ -331,7 +333,7 @@ def _one_line(error: ValidationError, label: Mapping[str, Callable[[], str]]) ->
     return f"{where}: expected {expected[:1].lower()}{expected[1:]}, got {reprlib.repr(first['input'])}"
 
 
-def parse(argv: list[str] | None = None) -> TrainConfig:
+def parse(argv: Sequence[str] | None = None) -> TrainConfig:
     """The configuration of a command line (default: this process's).
 
     Raises:

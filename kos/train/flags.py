@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn, get_args
@@ -97,7 +97,7 @@ def _preset_table() -> str:
     return "\n".join(lines)
 
 
-def read_command_line(argv: list[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
+def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
     """The layers of a command line: the file's values if ``--config`` names one, then the flags'."""
     parser = make_parser()
     arguments, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
