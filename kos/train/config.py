@@ -7,6 +7,7 @@ line that names the flag or the file's key, what was expected and what was got.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -121,11 +122,13 @@ class TrainConfig(_Section):
     lr: float = _option("Optimizer", "peak learning rate", gt=0)
     min_lr: float = _option("Optimizer", "last learning rate; default: --lr / 10", ge=0)
     schedule: Literal["cosine", "wsd", "constant"] = _option(
-        "Optimizer", "learning rate after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
+        "Optimizer", "after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
     )
     warmup_steps: int = _option("Optimizer", "steps of linear warm-up", 0, ge=0)
     decay_fraction: float = _option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
-    decay_steps: int = _option("Optimizer", "steps that wsd decays over; default: from --decay-fraction", ge=0)
+    decay_steps: int = _option(
+        "Optimizer", "steps that wsd decays over; default: from --decay-fraction", ge=0
+    )
     weight_decay: float = _option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
     beta1: float = _option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
     beta2: float = _option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
@@ -178,8 +181,8 @@ class TrainConfig(_Section):
         longest = self.model.max_position_embeddings
         if longest is not None and self.seq_len > longest:
             raise ValueError(f"expected seq_len ≤ max_position_embeddings, got {self.seq_len} and {longest}")
-        if self.init_from is not None and self.resume is not None:
-            raise ValueError("expected init_from or resume, got both")
+        if self.init_from is not None and self.resume not in (None, "auto"):
+            raise ValueError(f"expected init_from or resume, got {self.init_from!r} and {self.resume!r}")
         return self
 
     @classmethod
@@ -242,7 +245,9 @@ class TrainConfig(_Section):
             max_position_embeddings=shape.max_position_embeddings or self.seq_len,
             rms_norm_eps=shape.rms_norm_eps,
             rope_theta=shape.rope_theta,
-            rope_scaling=None if scaling is None else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
+            rope_scaling=None
+            if scaling is None
+            else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
             tie_word_embeddings=shape.tie_word_embeddings,
             initializer_range=shape.initializer_range,
         )
@@ -322,15 +327,16 @@ def _one_line(error: ValidationError, label: Mapping[str, Callable[[], str]]) ->
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     key = ".".join(path[: 2 if path[:1] == ["model"] else 1])
-    where = ".".join([label[key]() if key in label else key or "configuration", *path[key.count(".") + 1 :]])
-    if first["type"] == "value_error":
-        return f"{where}: {first['ctx']['error']}"
+    if first["type"] == "value_error":  # of several values: the message names them
+        return str(first["ctx"]["error"])
+    where = ".".join([label[key]() if key in label else key, *path[key.count(".") + 1 :]])
     if first["type"] == "missing":
         return f"{where}: expected a value, got none"
     if first["type"] == "extra_forbidden":
         return f"{where}: expected a known key, got {path[-1]!r}"
-    expected = first["msg"].removeprefix("Input should ").removeprefix("be ")
-    return f"{where}: expected {expected[:1].lower()}{expected[1:]}, got {reprlib.repr(first['input'])}"
+    expected = re.sub(r"^(Input|String) should (be |have )?", "", first["msg"])
+    number = "a number " if expected.startswith(("greater", "less")) else ""
+    return f"{where}: expected {number}{expected}, got {reprlib.repr(first['input'])}"
 
 
 def parse(argv: Sequence[str] | None = None) -> TrainConfig:

@@ -65,7 +65,9 @@ def cached(download: Download, folder: Path | None = None) -> Path:
             if not _is_good(path, download):
                 _store(path, _fetch(download))
     except OSError as error:
-        raise DataError(f"--data {download.name}: expected a cache that can be written, got {error}") from None
+        raise DataError(
+            f"--data {download.name}: expected a cache that can be written, got {error}"
+        ) from None
     return path
 
 

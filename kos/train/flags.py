@@ -20,6 +20,9 @@ from kos.train.presets import PRESETS
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += ", got none"
+        message = message.replace("ignored explicit argument", "expected no value, got")
         raise ConfigError(message.removeprefix("argument "))
 
 
@@ -41,8 +44,9 @@ def _value(field: FieldInfo, text: str) -> Any:
 def _default(key: str, field: FieldInfo) -> str:
     values: Mapping[str, Any] = PRESETS["tiny"].values
     section, _, name = key.rpartition(".")
-    value = (values[section] if section else values).get(name, field.default)
-    return "" if value is None or field.is_required() and name not in str(values) else f" [{value}]"
+    fallback = None if field.is_required() else field.default
+    value = (values[section] if section else values).get(name, fallback)
+    return "" if value in (None, "") else f" [{value}]"
 
 
 def make_parser() -> argparse.ArgumentParser:

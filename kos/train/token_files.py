@@ -6,7 +6,6 @@ GPT-2's vocabulary, uint32 for LLaMA-3's.  Source: karpathy/llm.c, dev/data/data
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +43,9 @@ def format_of(path: Path) -> Format:
         header = np.frombuffer(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"), "<i4")
     layout = FORMATS[int(header[0])]
     if header[1] != layout.version:
-        raise DataError(f"{path}: expected version {layout.version} of token file {header[0]}, got {header[1]}")
+        raise DataError(
+            f"{path}: expected version {layout.version} of token file {header[0]}, got {header[1]}"
+        )
     return layout
 
 
@@ -64,19 +65,9 @@ def map_tokens(path: Path) -> NDArray[Any]:
         if count < 1:
             raise DataError(f"{path}: expected a token file with tokens, got a count of {count}")
         if size != expected:
-            raise DataError(f"{path}: expected {expected} bytes ({count} tokens after the header), got {size}")
+            raise DataError(
+                f"{path}: expected {expected} bytes ({count} tokens after the header), got {size}"
+            )
         return np.memmap(path, layout.dtype, "r", offset=HEADER_BYTES, shape=(count,))
     except OSError as error:
         raise DataError(f"{path}: expected a readable token file, got {error.strerror}") from None
-
-
-def write_tokens(path: Path, tokens: NDArray[Any], magic: int = 20240520) -> None:
-    """Write a token file of the format that ``magic`` stands for."""
-    layout = FORMATS[magic]
-    header = np.zeros(256, "<i4")
-    header[:3] = magic, layout.version, len(tokens)
-    with path.open("wb") as file:
-        file.write(header.tobytes())
-        file.write(np.asarray(tokens).astype(layout.dtype).tobytes())
-        file.flush()
-        os.fsync(file.fileno())

@@ -169,8 +169,8 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def to_json(self) -> dict[str, Any]:
-        """The tokenizer.json itself, which transformers reads too, with one key more."""
-        return {**json.loads(self._tokenizer.to_str()), "kos": {"name": self.name, **self._tokens}}
+        source = json.loads(self._tokenizer.to_str())
+        return {"kind": "huggingface", "name": self.name, **self._tokens, "tokenizer": source}
 
 
 def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
@@ -196,7 +196,7 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
 
 def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
     """The inverse of a tokenizer's ``to_json``.  Raises DataError for anything else."""
-    kind = values.get("kind", "huggingface")
+    kind = values.get("kind")
     try:
         if kind == "bytes":
             return ByteTokenizer()
@@ -205,9 +205,10 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
         if kind == "numbers":
             return NumberTokenizer(values["vocab_size"])
         if kind == "huggingface":
-            own = dict(values)
-            extra = own.pop("kos", {"name": "tokenizer.json"})
-            return HuggingFaceTokenizer(json.dumps(own), **extra)
+            source = json.dumps(values["tokenizer"])
+            return HuggingFaceTokenizer(
+                source, name=values["name"], bos=values.get("bos"), eos=values.get("eos")
+            )
     except (KeyError, TypeError) as error:
         raise DataError(f"tokenizer {kind}: expected its saved values, got {error}") from None
     raise DataError(f"tokenizer: expected kind bytes, chars, numbers or huggingface, got {kind!r}")

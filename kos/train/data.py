@@ -1,0 +1,188 @@
+"""Batches: which tokens each step sees.
+
+The batch of a step is a pure function of (seed, step): windows of ``seq_len + 1`` tokens at random places,
+as nanoGPT draws them, from a Philox generator keyed by both (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC11).  So a run is resumed without any state of the data, and any number of ranks sees
+the same batches: each asks for its rows only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kos.errors import ConfigError, DataError
+from kos.train.config import MICRO_BATCH_TOKENS, TrainConfig
+from kos.train.corpus import TextCorpus, TokenCorpus, read_corpus
+from kos.train.tokenizers import NumberTokenizer, Tokenizer, make_tokenizer, smallest_dtype
+
+HASHED_BYTES = 64 << 20
+"""Larger shards are fingerprinted by this many bytes of each end."""
+
+Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""Tokens and targets, both (sequences, seq_len): the target of a token is the one that follows it."""
+
+
+class Tokens:
+    """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory."""
+
+    def __init__(self, shards: Sequence[NDArray[Any]]) -> None:
+        self.shards = list(shards)
+        self._ends = np.cumsum([len(shard) for shard in self.shards])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self.shards else 0
+
+    def window(self, start: int, length: int) -> NDArray[Any]:
+        """The tokens ``start`` to ``start + length``."""
+        parts = []
+        shard = int(np.searchsorted(self._ends, start, side="right"))
+        start -= int(self._ends[shard - 1]) if shard else 0
+        while length > 0:
+            parts.append(self.shards[shard][start : start + length])
+            length -= len(parts[-1])
+            shard, start = shard + 1, 0
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training and validation tokens of one run, and the order in which they are seen."""
+
+    name: str
+    train: Tokens
+    val: Tokens
+    tokenizer: Tokenizer
+    seed: int
+    batch_size: int
+    seq_len: int
+    eval_batches: int
+    fingerprint: str
+    """SHA-256 of the tokens (of very large shards: of their ends): tells other data when resuming."""
+
+    def __post_init__(self) -> None:
+        for split in ("train", "val"):
+            length = len(getattr(self, split))
+            if length < self.seq_len + 1:
+                raise DataError(
+                    f"--data {self.name}: expected at least seq_len + 1 = {self.seq_len + 1} tokens to "
+                    f"{'train' if split == 'train' else 'validate'} on, got {length}"
+                )
+
+    def batch(self, step: int) -> Batch:
+        """The whole batch of ``step`` (counted from 0)."""
+        return self.rows(step, range(self.batch_size))
+
+    def rows(self, step: int, indices: Iterable[int]) -> Batch:
+        """Some rows of ``batch(step)``.  Raises DataError for a token beyond the tokenizer's vocabulary."""
+        draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
+        starts = draws % np.uint64(len(self.train) - self.seq_len)
+        return self._windows(self.train, [int(starts[i]) for i in indices])
+
+    def val_batches(self) -> ValBatches:
+        """``eval_batches`` batches of equal size, the same ones at each evaluation."""
+        return ValBatches(self)
+
+    def describe(self) -> str:
+        """One phrase for the log."""
+        return f"{len(self.train):,} + {len(self.val):,} tokens of {self.name} ({self.tokenizer.name})"
+
+    def _windows(self, tokens: Tokens, starts: Sequence[int]) -> Batch:
+        windows = np.stack([tokens.window(start, self.seq_len + 1) for start in starts])
+        if (largest := int(windows.max())) >= self.tokenizer.vocab_size:
+            raise DataError(
+                f"--data {self.name}: expected tokens below the vocabulary's {self.tokenizer.vocab_size}, "
+                f"got {largest}"
+            )
+        windows = windows.astype(np.int32)
+        return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
+
+
+class ValBatches(Sequence[Batch]):
+    """Windows evenly spread over the validation tokens, none overlapping another; made when asked for.
+
+    A batch has ``batch_size`` sequences, or fewer: at most ``MICRO_BATCH_TOKENS`` tokens, and no more windows
+    than there are.  None of this depends on the number of ranks.
+    """
+
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
+        windows = (len(data.val) - 1) // data.seq_len
+        self._rows = max(1, min(data.batch_size, MICRO_BATCH_TOKENS // data.seq_len, windows))
+        self._batches = min(data.eval_batches, windows // self._rows)
+        count = self._rows * self._batches
+        self._starts = [window * windows // count * data.seq_len for window in range(count)]
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        starts = self._starts[index * self._rows : (index + 1) * self._rows]
+        return self._data._windows(self._data.val, starts)
+
+
+def load_data(config: TrainConfig) -> Dataset:
+    """Read, and if it is text encode, what ``config.data`` names.
+
+    Raises:
+        DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a
+            prompt that the tokenizer cannot spell.
+        ConfigError: a tokenizer that does not go with the data.
+    """
+    corpus = read_corpus(config.data)
+    if isinstance(corpus, TextCorpus):
+        spec = "bytes" if config.tokenizer == "auto" else config.tokenizer
+        tokenizer = make_tokenizer(spec, text=[*corpus.train, *corpus.val])
+        train, val = ([_encode(tokenizer, split)] for split in (corpus.train, corpus.val))
+    else:
+        tokenizer = _tokenizer_of_files(config, corpus)
+        train, val = list(corpus.train), list(corpus.val)
+    tokenizer.encode(config.prompt)
+    return Dataset(
+        name=corpus.name,
+        train=Tokens(train),
+        val=Tokens(val),
+        tokenizer=tokenizer,
+        seed=config.seed,
+        batch_size=config.batch_size,
+        seq_len=config.seq_len,
+        eval_batches=config.eval_batches,
+        fingerprint=_fingerprint([*train, *val]),
+    )
+
+
+def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> NDArray[Any]:
+    """The documents one after another, each ended by eos where the tokenizer has one."""
+    end = np.array([] if tokenizer.eos is None else [tokenizer.eos], smallest_dtype(tokenizer.vocab_size))
+    parts = [part for text in documents for part in (tokenizer.encode(text), end)]
+    return np.concatenate(parts) if parts else end
+
+
+def _tokenizer_of_files(config: TrainConfig, corpus: TokenCorpus) -> Tokenizer:
+    if config.tokenizer == "chars":
+        raise ConfigError(
+            f"--tokenizer: expected auto, bytes or a tokenizer.json for token files ({corpus.name}), got 'chars'"
+        )
+    if config.tokenizer == "auto":
+        return NumberTokenizer(config.model.vocab_size or corpus.vocab_size)
+    return make_tokenizer(config.tokenizer)
+
+
+def _fingerprint(shards: Iterable[NDArray[Any]]) -> str:
+    digest = hashlib.sha256()
+    for shard in shards:
+        digest.update(f"{shard.dtype.str} {len(shard)} ".encode())
+        half = HASHED_BYTES // shard.itemsize
+        ends = [shard] if len(shard) <= 2 * half else [shard[:half], shard[-half:]]
+        for end in ends:
+            digest.update(np.ascontiguousarray(end))
+    return digest.hexdigest()
