@@ -54,3 +54,23 @@ class CheckpointError(KosError):
 
 class TrainingError(KosError):
     """Training cannot go on: a loss or a gradient is not finite."""
+
+
+class OutOfMemory(KosError, MemoryError):
+    """A planned memory area is too small for what is asked of it."""
+
+
+class CudaError(KosError):
+    """A call of the CUDA driver failed; names the call, the error's code and its description."""
+
+
+class CompileError(CudaError):
+    """A kernel was refused by the compiler; first line: file, line and message, then the whole log."""
+
+
+class OutOfMemory(CudaError, MemoryError):
+    """A device has too little memory; names what was asked, what is free and the largest holders."""
+
+
+class PeerMemoryError(CudaError):
+    """Memory of another rank cannot be mapped here; the message gives the cause."""

@@ -1,0 +1,127 @@
+"""Planned scratch memory: a stack allocator over one slab.
+
+A training step takes and gives back the same arrays in the same order every time.  So one slab, one
+offset that moves up (``take``) and down (``release``), and no allocation or page fault in the steady
+state.  The first pass may outgrow the slab: what does not fit is allocated on its own, and once the
+arena is empty the slab is replaced by one of the size that the pass needed.  ``fix()`` ends that, for
+users whose addresses must not move (a captured CUDA graph).
+
+The backing memory is the caller's: ``allocate(nbytes) -> slab`` and ``view(slab, offset, shape, dtype)
+-> array`` make the arena work for host memory (the default) as for device memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kos.errors import InvalidArgument, OutOfMemory
+
+ALIGNMENT = 64  # bytes: a cache line, and a whole AVX-512 register
+
+
+def allocate_host(nbytes: int) -> np.ndarray:
+    """``nbytes`` of host memory starting on an ``ALIGNMENT`` boundary, as uint8."""
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    skip = -raw.ctypes.data % ALIGNMENT
+    return raw[skip : skip + nbytes]
+
+
+def view_host(slab: np.ndarray, offset: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """The array of ``shape`` and ``dtype`` that lies ``offset`` bytes into ``slab``."""
+    return np.ndarray(shape, dtype, buffer=slab, offset=offset)
+
+
+class Arena:
+    """Stack allocator: arrays are given back in the reverse order of their taking.
+
+    An array taken from the arena is uninitialised, and valid until a mark older than it is released.
+    """
+
+    def __init__(
+        self,
+        nbytes: int = 0,
+        allocate: Callable[[int], Any] = allocate_host,
+        view: Callable[[Any, int, tuple[int, ...], Any], Any] = view_host,
+    ) -> None:
+        self._allocate, self._view = allocate, view
+        self._fixed = False
+        self._top = 0
+        self._overflow: list[tuple[int, Any]] = []
+        self.peak = nbytes
+        self._replace_slab()
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the slab."""
+        return self._capacity
+
+    @property
+    def in_use(self) -> int:
+        """Bytes taken and not released, alignment included."""
+        return self._top
+
+    def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """An uninitialised, ``ALIGNMENT``-aligned, C-contiguous array.
+
+        Raises ``OutOfMemory`` when it does not fit and the arena is fixed.
+        """
+        key = (self._top, shape, dtype)
+        known = self._views.get(key)
+        if known is not None:
+            array, self._top = known
+            return array
+        start = self._top
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        end = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if end <= self._capacity:
+            array = self._view(self._slab, start, shape, dtype)
+            self._views[key] = (array, end)
+        elif self._fixed:
+            raise OutOfMemory(f"arena: expected at most {self._capacity} bytes in use, got {end}")
+        else:
+            slab = self._allocate(end - start)
+            self._overflow.append((start, slab))
+            array = self._view(slab, 0, shape, dtype)
+        self._top = end
+        self.peak = max(self.peak, end)
+        return array
+
+    def mark(self) -> int:
+        """Where the stack stands: give it to ``release``."""
+        return self._top
+
+    def release(self, mark: int) -> None:
+        """Give back everything that was taken since ``mark``."""
+        if not 0 <= mark <= self._top:
+            raise InvalidArgument(f"arena: expected a mark between 0 and {self._top}, got {mark}")
+        self._top = mark
+        while self._overflow and self._overflow[-1][0] >= mark:
+            self._overflow.pop()
+        if mark == 0 and self.peak > self._capacity:
+            self._replace_slab()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Everything taken inside is given back at the end."""
+        mark = self._top
+        try:
+            yield
+        finally:
+            self.release(mark)
+
+    def fix(self) -> None:
+        """From here on the slab stays where it is, and outgrowing it is an error.  Needs an empty arena."""
+        if self._top:
+            raise InvalidArgument(f"arena: expected an empty arena to fix, got {self._top} bytes in use")
+        self._fixed = True
+
+    def _replace_slab(self) -> None:
+        self._views: dict[tuple[int, tuple[int, ...], Any], tuple[Any, int]] = {}
+        self._slab: Any = None  # freed before its successor is allocated
+        self._slab = self._allocate(self.peak)
+        self._capacity = self.peak

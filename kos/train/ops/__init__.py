@@ -1,0 +1,126 @@
+"""The vocabulary that the model is written in.
+
+A *dialect* is a module (or object) with these functions: ``kos.train.ops.numpy`` is the first.  Every
+operation writes into arrays that it is given, takes its scratch memory from the arena that it is given
+and gives it back before it returns, and has its backward spelled out beside it.
+
+Shapes: N tokens of a micro-batch (B samples of T), D hidden, F features out of a linear, V vocabulary,
+H query heads, K key/value heads, d head size, W = (H + 2K) d.  Linears are (out, in) as in Hugging Face.
+Arrays are C-contiguous, except those of ``empty_heads``: their memory order is the dialect's own.
+
+``accumulate`` adds to a weight's gradient instead of writing it.  Nothing reads an output before it is
+written, so outputs may start as NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from kos.memory.arena import Arena
+
+Array = Any  # a dialect's own: numpy's ndarray, a device tensor
+
+
+class Ops(Protocol):
+    """What a dialect offers."""
+
+    def make_arena(self) -> Arena:
+        """An empty arena over the dialect's memory."""
+
+    def step(self, arena: Arena) -> AbstractContextManager[None]:
+        """Brackets one pass: gives back all of ``arena``, keeps inf and nan from warning."""
+
+    def empty_heads(self, arena: Arena, tokens: int, width: int, dtype: Any) -> Array:
+        """Uninitialised (N, W) in the memory order that suits ``rope`` and ``attention``."""
+
+    def copy(self, source: Array, out: Array) -> None:
+        """out = source."""
+
+    def zero(self, out: Array) -> None:
+        """out = 0."""
+
+    def add(self, a: Array, b: Array, out: Array) -> None:
+        """out = a + b; ``out`` may be one of them."""
+
+    def embedding(self, tokens: Array, table: Array, out: Array) -> None:
+        """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D); InvalidArgument for a token outside."""
+
+    def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
+        """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token."""
+
+    def linear(self, x: Array, weight: Array, out: Array) -> None:
+        """out (N, F) = x (N, D) weight^T, weight (F, D)."""
+
+    def linear_backward(
+        self, d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+    ) -> None:
+        """dx (N, D) = d_out (N, F) weight; d_weight (F, D) = d_out^T x."""
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
+        """out (N, D) = x rstd weight, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward."""
+
+    def rms_norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        rstd: Array,
+        dx: Array,
+        d_weight: Array,
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
+        """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
+
+    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+        """cos and sin of position x frequency, for ``rope``.  ``frequencies`` are d / 2 in radians a token."""
+
+    def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, as two halves (Hugging Face's order)."""
+
+    def rope_backward(self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        """Rotate back, in place."""
+
+    def attention(
+        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena
+    ) -> None:
+        """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
+
+        ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_heads``.
+        ``log_sum_exp`` (B, H, T), of the scaled scores, is kept for the backward.
+        """
+
+    def attention_backward(
+        self,
+        d_out: Array,
+        qkv: Array,
+        out: Array,
+        log_sum_exp: Array,
+        heads: int,
+        kv_heads: int,
+        d_qkv: Array,
+        arena: Arena,
+    ) -> None:
+        """d_qkv (N, W) from d_out (N, H d); the probabilities are computed again, not kept."""
+
+    def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
+        """out (N, F) = silu(gate) up; ``gate_up`` (N, 2F) holds gate, then up."""
+
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+        """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote."""
+
+    def count_targets(self, targets: Array, out: Array) -> None:
+        """out (1,) = how many of ``targets`` (N,) are not ignored (-1), at least 1."""
+
+    def cross_entropy(self, logits: Array, targets: Array, losses: Array, arena: Arena) -> None:
+        """losses (N,) = -log softmax(logits (N, V))[target], 0 where ignored.  Overwrites ``logits``."""
+
+    def cross_entropy_with_gradient(
+        self, logits: Array, targets: Array, count: Array, losses: Array, arena: Arena
+    ) -> None:
+        """As ``cross_entropy``, and ``logits`` become the gradient of sum(losses) / count."""
+
+    def mean_loss(self, losses: Array, count: Array) -> float:
+        """sum(losses) / count as a Python float: the one place where the host waits for the result."""

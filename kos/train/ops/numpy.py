@@ -1,0 +1,396 @@
+"""The numpy dialect of ``kos.train.ops``: the reference, and what CPUs train with.
+
+Three habits make it fast.  Matrix products go to BLAS without a copy of an operand: heads lie with tokens
+contiguous (``empty_heads``), so that the halves of a rotation, the statistics of a softmax and every operand
+of attention are long contiguous rows.  Elementwise chains run over blocks of rows that stay in the cache.
+And nothing is allocated: outputs are given, scratch comes from the arena.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kos.errors import InvalidArgument
+from kos.memory.arena import Arena
+
+Array = np.ndarray
+IGNORE = -1  # the target that is left out of the loss
+BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
+QUERY_BLOCK = 128  # queries whose scores are in memory at once
+
+
+def make_arena() -> Arena:
+    return Arena()
+
+
+@contextmanager
+def step(arena: Arena) -> Iterator[None]:
+    with np.errstate(all="ignore"):
+        try:
+            yield
+        finally:
+            arena.release(0)
+
+
+def empty_heads(arena: Arena, tokens: int, width: int, dtype: Any) -> Array:
+    return arena.take((width, tokens), dtype).T
+
+
+def copy(source: Array, out: Array) -> None:
+    np.copyto(out, source)
+
+
+def zero(out: Array) -> None:
+    out.fill(0)
+
+
+def add(a: Array, b: Array, out: Array) -> None:
+    np.add(a, b, out=out)
+
+
+def _row_blocks(rows: int, width: int) -> Iterator[slice]:
+    step = max(1, BLOCK // width)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+# --- embedding ---------------------------------------------------------------------------------------
+
+
+def embedding(tokens: Array, table: Array, out: Array) -> None:
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < len(table):
+        raise InvalidArgument(
+            f"embedding: expected tokens from 0 to {len(table) - 1}, got {tokens.min()} to {tokens.max()}"
+        )
+    np.take(table, tokens, axis=0, out=out, mode="clip")  # "raise" would go through a copy
+
+
+def embedding_backward(d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
+    """Sorts the rows by token and sums each run: 5 times faster than ``np.add.at``."""
+    if not accumulate:
+        d_table.fill(0)
+    if not tokens.size:
+        return
+    order = np.argsort(tokens, kind="stable")
+    in_order = tokens[order]
+    starts = np.flatnonzero(np.diff(in_order, prepend=-1))
+    with arena.scope():
+        rows = arena.take(d_out.shape, d_out.dtype)
+        sums = arena.take(d_out.shape, d_out.dtype)[: len(starts)]
+        np.take(d_out, order, axis=0, out=rows, mode="clip")
+        np.add.reduceat(rows, starts, axis=0, out=sums)
+        d_table[in_order[starts]] += sums
+
+
+# --- linear ------------------------------------------------------------------------------------------
+
+
+def linear(x: Array, weight: Array, out: Array) -> None:
+    np.matmul(x, weight.T, out=out)
+
+
+def linear_backward(
+    d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+) -> None:
+    np.matmul(d_out, weight, out=dx)
+    if accumulate:
+        with arena.scope():
+            fresh = arena.take(d_weight.shape, d_weight.dtype)
+            np.matmul(d_out.T, x, out=fresh)
+            np.add(d_weight, fresh, out=d_weight)
+    else:
+        np.matmul(d_out.T, x, out=d_weight)
+
+
+# --- rms_norm ----------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
+    np.vecdot(x, x, out=rstd)
+    rstd *= 1 / x.shape[-1]
+    rstd += eps
+    np.sqrt(rstd, out=rstd)
+    np.reciprocal(rstd, out=rstd)
+    for rows in _row_blocks(*x.shape):
+        np.multiply(x[rows], weight, out=out[rows])
+        out[rows] *= rstd[rows, None]
+
+
+def rms_norm_backward(
+    d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+) -> None:
+    """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D."""
+    rows_count, width = x.shape
+    with arena.scope():
+        product = arena.take(x.shape, x.dtype)
+        slope = arena.take((rows_count,), x.dtype)
+        np.multiply(d_out, x, out=product)
+        np.matmul(product, weight, out=slope)
+        slope *= rstd
+        slope *= rstd
+        slope *= -1 / width
+        if accumulate:
+            fresh = arena.take(d_weight.shape, d_weight.dtype)
+            np.matmul(rstd, product, out=fresh)
+            np.add(d_weight, fresh, out=d_weight)
+        else:
+            np.matmul(rstd, product, out=d_weight)
+        for rows in _row_blocks(rows_count, width):  # dx += rstd (d_out weight + slope x)
+            g, t = d_out[rows], product[rows]
+            g *= weight
+            np.multiply(x[rows], slope[rows, None], out=t)
+            g += t
+            g *= rstd[rows, None]
+            dx[rows] += g
+
+
+# --- rope --------------------------------------------------------------------------------------------
+
+
+def rope_tables(frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+    angles = np.multiply.outer(np.asarray(frequencies, np.float64), np.asarray(positions, np.float64))
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+    cos, sin = tables
+    _rotate(qkv, cos[:, None], sin[:, None], head_dim, heads, arena)
+
+
+def rope_backward(d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+    cos, sin = tables
+    _rotate(d_qkv, cos[:, None], -sin[:, None], head_dim, heads, arena)
+
+
+def _rotate(qkv: Array, cos: Array, sin: Array, head_dim: int, heads: int, arena: Arena) -> None:
+    """(a, b) -> (a cos - b sin, b cos + a sin), head by head; cos and sin are (d / 2, 1, T)."""
+    half, length = head_dim // 2, cos.shape[-1]
+    by_half = _by_head(qkv, half, length)
+    with arena.scope():
+        a_sin = arena.take(by_half.shape[1:], qkv.dtype)
+        b_sin = arena.take(by_half.shape[1:], qkv.dtype)
+        for head in range(heads):
+            a, b = by_half[2 * head], by_half[2 * head + 1]
+            np.multiply(a, sin, out=a_sin)
+            np.multiply(b, sin, out=b_sin)
+            a *= cos
+            b *= cos
+            a -= b_sin
+            b += a_sin
+
+
+def _by_head(x: Array, head_dim: int, length: int) -> Array:
+    """(N, n d) of ``empty_heads`` seen as (n, d, B, T)."""
+    memory = x.T
+    if not memory.flags.c_contiguous:
+        raise InvalidArgument(f"expected an array of empty_heads, got strides {x.strides}")
+    return memory.reshape(-1, head_dim, x.shape[0] // length, length)
+
+
+# --- attention ---------------------------------------------------------------------------------------
+# Per sample and block of queries: scores lie as (K, keys, G * queries), G = H / K, so that the query heads
+# that share a kv head are one matrix product, and the softmax runs over the first of two axes, which numpy
+# reduces at full speed.  Keys after the block are never looked at.  Only the log of the softmax's denominator
+# is kept for the backward, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_mask(size: int, dtype: np.dtype) -> Array:
+    """(keys, 1, queries): -inf where the key comes after the query."""
+    return np.where(np.tri(size, dtype=bool).T, 0, -np.inf).astype(dtype)[:, None]
+
+
+def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+    samples, _, length = log_sum_exp.shape
+    group, head_dim = heads // kv_heads, out.shape[-1] // heads
+    scale = 1 / math.sqrt(head_dim)
+    memory = _by_head(qkv, head_dim, length)
+    q_all = memory[:heads].reshape(kv_heads, group, head_dim, samples, length).swapaxes(1, 2)
+    k_all, v_all = memory[heads : heads + kv_heads], memory[heads + kv_heads :]
+    out_all = _by_head(out, head_dim, length).reshape(q_all.swapaxes(1, 2).shape).swapaxes(1, 2)
+    lse_all = log_sum_exp.reshape(samples, kv_heads, 1, group, length)
+    for b in range(samples):
+        for start in range(0, length, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, length)
+            block = slice(start, end)
+            queries = end - start
+            k, v = k_all[:, :, b, :end], v_all[:, :, b, :end]
+            with arena.scope():
+                q = arena.take((kv_heads, head_dim, group, queries), qkv.dtype)
+                o = arena.take(q.shape, qkv.dtype)
+                scores = arena.take((kv_heads, end, group, queries), qkv.dtype)
+                top = arena.take((kv_heads, 1, group, queries), qkv.dtype)
+                total = arena.take((kv_heads, 1, group, queries), qkv.dtype)
+                np.multiply(q_all[:, :, :, b, block], scale, out=q)
+                np.matmul(k.swapaxes(1, 2), _flat(q), out=_flat(scores))
+                scores[:, start:] += _causal_mask(queries, qkv.dtype)
+                np.max(_flat(scores), axis=1, keepdims=True, out=_flat(top))
+                np.subtract(_flat(scores), _flat(top), out=_flat(scores))
+                np.exp(scores, out=scores)
+                np.sum(_flat(scores), axis=1, keepdims=True, out=_flat(total))
+                np.matmul(v, _flat(scores), out=_flat(o))
+                np.divide(o, total, out=out_all[:, :, :, b, block])
+                np.log(total, out=total)
+                np.add(top, total, out=lse_all[b, ..., block])
+
+
+def _flat(x: Array) -> Array:
+    """(K, n, G, queries) as (K, n, G * queries)."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def attention_backward(
+    d_out: Array,
+    qkv: Array,
+    out: Array,
+    log_sum_exp: Array,
+    heads: int,
+    kv_heads: int,
+    d_qkv: Array,
+    arena: Arena,
+) -> None:
+    """With P = exp(S - lse), D = sum(d_out out): dV = d_out P^T, dS = P (V^T d_out - D), dQ = K dS, dK = Q dS^T.
+
+    Both subtractions ride in the matrix products, as one more row of ones in K and V.
+    """
+    samples, _, length = log_sum_exp.shape
+    group, head_dim = heads // kv_heads, out.shape[-1] // heads
+    scale = 1 / math.sqrt(head_dim)
+    grouped = (kv_heads, group, head_dim, samples, length)
+    memory, d_memory = _by_head(qkv, head_dim, length), _by_head(d_qkv, head_dim, length)
+    q_all = memory[:heads].reshape(grouped).swapaxes(1, 2)
+    dq_all = d_memory[:heads].reshape(grouped).swapaxes(1, 2)
+    k_all, v_all = memory[heads : heads + kv_heads], memory[heads + kv_heads :]
+    dk_all, dv_all = d_memory[heads : heads + kv_heads], d_memory[heads + kv_heads :]
+    out_all = _by_head(out, head_dim, length).reshape(grouped).swapaxes(1, 2)
+    do_all = _by_head(d_out, head_dim, length).reshape(grouped).swapaxes(1, 2)
+    lse_all = log_sum_exp.reshape(samples, kv_heads, group, length)
+    starts = range(0, length, QUERY_BLOCK)
+    for b in range(samples):
+        with arena.scope():
+            k1 = arena.take((kv_heads, head_dim + 1, length), qkv.dtype)
+            v1 = arena.take(k1.shape, qkv.dtype)
+            k1[:, :head_dim], k1[:, head_dim] = k_all[:, :, b], 1
+            v1[:, :head_dim], v1[:, head_dim] = v_all[:, :, b], 1
+            for start in reversed(starts):  # the last block reaches every key: it writes dk and dv, the others add
+                end = min(start + QUERY_BLOCK, length)
+                block = slice(start, end)
+                queries = end - start
+                with arena.scope():
+                    q1 = arena.take((kv_heads, head_dim + 1, group, queries), qkv.dtype)
+                    do1 = arena.take(q1.shape, qkv.dtype)
+                    dq = arena.take((kv_heads, head_dim, group, queries), qkv.dtype)
+                    p = arena.take((kv_heads, end, group, queries), qkv.dtype)
+                    ds = arena.take(p.shape, qkv.dtype)
+                    np.multiply(q_all[:, :, :, b, block], scale, out=q1[:, :head_dim])
+                    np.negative(lse_all[b, ..., block], out=q1[:, head_dim])
+                    do1[:, :head_dim] = do_all[:, :, :, b, block]
+                    np.multiply(do1[:, :head_dim], out_all[:, :, :, b, block], out=dq)
+                    np.sum(dq, axis=1, out=do1[:, head_dim])
+                    np.negative(do1[:, head_dim], out=do1[:, head_dim])
+                    np.matmul(k1[:, :, :end].swapaxes(1, 2), _flat(q1), out=_flat(p))
+                    p[:, start:] += _causal_mask(queries, qkv.dtype)
+                    np.exp(p, out=p)
+                    np.matmul(v1[:, :, :end].swapaxes(1, 2), _flat(do1), out=_flat(ds))
+                    ds *= p
+                    np.matmul(k1[:, :head_dim, :end], _flat(ds), out=_flat(dq))
+                    np.multiply(dq, scale, out=dq_all[:, :, :, b, block])
+                    dk, dv = dk_all[:, :, b, :end], dv_all[:, :, b, :end]
+                    q_t, do_t = _flat(q1)[:, :head_dim], _flat(do1)[:, :head_dim]
+                    if end == length:
+                        np.matmul(q_t, _flat(ds).swapaxes(1, 2), out=dk)
+                        np.matmul(do_t, _flat(p).swapaxes(1, 2), out=dv)
+                    else:
+                        part = arena.take((kv_heads, head_dim, end), qkv.dtype)
+                        np.matmul(q_t, _flat(ds).swapaxes(1, 2), out=part)
+                        dk += part
+                        np.matmul(do_t, _flat(p).swapaxes(1, 2), out=part)
+                        dv += part
+
+
+# --- swiglu ------------------------------------------------------------------------------------------
+# sigmoid(g) = (1 + tanh(g / 2)) / 2: no overflow, and numpy's tanh is twice as fast as its exp.
+
+
+def swiglu(gate_up: Array, out: Array, arena: Arena) -> None:
+    width = out.shape[-1]
+    for rows in _row_blocks(*out.shape):
+        gate, up, t = gate_up[rows, :width], gate_up[rows, width:], out[rows]
+        with arena.scope():
+            half = arena.take(t.shape, out.dtype)
+            np.multiply(gate, 0.5, out=half)
+            np.tanh(half, out=t)
+            t *= half
+            t += half
+            t *= up
+
+
+def swiglu_backward(d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+    """With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out (out + s (up - out))."""
+    width = out.shape[-1]
+    for rows in _row_blocks(*out.shape):
+        gate, up, h, dh = gate_up[rows, :width], gate_up[rows, width:], out[rows], d_out[rows]
+        d_gate, d_up = d_gate_up[rows, :width], d_gate_up[rows, width:]
+        with arena.scope():
+            s = arena.take(h.shape, out.dtype)
+            np.multiply(gate, 0.5, out=s)
+            np.tanh(s, out=s)
+            s *= 0.5
+            s += 0.5
+            np.multiply(gate, s, out=d_up)
+            d_up *= dh
+            np.subtract(up, h, out=d_gate)
+            d_gate *= s
+            d_gate += h
+            d_gate *= dh
+
+
+# --- cross_entropy -----------------------------------------------------------------------------------
+
+
+def count_targets(targets: Array, out: Array) -> None:
+    out[0] = max(1, np.count_nonzero(targets != IGNORE))
+
+
+def cross_entropy(logits: Array, targets: Array, losses: Array, arena: Arena) -> None:
+    for rows in _row_blocks(*logits.shape):
+        with arena.scope():
+            _softmax_rows(logits[rows], targets[rows], losses[rows], arena)
+
+
+def cross_entropy_with_gradient(logits: Array, targets: Array, count: Array, losses: Array, arena: Arena) -> None:
+    for rows in _row_blocks(*logits.shape):
+        z, t = logits[rows], targets[rows]
+        with arena.scope():
+            total = _softmax_rows(z, t, losses[rows], arena)
+            kept = t != IGNORE
+            share = kept / count
+            z *= (share / total).astype(z.dtype)[:, None]
+            z[np.arange(len(t)), np.where(kept, t, 0)] -= share.astype(z.dtype)
+
+
+def _softmax_rows(z: Array, targets: Array, losses: Array, arena: Arena) -> Array:
+    """z becomes exp(z - max), its row sums are returned, the losses written."""
+    rows = len(z)
+    at = arena.take((rows,), z.dtype)
+    total = arena.take((rows,), z.dtype)
+    kept = targets != IGNORE
+    np.max(z, axis=1, out=at)
+    z -= at[:, None]
+    losses[...] = z[np.arange(rows), np.where(kept, targets, 0)]
+    np.exp(z, out=z)
+    np.sum(z, axis=1, out=total)
+    np.log(total, out=at)
+    np.subtract(at, losses, out=losses)
+    losses[~kept] = 0
+    return total
+
+
+def mean_loss(losses: Array, count: Array) -> float:
+    return float(losses.sum(dtype=np.float64) / count[0])

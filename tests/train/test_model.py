@@ -1,0 +1,279 @@
+"""The model against an independent PyTorch implementation: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kos.errors import ConfigError, InvalidArgument
+from kos.train.model import Llama, LlamaConfig, RopeScaling
+from kos.train.ops import numpy as numpy_ops
+from kos.train.parameters import Parameters
+
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+SMALL = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 29,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 512,
+}
+VARIANTS = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "llama3": {"rope_scaling": SCALING, "rope_theta": 100.0, "tie_word_embeddings": True},
+    "multi-query": {"num_key_value_heads": 1},
+    "multi-head": {"num_key_value_heads": 4, "rms_norm_eps": 1e-3},
+    "wide heads": {"head_dim": 10},
+}
+
+
+def make(variant, dtype, seed=0):
+    """The model, random weights (norms too), and gradients that start as NaN."""
+    config = LlamaConfig(**SMALL | VARIANTS[variant])
+    weights = Parameters(config.parameter_shapes(), dtype, config.fused_groups())
+    rng = np.random.default_rng(seed)
+    weights.flat[:] = rng.normal(0, 0.2, weights.flat.size)
+    for name, shape in weights.shapes.items():
+        if len(shape) == 1:
+            weights[name][:] += 1
+    gradients = weights.like()
+    gradients.flat[:] = np.nan
+    return config, Llama(config, numpy_ops), weights, gradients
+
+
+def make_batch(config, samples, length, seed, ignored=0.0):
+    rng = np.random.default_rng(seed)
+    tokens, targets = rng.integers(0, config.vocab_size, (2, samples, length), dtype=np.int32)
+    targets[rng.random(targets.shape) < ignored] = -1
+    return tokens, targets
+
+
+def torch_llama(torch, config, weights, tokens):
+    """The logits, by the book: K and V repeated, scores whole, frequencies as in transformers."""
+    F = torch.nn.functional
+    B, T = tokens.shape
+    H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+
+    inverse = 1.0 / config.rope_theta ** (torch.arange(0, d, 2, dtype=torch.float64) / d)
+    if config.rope_scaling:
+        s, wavelength = config.rope_scaling, 2 * math.pi / inverse
+        context = s.original_max_position_embeddings
+        smooth = (context / wavelength - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+        between = (1 - smooth) * inverse / s.factor + smooth * inverse
+        scaled = torch.where(wavelength > context / s.low_freq_factor, inverse / s.factor, between)
+        inverse = torch.where(wavelength < context / s.high_freq_factor, inverse, scaled)
+    angles = torch.arange(T, dtype=torch.float64)[:, None] * torch.cat([inverse, inverse])[None]
+    dtype = next(iter(weights.values())).dtype
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def norm(x, name):
+        return weights[name] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.rms_norm_eps))
+
+    def rotate(x):
+        return x * cos + torch.cat([-x[..., d // 2 :], x[..., : d // 2]], -1) * sin
+
+    x = weights["model.embed_tokens.weight"][tokens]
+    mask = torch.full((T, T), -torch.inf, dtype=dtype).triu(1)
+    for i in range(config.num_hidden_layers):
+        layer = f"model.layers.{i}."
+
+        def linear(x, name, layer=layer):
+            return x @ weights[f"{layer}{name}.weight"].T
+
+        y = norm(x, layer + "input_layernorm.weight")
+        q, k, v = (
+            linear(y, f"self_attn.{name}_proj").view(B, T, heads, d).transpose(1, 2)
+            for name, heads in (("q", H), ("k", K), ("v", K))
+        )
+        q, k = rotate(q), rotate(k)
+        k, v = k.repeat_interleave(H // K, 1), v.repeat_interleave(H // K, 1)
+        p = (q @ k.transpose(-1, -2) / math.sqrt(d) + mask).softmax(-1)
+        x = x + linear((p @ v).transpose(1, 2).reshape(B, T, H * d), "self_attn.o_proj")
+        y = norm(x, layer + "post_attention_layernorm.weight")
+        x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+    head = weights["model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"]
+    return norm(x, "model.norm.weight") @ head.T
+
+
+def torch_reference(config, weights, tokens, targets):
+    torch = pytest.importorskip("torch", reason="the reference needs torch (pip install torch)")
+    tensors = {name: torch.tensor(array).requires_grad_() for name, array in weights.items()}
+    logits = torch_llama(torch, config, tensors, torch.tensor(tokens, dtype=torch.int64))
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.tensor(targets, dtype=torch.int64).flatten(), ignore_index=-1
+    )
+    loss.backward()
+    return logits.detach().numpy(), loss.item(), {name: tensor.grad.numpy() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_loss_and_gradients_match_torch(variant, dtype):
+    config, model, weights, gradients = make(variant, dtype)
+    tokens, targets = make_batch(config, 3, 17, seed=1, ignored=0.3)
+    logits, loss, expected = torch_reference(config, weights, tokens, targets)
+    tolerance = 1e-10 if dtype is np.float64 else 2e-4
+    finished = []
+    got = model.loss_and_gradients(
+        weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append
+    )
+    assert finished == list(config.parameter_shapes())
+    assert got == pytest.approx(loss, rel=tolerance)
+    assert model.loss(weights, tokens, targets) == pytest.approx(loss, rel=tolerance)
+    np.testing.assert_allclose(model.logits(weights, tokens), logits, atol=tolerance * np.abs(logits).max())
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(
+            gradients[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name
+        )
+
+
+def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
+    monkeypatch.setattr(numpy_ops, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(numpy_ops, "BLOCK", 64)
+    monkeypatch.setattr("kos.train.model.HEAD_ROWS", 7)
+    config, model, weights, gradients = make("llama3", np.float64)
+    tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
+    logits, loss, expected = torch_reference(config, weights, tokens, targets)
+    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == pytest.approx(loss)
+    assert model.loss(weights, tokens, targets) == pytest.approx(loss)
+    np.testing.assert_allclose(model.logits(weights, tokens), logits, rtol=1e-9, atol=1e-9)
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(gradients[name], gradient, rtol=1e-8, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("variant", ["tied", "untied"])
+def test_accumulate_adds_to_what_is_there(variant):
+    config, model, weights, gradients = make(variant, np.float64)
+    batches = [make_batch(config, 2, 9, seed) for seed in (3, 4)]
+    alone = []
+    for tokens, targets in batches:
+        model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+        alone.append(gradients.flat.copy())
+    model.loss_and_gradients(weights, *batches[0], gradients, accumulate=False)
+    model.loss_and_gradients(weights, *batches[1], gradients, accumulate=True)
+    np.testing.assert_allclose(gradients.flat, alone[0] + alone[1], rtol=1e-12, atol=1e-15)
+    assert np.abs(alone[1]).min(initial=1) >= 0 and not np.allclose(alone[0], alone[1])
+
+
+def test_gradients_match_finite_differences():
+    config, model, weights, gradients = make("tied", np.float64)
+    tokens, targets = make_batch(config, 2, 7, seed=5, ignored=0.2)
+    model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+    rng = np.random.default_rng(6)
+    direction = rng.normal(size=weights.flat.size)
+    start, h = weights.flat.copy(), 1e-6
+    weights.flat[:] = start + h * direction
+    above = model.loss(weights, tokens, targets)
+    weights.flat[:] = start - h * direction
+    below = model.loss(weights, tokens, targets)
+    assert gradients.flat @ direction == pytest.approx((above - below) / (2 * h), rel=1e-6)
+
+
+def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
+    config, model, weights, gradients = make("tied", np.float32)
+    tokens, targets = make_batch(config, 2, 33, seed=7)
+    first = model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+    kept = gradients.flat.copy()
+    capacity = model.arena.capacity
+    model.arena.fix()
+    gradients.flat[:] = np.nan
+    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == first
+    assert np.array_equal(gradients.flat, kept)
+    assert model.arena.in_use == 0 and model.arena.capacity == capacity
+
+
+def test_next_logits_are_the_last_of_logits():
+    config, model, weights, _ = make("tied", np.float64)
+    tokens, _ = make_batch(config, 1, 11, seed=8)
+    np.testing.assert_allclose(model.next_logits(weights, tokens), model.logits(weights, tokens)[0, -1], rtol=1e-12)
+
+
+def test_later_tokens_change_no_earlier_logits():
+    config, model, weights, _ = make("untied", np.float64)
+    tokens, _ = make_batch(config, 1, 20, seed=9)
+    before = model.logits(weights, tokens)
+    tokens[0, 12:] = (tokens[0, 12:] + 1) % config.vocab_size
+    after = model.logits(weights, tokens)
+    np.testing.assert_allclose(after[0, :12], before[0, :12], rtol=1e-12)
+    assert not np.allclose(after[0, 12:], before[0, 12:])
+
+
+def test_a_loss_that_is_not_finite_is_returned():
+    config, model, weights, gradients = make("tied", np.float32)
+    tokens, targets = make_batch(config, 1, 5, seed=10)
+    weights.flat[:] = np.inf
+    assert not math.isfinite(model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False))
+
+
+def test_wrong_inputs_are_named():
+    config, model, weights, gradients = make("tied", np.float32)
+    tokens, targets = make_batch(config, 2, 5, seed=11)
+    with pytest.raises(InvalidArgument, match=r"\(2, 5\) and \(2, 4\)"):
+        model.loss(weights, tokens, targets[:, :4])
+    tokens[1, 2] = config.vocab_size
+    with pytest.raises(InvalidArgument, match="expected tokens from 0 to 36, got"):
+        model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+    tokens[1, 2] = 0
+    assert math.isfinite(model.loss(weights, tokens, targets))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size: expected a multiple of .* 5, got 24"),
+        ({"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of .* 3, got 4"),
+        ({"head_dim": 5}, "head_dim: expected an even number.* got 5"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected at least 1, got 0"),
+    ],
+)
+def test_impossible_shapes_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        LlamaConfig(**SMALL | change)
+
+
+def test_counts_of_llama_3_8b():
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    assert config.num_parameters() == 8_030_261_248  # as published
+    matmul = 8_030_261_248 - 128256 * 4096 - 65 * 4096
+    attention = 32 * 32 * 128 * 8192
+    assert config.flops_per_token(8192) == (6 * matmul + 6 * attention, 6 * matmul + 12 * attention)
+
+
+def test_a_tied_head_counts_once():
+    tied = LlamaConfig(**SMALL | {"tie_word_embeddings": True})
+    untied = LlamaConfig(**SMALL)
+    assert untied.num_parameters() - tied.num_parameters() == 37 * 24
+    assert untied.flops_per_token(8) == tied.flops_per_token(8)
+
+
+def test_init_weights():
+    config = LlamaConfig(**SMALL | {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.05})
+    weights, again, other = (Parameters(config.parameter_shapes()) for _ in range(3))
+    for parameters, seed in ((weights, 1), (again, 1), (other, 2)):
+        parameters.flat[:] = np.nan
+        config.init_weights(parameters, seed)
+    assert np.array_equal(weights.flat, again.flat)
+    for name, shape in weights.shapes.items():
+        if len(shape) == 1:
+            assert (weights[name] == 1).all()
+            continue
+        scaled = name.endswith(("o_proj.weight", "down_proj.weight"))
+        std = 0.05 / math.sqrt(6) if scaled else 0.05
+        assert weights[name].std() == pytest.approx(std, rel=0.15), name
+        assert not np.array_equal(weights[name], other[name])
+    names = [name for name, shape in weights.shapes.items() if len(shape) == 2]
+    assert len({float(weights[name].flat[0]) for name in names}) == len(names)
