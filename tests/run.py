@@ -1,0 +1,128 @@
+"""Run every test: serially, then those marked `mpi` under mpirun; print the totals.  ``make test`` calls this.
+
+usage: python tests/run.py [pytest arguments]
+
+Each stage has a deadline, so a hang fails instead of lasting.  Rank 0's output is shown; the other ranks'
+lies in build/test/ and its end is shown when they fail.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORTS = ROOT / "build" / "test"
+SERIAL_LIMIT, MPI_LIMIT = 360, 150  # seconds
+MPI_SIZES = (2, 4)
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+COUNTS = ("tests", "failures", "errors", "skipped")
+
+
+def report_name(stage: str, rank: int) -> str:
+    return f"{stage}.rank{rank}"
+
+
+def pytest_command(report: str, arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", f"--junitxml={REPORTS / report}.xml", *arguments]
+
+
+def become_rank(stage: str, arguments: list[str]) -> None:
+    """Turn this process, one rank under mpirun, into pytest; all ranks but 0 write to a file."""
+    rank = int(next(os.environ[name] for name in RANK_VARIABLES if name in os.environ))
+    report = report_name(stage, rank)
+    if rank:
+        log = os.open(f"{REPORTS / report}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+    # Ranks would overwrite each other's cache; more BLAS threads than cores make every test crawl.
+    os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
+    command = pytest_command(report, ["--with-mpi", "-m", "mpi", "-p", "no:cacheprovider", *arguments])
+    os.execv(command[0], command)
+
+
+def run_stage(stage: str, size: int, limit: float, command: list[str]) -> bool:
+    """Run one stage and say how it went; True when it passed on every rank."""
+    print(f"\n== {stage}: {' '.join(command)}", flush=True)
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        code: int | str = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        code = f"no end within {limit} s"
+    finally:
+        end_session(process)
+    seconds = time.monotonic() - began
+
+    failed_ranks = []
+    counts = dict.fromkeys(COUNTS, 0)
+    for rank in range(size):
+        report = REPORTS / report_name(stage, rank)
+        got = read_counts(report.with_name(report.name + ".xml"))
+        if got is None or got["failures"] or got["errors"]:
+            failed_ranks.append(rank)
+        if got is not None and rank == 0:
+            counts = got
+    ok = code == 0 and not failed_ranks
+    for rank in failed_ranks:
+        log = REPORTS / f"{report_name(stage, rank)}.log"
+        if log.exists():
+            print(f"\n-- {stage}: the end of rank {rank}'s output ({log.relative_to(ROOT)})")
+            print("\n".join(log.read_text(errors="replace").splitlines()[-60:]))
+    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
+    line = f"{stage:<7} {passed:5} passed {counts['skipped']:4} skipped"
+    line += f" {counts['failures'] + counts['errors']:4} failed  in {seconds:.0f} s"
+    if not ok:
+        where = f" on ranks {failed_ranks}" if size > 1 and failed_ranks else ""
+        line += f"  FAILED{where} (exit: {code})"
+    totals.append(line)
+    return ok
+
+
+def end_session(process: subprocess.Popen[bytes]) -> None:
+    """End whatever the stage left running, itself included."""
+    for last in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, last)
+            process.wait(5)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def read_counts(path: Path) -> dict[str, int] | None:
+    """The totals of a JUnit report; None where pytest did not live to write it."""
+    try:
+        suites = list(ElementTree.parse(path).getroot().iter("testsuite"))
+        return {name: sum(int(suite.get(name, 0)) for suite in suites) for name in COUNTS}
+    except (OSError, ElementTree.ParseError):
+        return None
+
+
+def main(arguments: list[str]) -> int:
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    REPORTS.mkdir(parents=True)
+    mpirun = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+    serial = pytest_command(report_name("serial", 0), ["-m", "not mpi", *arguments])
+    ok = run_stage("serial", 1, SERIAL_LIMIT, serial)
+    for size in MPI_SIZES:
+        stage = f"mpi-{size}"
+        ranks = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *arguments]
+        ok &= run_stage(stage, size, MPI_LIMIT, ranks)
+    print("\n== totals", *totals, sep="\n", flush=True)
+    return 0 if ok else 1
+
+
+totals: list[str] = []
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--as-rank-of"]:
+        become_rank(sys.argv[2], sys.argv[3:])
+    sys.exit(main(sys.argv[1:]))
