@@ -1,0 +1,257 @@
+"""Run one rank's part of a schedule over any non-blocking point-to-point transport.
+
+The rank's steps are compiled once per (schedule, rank, size) into instructions over element ranges, with what
+each must wait for, and cached.  Long messages are cut into segments, and an instruction runs as soon as the ones
+whose data it touches are done, whatever their round: while one segment is reduced the next is on the wire, and a
+segment goes on to the next rank before its followers have arrived.
+
+No deadlock, even if a send completes only when it is received: messages between two ranks are posted in schedule
+order on both sides, an instruction waits only for earlier ones (by round, step and segment), and sends of a round
+never for anything that the same round brings.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from kos.comm.schedules.schedule import Schedule
+from kos.errors import InvalidArgument
+
+SEGMENT_BYTES = 256 << 10
+"""Messages are cut into segments of at least this size, about what a core's cache holds of two operands."""
+MAX_SEGMENTS = 64
+"""Most segments per message, so that the number of instructions stays small however long the message."""
+STAGING_SLOTS = 8
+"""Segments that may have arrived or be on the way without having been reduced yet."""
+
+
+class Request(Protocol):
+    """A send or receive in flight."""
+
+    def done(self) -> bool:
+        """Whether the buffer may be reused (send) or read (receive); makes progress, never blocks; raises errors."""
+
+
+class Transport(Protocol):
+    """Non-blocking messages; those of one pair of ranks under one tag arrive in the order they were sent."""
+
+    def isend(self, array: np.ndarray, peer: int, tag: int) -> Request:
+        """Begin to send a contiguous 1-D array, which stays unchanged until the request is done."""
+
+    def irecv(self, array: np.ndarray, peer: int, tag: int) -> Request:
+        """Begin to receive into a contiguous 1-D array."""
+
+
+class _Instruction(NamedTuple):
+    kind: str  # send, recv, copy, reduce
+    space: str
+    start: int
+    stop: int
+    peer: int
+    source_space: str
+    source_start: int
+
+
+class _Program(NamedTuple):
+    instructions: tuple[_Instruction, ...]
+    waits: tuple[int, ...]  # how many events each instruction waits for
+    after_post: tuple[tuple[int, ...], ...]  # who waits for its message to be posted
+    after_done: tuple[tuple[int, ...], ...]  # who waits for it to be done
+    scratch: int  # elements
+    staging: int
+
+
+def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mapping[str, np.ndarray],
+            reduce: Callable[[np.ndarray, np.ndarray], None], tag: int = 0,
+            empty: Callable[..., np.ndarray] = np.empty) -> Iterator[None]:
+    """Run ``rank``'s steps; yields whenever nothing can go on before a message has come or gone.
+
+    ``buffers`` maps each space in ``schedule.spaces(rank)`` to a contiguous 1-D array: "data" (reduced or filled
+    in place; after a ``reduce`` the contents on other ranks than the root are undefined) or "input" (only read)
+    and "output".  Spaces of several units hold one block per rank.  ``reduce(dst, src)`` does dst = op(dst, src)
+    in place.  ``empty(elements, dtype)`` provides scratch memory.  Input and output must not overlap, except that
+    an all_gather's or gather's input may be its own block of the output.
+    Raises InvalidArgument when a buffer is missing or the sizes do not fit together.
+    """
+    elements, dtype = _unit(schedule, rank, buffers)
+    program = _compile(schedule, rank, elements, dtype.itemsize)
+    if not program.instructions:
+        return
+    spaces = dict(buffers)
+    if program.scratch:
+        spaces["scratch"] = empty(program.scratch, dtype)
+    if program.staging:
+        spaces["staging"] = empty(program.staging, dtype)
+
+    instructions, _, after_post, after_done, *_ = program
+    waits = list(program.waits)
+    messages: deque[int] = deque()
+    local: deque[int] = deque()
+    flying: list[tuple[Request, int]] = []
+
+    def release(waiting: tuple[int, ...]) -> None:
+        for i in waiting:
+            waits[i] -= 1
+            if not waits[i]:
+                (messages if instructions[i].peer >= 0 else local).append(i)
+
+    for i, count in enumerate(waits):
+        if not count:
+            (messages if instructions[i].peer >= 0 else local).append(i)
+    while True:
+        if messages:
+            i = messages.popleft()
+            kind, space, start, stop, peer, *_ = instructions[i]
+            post = transport.isend if kind == "send" else transport.irecv
+            flying.append((post(spaces[space][start:stop], peer, tag), i))
+            release(after_post[i])
+        elif local:
+            i = local.popleft()
+            kind, space, start, stop, _, source_space, source = instructions[i]
+            target, operand = spaces[space][start:stop], spaces[source_space][source:source + stop - start]
+            if kind == "reduce":
+                reduce(target, operand)
+            else:
+                np.copyto(target, operand)
+            release(after_done[i])
+        elif flying:
+            still = []
+            for entry in flying:
+                if entry[0].done():
+                    release(after_done[entry[1]])
+                else:
+                    still.append(entry)
+            if len(still) == len(flying):
+                yield
+            flying = still
+        else:
+            return
+
+
+def _unit(schedule: Schedule, rank: int, buffers: Mapping[str, np.ndarray]) -> tuple[int, np.dtype]:
+    """Elements in one unit, and the dtype; checks that all buffers agree."""
+    elements, dtype = -1, None
+    for space in schedule.spaces(rank):
+        if space not in buffers:
+            raise InvalidArgument(f"{schedule.collective} on rank {rank} needs a buffer {space!r}, "
+                                  f"got {', '.join(buffers) or 'none'}")
+        array, units = buffers[space], schedule.units[space]
+        if elements < 0:
+            elements, dtype = array.size // units, array.dtype
+        if array.size != units * elements or array.dtype != dtype:
+            raise InvalidArgument(f"{schedule.collective} on {schedule.ranks} ranks: {space!r} should hold "
+                                  f"{units} x {elements} {dtype}, got {array.size} {array.dtype}")
+    assert dtype is not None
+    return elements, dtype
+
+
+class _Compiler:
+    """Builds a _Program instruction by instruction, in schedule order."""
+
+    def __init__(self) -> None:
+        self.instructions: list[_Instruction] = []
+        self.waits: list[int] = []
+        self.after_post: list[list[int]] = []
+        self.after_done: list[list[int]] = []
+        self.touched: dict[tuple[str, int], list[tuple[int, int, int, bool]]] = {}
+        self.last_posted: dict[tuple[str, int], int] = {}
+
+    def add(self, instruction: _Instruction, slots: list[tuple[str, int]], source_slots: list[tuple[str, int]]
+            ) -> None:
+        """Append it; ``slots`` are the keys under which its ranges are looked up for conflicts."""
+        kind, space, start, stop, peer, source_space, source = instruction
+        i = len(self.instructions)
+        self.instructions.append(instruction)
+        self.after_post.append([])
+        self.after_done.append([])
+        before = self._conflicts(slots, start, stop, i, writes=kind != "send")
+        if source_space:
+            before |= self._conflicts(source_slots, source, source + stop - start, i, writes=False)
+        before.discard(i)
+        for j in before:
+            self.after_done[j].append(i)
+        self.waits.append(len(before))
+        if peer >= 0:
+            earlier = self.last_posted.get((kind, peer))
+            self.last_posted[kind, peer] = i
+            if earlier is not None:
+                self.after_post[earlier].append(i)
+                self.waits[i] += 1
+
+    def _conflicts(self, slots: list[tuple[str, int]], start: int, stop: int, i: int, writes: bool) -> set[int]:
+        before: set[int] = set()
+        for slot in slots:
+            accesses = self.touched.setdefault(slot, [])
+            before.update(j for a, b, j, wrote in accesses if (writes or wrote) and a < stop and start < b)
+            if writes:  # whoever waits for this one need not wait for what it covers
+                accesses[:] = [x for x in accesses if x[0] < start or x[1] > stop]
+            accesses.append((start, stop, i, writes))
+        return before
+
+
+@lru_cache(maxsize=1024)
+def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Program:
+    steps = [step for steps in schedule.rounds for step in steps[rank]]
+    place, scratch = _place_scratch(schedule, steps, elements)
+
+    def offset(space: str, chunk: int) -> int:
+        return place[chunk] if space == "scratch" else schedule.start(chunk, elements)
+
+    def slots(space: str, chunk: int, count: int, starts: list[int], a: int, b: int) -> list[tuple[str, int]]:
+        first, last = bisect_right(starts, a) - 1, bisect_right(starts, b - 1)
+        return [(space, chunk + k) for k in range(first, last)]
+
+    out = _Compiler()
+    staged, longest = 0, 0
+    for kind, space, chunk, count, peer, source_space, source_chunk in steps:
+        starts = [schedule.start(chunk + k, elements) for k in range(count + 1)]
+        length = starts[-1] - starts[0]
+        at = offset(space, chunk)
+        starts = [at + s - starts[0] for s in starts]
+        source = offset(source_space, source_chunk) if source_space else 0
+        segment = max(SEGMENT_BYTES // itemsize, -(-length // MAX_SEGMENTS), 1)
+        for a in range(0, length, segment):
+            b = min(a + segment, length)
+            mine = slots(space, chunk, count, starts, at + a, at + b)
+            if kind == "recv_reduce":
+                slot = staged % STAGING_SLOTS
+                staged, longest = staged + 1, max(longest, b - a)
+                # Staging is addressed by slot here and by element below, once the longest segment is known.
+                out.add(_Instruction("recv", "staging", slot, slot + b - a, peer, "", 0), [("staging", slot)], [])
+                out.add(_Instruction("reduce", space, at + a, at + b, -1, "staging", slot), mine, [("staging", slot)])
+            elif source_space:
+                theirs = slots(source_space, source_chunk, count, [s - at + source for s in starts],
+                               source + a, source + b)
+                out.add(_Instruction(kind, space, at + a, at + b, -1, source_space, source + a), mine, theirs)
+            else:
+                out.add(_Instruction(kind, space, at + a, at + b, peer, "", 0), mine, [])
+    instructions = [_place_staging(x, longest) for x in out.instructions]
+    return _Program(tuple(instructions), tuple(out.waits), tuple(map(tuple, out.after_post)),
+                    tuple(map(tuple, out.after_done)), scratch, min(staged, STAGING_SLOTS) * longest)
+
+
+def _place_staging(instruction: _Instruction, longest: int) -> _Instruction:
+    if instruction.space == "staging":
+        start = instruction.start * longest
+        return instruction._replace(start=start, stop=start + instruction.stop - instruction.start)
+    if instruction.source_space == "staging":
+        return instruction._replace(source_start=instruction.source_start * longest)
+    return instruction
+
+
+def _place_scratch(schedule: Schedule, steps: list, elements: int) -> tuple[dict[int, int], int]:
+    """Where each scratch chunk that this rank uses lies, in order and without gaps; and the total."""
+    used = {chunk + k for step in steps for space, chunk in
+            ((step.space, step.chunk), (step.source_space, step.source_chunk)) if space == "scratch"
+            for k in range(step.count)}
+    place, total = {}, 0
+    for chunk in sorted(used):
+        place[chunk] = total
+        total += schedule.start(chunk + 1, elements) - schedule.start(chunk, elements)
+    return place, total

@@ -1,0 +1,225 @@
+"""The algorithms that add: all_reduce, reduce, reduce_scatter.
+
+Every one leaves bit-identical results on all ranks, because each element is finished in one place and then
+copied (or, one-shot, added in the same order everywhere).  "In rank order" means ((x0 + x1) + x2) + ...
+Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005);
+Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms" (2009) for the ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kos.comm.schedules.patterns import (
+    Round,
+    binary_tree,
+    doubling,
+    fold,
+    halving,
+    node_tree,
+    pipeline,
+    ring_gather,
+    ring_reduce,
+    two_trees,
+)
+from kos.comm.schedules.registry import algorithm
+from kos.comm.schedules.schedule import moves
+
+
+def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, count: int, space: str = "data",
+                  to: np.ndarray | int | None = None, to_space: str | None = None) -> Iterator[Round]:
+    """Ranks ``r`` fetch ``chunk`` of every rank at once, add the n contributions in rank order, and store them.
+
+    Contribution j waits in scratch at j * stride + chunk; the sum forms in the place of contribution 0.
+    """
+    yield [*(moves((d := r[r != j]) * 0 + j, d, (at := chunk[r != j]), at + j * stride, count=count,
+                   space=space, to_space="scratch", reduce=False) for j in range(n)),
+           moves(r[r == 0], r[r == 0], chunk[r == 0], count=count, space=space, to_space="scratch")]
+    for j in range(1, n):
+        others, own = r != j, r == j
+        yield [moves(r[others], r[others], chunk[others] + j * stride, chunk[others], count=count,
+                     space="scratch", reduce=True),
+               moves(r[own], r[own], chunk[own], count=count, space=space, to_space="scratch", reduce=True)]
+    yield [moves(r, r, chunk, chunk if to is None else to, count=count, space="scratch",
+                 to_space=to_space or space)]
+
+
+@algorithm("all_reduce", "ring", parts=lambda n, c: n * c)
+def ring_all_reduce(n: int, c: int) -> Iterator[Round]:
+    """Reduce-scatter, then all-gather round one ring: 2 (n - 1) rounds, every link carries 2 (n - 1) / n bytes.
+
+    Block b is added in ring order from rank b on.  Patarasuk, Yuan (2009).
+    """
+    r = np.arange(n)
+    after = (r + 1) % n
+    yield from ring_reduce(r, after, r, n, width=c)
+    yield from ring_gather(r, after, r + 1, n, width=c)
+
+
+@algorithm("all_reduce", "tree")
+def tree_all_reduce(n: int, c: int) -> Iterator[Round]:
+    """Up a balanced binary tree to rank 0 and down again, chunks behind one another.
+
+    A parent adds its first child's sum to its own, then its second's.
+    """
+    yield from pipeline([(binary_tree(n), np.arange(c))], np.arange(n), up=True, down=True)
+
+
+@algorithm("all_reduce", "double_tree", parts=lambda n, c: 2 * c)
+def double_tree_all_reduce(n: int, c: int) -> Iterator[Round]:
+    """Even chunks by one tree, odd ones by another in which the inner ranks are leaves of the first.
+
+    Additions follow each tree.  Sanders, Speck, Träff (2009); NCCL uses the same pair of trees.
+    """
+    first, second = two_trees(n)
+    even = 2 * np.arange(c)
+    yield from pipeline([(first, even), (second, even + 1)], np.arange(n), up=True, down=True)
+
+
+@algorithm("all_reduce", "halving_doubling", parts=lambda n, c: c << n.bit_length() - 1)
+def halving_doubling_all_reduce(n: int, c: int) -> Iterator[Round]:
+    """Recursive halving, then recursive doubling: 2 log2(n) rounds; other rank counts fold to a power of two.
+
+    Partners are added furthest first (distance p/2, ..., 2, 1), after the folded neighbour.  Rabenseifner (2004).
+    """
+    member, _ = fold(n)
+    p = len(member)
+    odd = 2 * np.arange(n - p) + 1
+    edge = np.arange(p + 1) * c
+    yield [moves(odd, odd - 1, 0, count=p * c, reduce=True)]
+    yield from halving(member, edge)
+    yield from doubling(member, edge)
+    yield [moves(odd - 1, odd, 0, count=p * c)]
+
+
+@algorithm("all_reduce", "one_shot", ordered=True)
+def one_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
+    """Everybody sends everything to everybody; each rank adds in rank order.  One round of messages."""
+    r = np.arange(n)
+    yield from in_rank_order(r, r * 0, n, stride=c, count=c)
+
+
+@algorithm("all_reduce", "two_shot", parts=lambda n, c: n * c, ordered=True)
+def two_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
+    """Rank b fetches block b of every rank, adds in rank order, and sends the sum to all.  Two rounds of messages."""
+    r = np.arange(n)
+    yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
+    yield [moves(r, (r + s) % n, r * c, count=c) for s in range(1, n)]
+
+
+@algorithm("all_reduce", "hierarchical", parts=lambda n, c: n * c)
+def hierarchical_all_reduce(n: int, c: int, local: int) -> Iterator[Round]:
+    """Ring reduce-scatter in the node, ring all-reduce across nodes of each rank's part, ring all-gather in the node.
+
+    Added in ring order in the node, then in ring order of nodes.  As in Cho et al., "BlueConnect" (2019).
+    """
+    r = np.arange(n)
+    node, place, nodes = r // local, r % local, n // local
+    beside, across = node * local + (place + 1) % local, (r + local) % n
+    mine = (place + 1) % local * nodes * c
+    yield from ring_reduce(r, beside, place, local, width=nodes * c)
+    yield from ring_reduce(r, across, node, nodes, base=mine, width=c)
+    yield from ring_gather(r, across, node + 1, nodes, base=mine, width=c)
+    yield from ring_gather(r, beside, place + 1, local, width=nodes * c)
+
+
+@algorithm("reduce", "ring")
+def ring_reduce_to_root(n: int, c: int, root: int) -> Iterator[Round]:
+    """A chain towards the root, chunks behind one another; each rank adds what comes to its own."""
+    r = np.arange(n)
+    yield from pipeline([(np.maximum(r - 1, 0), np.arange(c))], (r + root) % n, up=True, down=False)
+
+
+@algorithm("reduce", "tree")
+def tree_reduce(n: int, c: int, root: int) -> Iterator[Round]:
+    """Up a balanced binary tree; a parent adds its first child's sum to its own, then its second's."""
+    yield from pipeline([(binary_tree(n), np.arange(c))], (np.arange(n) + root) % n, up=True, down=False)
+
+
+@algorithm("reduce", "double_tree", parts=lambda n, c: 2 * c)
+def double_tree_reduce(n: int, c: int, root: int) -> Iterator[Round]:
+    """Even chunks up one tree, odd ones up another; additions follow each tree.  Sanders, Speck, Träff (2009)."""
+    first, second = two_trees(n)
+    even = 2 * np.arange(c)
+    yield from pipeline([(first, even), (second, even + 1)], (np.arange(n) + root) % n, up=True, down=False)
+
+
+@algorithm("reduce", "one_shot", ordered=True)
+def one_shot_reduce(n: int, c: int, root: int) -> Iterator[Round]:
+    """All send to the root, which adds in rank order."""
+    yield from in_rank_order(np.array([root]), np.array([0]), n, stride=c, count=c)
+
+
+@algorithm("reduce", "two_shot", parts=lambda n, c: n * c, ordered=True)
+def two_shot_reduce(n: int, c: int, root: int) -> Iterator[Round]:
+    """Rank b adds block b of all ranks in rank order and sends it to the root."""
+    r = np.arange(n)
+    yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
+    r = r[r != root]
+    yield [moves(r, root, r * c, count=c)]
+
+
+@algorithm("reduce", "hierarchical")
+def hierarchical_reduce(n: int, c: int, root: int, local: int) -> Iterator[Round]:
+    """A binary tree in each node below a binary tree of nodes; additions follow the tree."""
+    parent, name = node_tree(n, local, root)
+    yield from pipeline([(parent, np.arange(c))], name, up=True, down=False)
+
+
+@algorithm("reduce_scatter", "ring")
+def ring_reduce_scatter(n: int, c: int) -> Iterator[Round]:
+    """n - 1 rounds round a ring; block b is added in ring order from rank b + 1 on.
+
+    The partial sum that passes through waits in one of two scratch blocks by turns; input is only read.
+    """
+    r = np.arange(n)
+    if n == 1:
+        yield [moves(r, r, 0, count=c, space="input", to_space="output")]
+    space, chunk = "input", (r - 1) % n * c
+    for step in range(n - 1):
+        to_space, to = ("output", 0 * r) if step == n - 2 else ("scratch", 0 * r + step % 2 * c)
+        yield [moves(r, (r + 1) % n, chunk, to, count=c, space=space, to_space=to_space)]
+        yield [moves(r, r, (r - step - 2) % n * c, to, count=c, space="input", to_space=to_space, reduce=True)]
+        space, chunk = to_space, to
+
+
+@algorithm("reduce_scatter", "halving_doubling")
+def halving_reduce_scatter(n: int, c: int) -> Iterator[Round]:
+    """Recursive halving: log2(n) rounds; other rank counts fold to a power of two, neighbours first.
+
+    Partners are added furthest first, after the folded neighbour.  Thakur, Rabenseifner, Gropp (2005).
+    """
+    r = np.arange(n)
+    member, edge = fold(n)
+    odd = 2 * np.arange(n - len(member)) + 1
+    yield [moves(member, member, 0, count=n * c, space="input", to_space="scratch")]
+    yield [moves(odd, odd - 1, 0, count=n * c, space="input", to_space="scratch", reduce=True)]
+    yield from halving(member, edge * c, "scratch")
+    speaker = np.where(np.isin(r, odd), r - 1, r)
+    yield [moves(speaker, r, r * c, 0, count=c, space="scratch", to_space="output")]
+
+
+@algorithm("reduce_scatter", "one_shot", ordered=True)
+def one_shot_reduce_scatter(n: int, c: int) -> Iterator[Round]:
+    """Rank b fetches block b of every rank and adds in rank order.  One round of messages."""
+    r = np.arange(n)
+    yield from in_rank_order(r, r * c, n, stride=n * c, count=c, space="input", to=r * 0, to_space="output")
+
+
+@algorithm("reduce_scatter", "hierarchical")
+def hierarchical_reduce_scatter(n: int, c: int, local: int) -> Iterator[Round]:
+    """A ring in the node first, then a ring across nodes with 1 / local of the bytes; added in ring order of each."""
+    r = np.arange(n)
+    node, place, nodes = r // local, r % local, n // local
+    beside, across = node * local + (place + 1) % local, (r + local) % n
+    every = np.arange(nodes) * local
+    yield [moves(r, r, 0, count=n * c, space="input", to_space="scratch")]
+    for step in range(local - 1):
+        block = every + (place[:, None] - step - 1) % local
+        yield [moves(r[:, None], beside[:, None], block * c, count=c, space="scratch", reduce=True)]
+    for step in range(nodes - 1):
+        yield [moves(r, across, ((node - step - 1) % nodes * local + place) * c, count=c, space="scratch",
+                     reduce=True)]
+    yield [moves(r, r, r * c, 0, count=c, space="scratch", to_space="output")]

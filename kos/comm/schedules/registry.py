@@ -1,0 +1,85 @@
+"""Which algorithms exist for which collective, and ``build``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from kos.comm.schedules.schedule import IN_PLACE, Rounds, Schedule
+from kos.errors import InvalidArgument
+
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A registered algorithm: its rounds, the chunks it cuts a unit into, and whether it adds in rank order."""
+
+    rounds: Callable[..., Rounds]
+    parts: Callable[[int, int], int]
+    ordered: bool
+
+
+_REGISTRY: dict[str, dict[str, Algorithm]] = {}
+
+
+def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = lambda n, c: c,
+              ordered: bool = False) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
+    """Register a pure function of (n ranks, c chunks) and, if it names them, root and local (ranks a node)."""
+    def register(rounds: Callable[..., Rounds]) -> Callable[..., Rounds]:
+        _REGISTRY.setdefault(collective, {})[name] = Algorithm(rounds, parts, ordered)
+        return rounds
+    return register
+
+
+def collectives() -> tuple[str, ...]:
+    """The collectives that have schedules."""
+    return tuple(_REGISTRY)
+
+
+def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ...]:
+    """Names of the algorithms for ``collective``; only those that do (or do not) add in rank order, if asked.
+
+    Raises InvalidArgument for an unknown collective.
+    """
+    if collective not in _REGISTRY:
+        raise InvalidArgument(f"unknown collective {collective!r}, expected one of {', '.join(_REGISTRY)}")
+    return tuple(name for name, a in _REGISTRY[collective].items() if ordered is None or a.ordered == ordered)
+
+
+def describe(collective: str, name: str) -> str:
+    """The algorithm's own words: what it does, its order of additions, its source."""
+    return inspect.getdoc(_REGISTRY[collective][name].rounds) or ""
+
+
+@lru_cache(maxsize=1024)
+def build(collective: str, algorithm: str, ranks: int, chunks: int | None = None, root: int = 0, *,
+          ranks_per_node: int | None = None) -> Schedule:
+    """The schedule of one algorithm.
+
+    ``chunks`` says into how many pieces each of the algorithm's own blocks is cut, to travel one behind the
+    other (default 1: ``execute`` cuts long messages anyway).  ``root`` matters to broadcast, reduce, gather and
+    scatter; ``ranks_per_node`` to hierarchical ones (default: the largest divisor of ``ranks`` up to 8).
+    Raises InvalidArgument for a name that is not known, naming those that are, and for numbers out of range.
+    """
+    known = algorithms(collective)
+    if algorithm not in known:
+        raise InvalidArgument(f"unknown algorithm {algorithm!r} for {collective}, expected one of {', '.join(known)}")
+    chunks = 1 if chunks is None else chunks
+    if ranks < 1:
+        raise InvalidArgument(f"ranks must be at least 1, got {ranks}")
+    if chunks < 1:
+        raise InvalidArgument(f"chunks must be at least 1, got {chunks}")
+    if not 0 <= root < ranks:
+        raise InvalidArgument(f"root must be in 0..{ranks - 1}, got {root}")
+    local = ranks_per_node or next(d for d in range(8, 0, -1) if ranks % d == 0)
+    if ranks % local:
+        raise InvalidArgument(f"ranks must be a multiple of ranks_per_node, got {ranks} and {local}")
+    root = root if collective in ROOTED else 0
+    entry = _REGISTRY[collective][algorithm]
+    given = {"n": ranks, "c": chunks, "root": root, "local": local}
+    arguments = {name: given[name] for name in inspect.signature(entry.rounds).parameters}
+    return Schedule(collective, algorithm, ranks, chunks, entry.parts(ranks, chunks), root, entry.ordered,
+                    lambda: () if ranks == 1 and collective in IN_PLACE else entry.rounds(**arguments))
