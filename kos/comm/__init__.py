@@ -1,0 +1,73 @@
+"""Collective communication: ``init`` makes the Communicator of this process."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+from kos.comm.backend import Backend, Probe
+from kos.comm.backends.mock import MockBackend
+from kos.comm.backends.mpi import MPIBackend
+from kos.comm.communicator import Batch, Communicator, Persistent
+from kos.comm.reduction import PremulSum, ReduceOp
+from kos.comm.rendezvous import MPIRendezvous, Rendezvous, check_timeout, default_rendezvous
+from kos.comm.work import Work
+from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
+
+__all__ = ["BACKENDS", "Batch", "Communicator", "Persistent", "PremulSum", "ReduceOp", "Work", "init"]
+
+log = logging.getLogger(__name__)
+
+BACKENDS: dict[str, type[Backend]] = {"mpi": MPIBackend, "mock": MockBackend}
+"""All backends by name, in the order in which ``auto`` prefers them."""
+
+
+def init(
+    backend: str = "auto", *, rendezvous: Rendezvous | None = None, timeout: float = 120.0
+) -> Communicator:
+    """The communicator of all ranks of this program.  Collective.
+
+    ``rendezvous`` is how the ranks find each other: by MPI under mpirun, a group of one otherwise, unless
+    one is given.  ``timeout`` in seconds holds for every wait of the communicator.  ``backend`` is a name,
+    or "auto" for the first that every rank can use (``Communicator.explain`` says why).  Raises
+    BackendUnavailable where the backend asked for cannot run, with the reason; RendezvousError where the
+    ranks do not find each other.
+
+    Under mpirun an uncaught exception on one rank ends the whole job from here on.
+    """
+    if backend != "auto" and backend not in BACKENDS:
+        raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
+    timeout = check_timeout(timeout)
+    if rendezvous is None:
+        rendezvous = MPIRendezvous(timeout=timeout) if backend == "mpi" else default_rendezvous(timeout)
+    probes = _agree(backend, rendezvous)
+    chosen = backend
+    if backend == "auto":
+        chosen = next((name for name, probe in probes.items() if probe.usable), "")
+        if not chosen:
+            reasons = "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
+            raise BackendUnavailable(f"auto: no backend can run here: {reasons}")
+        log.info("backend %s: %s", chosen, probes[chosen].reason)
+    elif not probes[backend].usable:
+        raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
+    return Communicator(BACKENDS[chosen](rendezvous), rendezvous, probes, timeout)
+
+
+def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:
+    """What all ranks together can use: a backend that one rank cannot use is usable on none."""
+    mine = {name: kind.probe(rendezvous) for name, kind in BACKENDS.items()}
+    ballot = {name: (probe.usable, probe.reason) for name, probe in mine.items()}
+    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps([wanted, ballot]).encode())]
+    for rank, (theirs, _) in enumerate(ballots):
+        if theirs != wanted:
+            raise RendezvousError(
+                f"init: rank {rendezvous.rank} asked for backend {wanted!r}, rank {rank} for {theirs!r}"
+            )
+    agreed = dict(mine)
+    for name in BACKENDS:
+        for rank, (_, votes) in enumerate(ballots):
+            usable, reason = votes[name]
+            if not usable:
+                agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
+                break
+    return agreed

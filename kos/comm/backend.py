@@ -1,0 +1,322 @@
+"""Backend: the trait behind a Communicator.
+
+A backend brings a point-to-point transport and, where it has them, native calls.  This base class carries
+every operation: it stages the reduction (16-bit floats accumulate in fp32), asks ``native`` first, and runs
+a schedule over the transport where there is no native call.  So every backend has every operation, and
+every operation has one meaning.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from kos.comm.operation import Operation
+from kos.comm.reduction import Reduction
+from kos.comm.rendezvous import Rendezvous
+from kos.comm.schedules import build
+from kos.comm.schedules.execute import execute
+from kos.comm.work import Engine, Idle, Steps, Work
+from kos.errors import CollectiveError, KosError
+
+Array = np.ndarray[Any, Any]
+
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a backend can carry a group; ``reason`` says why not (or with what)."""
+
+    usable: bool
+    reason: str
+
+
+class Request(Protocol):
+    """One message in flight."""
+
+    def done(self) -> bool:
+        """Whether it is complete; never waits; raises if it failed."""
+
+
+class Transport(Protocol):
+    """Point-to-point messages of 1-D contiguous arrays; messages of one (pair, tag) arrive in order."""
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request: ...
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request: ...
+
+
+COLLECTIVE_TAGS = 1 << 20
+"""Tags below are the users'; collectives use as many above, by sequence number."""
+
+_DEFAULTS = {
+    "broadcast": "tree",
+    "reduce": "tree",
+    "all_gather": "ring",
+    "all_to_all": "pairwise",
+    "gather": "direct",
+    "scatter": "direct",
+}
+_SMALL = 32 * 1024  # bytes under which latency, not bandwidth, decides between schedules
+
+
+class Backend(ABC):
+    """One way to carry collectives.  Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
+
+    name: ClassVar[str]
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.engine = engine or Engine()
+        self.transport: Transport
+        self.broken: str | None = None  # the first failure of a collective: the ranks are out of step
+
+    @classmethod
+    @abstractmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        """Can this backend carry this group, as far as this rank can see?  Never raises."""
+
+    @abstractmethod
+    def idle(self) -> Idle:
+        """How one wait of this backend waits."""
+
+    def split(self, rendezvous: Rendezvous) -> Backend:
+        """The same kind of backend for a part of the group; its operations progress with this one's."""
+        return type(self)(rendezvous, self.engine)
+
+    def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
+        """Give back what the backend holds.  Collective; nothing may be in flight."""
+
+    def abort(self) -> None:  # noqa: B027
+        """Give up on everything in flight without talking to anybody."""
+
+    def start(self, operation: Operation) -> Work:
+        """Launch one checked operation."""
+        if self.broken is not None:
+            raise CollectiveError(f"{operation.name}: the communicator failed before: {self.broken}")
+        work = Work(operation, self._steps(operation), self)
+        self.engine.launch(work)
+        return work
+
+    # What a subclass may add.
+
+    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+        """Compare this call with the other ranks' calls of the same sequence number.
+
+        Returns a poll that says whether every rank has come (None if this backend cannot see), and raises
+        CollectiveMismatch where the calls do not belong together.
+        """
+        return None
+
+    def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+        """The backend's own call for one staged collective, or None to have it run as a schedule."""
+        return None
+
+    def missing(self, operation: Operation) -> str:
+        """At a timeout: which ranks did not arrive, as far as known."""
+        return "which ranks did not arrive is not known"
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        """What to raise for an error in an operation; also leaves its memory safe to give back."""
+        if not isinstance(error, KosError):
+            cause, error = error, CollectiveError(f"{operation}: {type(error).__name__}: {error}")
+            error.__cause__ = cause
+        if operation.collective and self.broken is None:
+            self.broken = str(error)
+        return error
+
+    # How operations are carried.
+
+    def _steps(self, o: Operation) -> Steps:
+        everybody_came = self.agree(o) if o.collective else None
+        yield from _CARRIERS[o.name](self, o)
+        if everybody_came is not None:
+            while not everybody_came():
+                yield
+
+    def _carry(self, o: Operation, collective: str, **spaces: Array) -> Steps:
+        """Run one staged collective, natively or as a schedule."""
+        if self.size == 1:
+            if "input" in spaces:
+                np.copyto(spaces["output"], spaces["input"])
+            return
+        native = self.native(o, spaces, collective)
+        if native is not None:
+            yield from native
+            return
+        nbytes = max(space.nbytes for space in spaces.values())
+        if nbytes == 0:
+            return
+        algorithm = self.choose(o, collective, nbytes)
+        schedule = build(collective, algorithm, self.size, root=o.root or 0)
+        combine = o.reduction.combine if o.reduction is not None else _no_reduction
+        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(o))
+
+    def choose(self, o: Operation, collective: str, nbytes: int) -> str:
+        """The schedule for a call that leaves the choice to us."""
+        if o.algorithm != "auto":
+            return o.algorithm
+        if collective == "all_reduce":
+            if o.deterministic:
+                return "two_shot"
+            return "halving_doubling" if nbytes <= _SMALL else "ring"
+        if collective == "reduce_scatter":
+            return "one_shot" if o.deterministic else "ring"
+        return _DEFAULTS[collective]
+
+    def _tag(self, o: Operation) -> int:
+        return COLLECTIVE_TAGS + o.sequence % COLLECTIVE_TAGS
+
+    def _all_reduce(self, o: Operation) -> Steps:
+        x, out, reduction = _reducing(o)
+        staged = reduction.stage(x, out)
+        yield from self._carry(o, "all_reduce", data=staged)
+        reduction.finish(staged, out)
+
+    def _reduce(self, o: Operation) -> Steps:
+        x, out, reduction = _reducing(o)
+        # Ranks other than the root keep their input, so partial sums live in a copy.
+        staged = reduction.stage(x, out if self.rank == o.root else None)
+        if o.deterministic:
+            yield from self._carry(o, "all_reduce", data=staged)
+        else:
+            yield from self._carry(o, "reduce", data=staged)
+        if self.rank == o.root:
+            reduction.finish(staged, out)
+
+    def _reduce_scatter(self, o: Operation) -> Steps:
+        x, out, reduction = _reducing(o)
+        staged = x if reduction.is_plain and not _overlap(x, out) else reduction.stage(x, None)
+        part = out if out.dtype == reduction.carrier else np.empty(out.shape, reduction.carrier)
+        yield from self._carry(o, "reduce_scatter", input=staged, output=part)
+        reduction.finish(part, out)
+
+    def _broadcast(self, o: Operation) -> Steps:
+        assert o.send is not None and o.recv is not None
+        if self.rank == o.root and o.send is not o.recv:
+            np.copyto(o.recv.flat, o.send.flat)
+        yield from self._carry(o, "broadcast", data=o.recv.flat)
+
+    def _all_gather(self, o: Operation) -> Steps:
+        assert o.send is not None and o.recv is not None
+        x, out = o.send.flat, o.recv.flat
+        yield from self._carry(o, "all_gather", input=x.copy() if _overlap(x, out) else x, output=out)
+
+    def _all_to_all(self, o: Operation) -> Steps:
+        assert o.send is not None and o.recv is not None
+        yield from self._carry(o, "all_to_all", input=o.send.flat, output=o.recv.flat)
+
+    def _gather(self, o: Operation) -> Steps:
+        assert o.send is not None
+        spaces = {"input": o.send.flat}
+        if o.recv is not None:
+            spaces["output"] = o.recv.flat
+        yield from self._carry(o, "gather", **spaces)
+
+    def _scatter(self, o: Operation) -> Steps:
+        assert o.recv is not None
+        spaces = {"output": o.recv.flat}
+        if o.send is not None:
+            spaces["input"] = o.send.flat
+        yield from self._carry(o, "scatter", **spaces)
+
+    def _all_gather_v(self, o: Operation) -> Steps:
+        assert o.send is not None and o.recv is not None
+        yield from self._exchange(o, [o.send.flat] * self.size, _pieces(o.recv.flat, o.recv_counts))
+
+    def _all_to_all_v(self, o: Operation) -> Steps:
+        assert o.send is not None and o.recv is not None
+        yield from self._exchange(o, _pieces(o.send.flat, o.send_counts), _pieces(o.recv.flat, o.recv_counts))
+
+    def _reduce_scatter_v(self, o: Operation) -> Steps:
+        x, out, reduction = _reducing(o)
+        staged = x if reduction.is_plain else reduction.stage(x, None)
+        parts = np.empty((self.size, out.size), staged.dtype)
+        yield from self._exchange(o, _pieces(staged, o.send_counts), list(parts))
+        for part in parts[1:]:
+            reduction.combine(parts[0], part)
+        reduction.finish(parts[0], out)
+
+    def _barrier(self, o: Operation) -> Steps:
+        """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
+        native = self.native(o, {}, "barrier") if self.size > 1 else None
+        if native is not None:
+            yield from native
+            return
+        empty, distance, tag = np.empty(0, np.uint8), 1, self._tag(o)
+        while distance < self.size:
+            send = self.transport.isend(empty, (self.rank + distance) % self.size, tag)
+            recv = self.transport.irecv(empty, (self.rank - distance) % self.size, tag)
+            yield from self._wait_for(send, recv)
+            distance *= 2
+
+    def _message(self, o: Operation) -> Steps:
+        """send, recv and send_recv: the receive is posted first, so that two ranks may swap."""
+        requests = []
+        if o.src is not None:
+            assert o.recv is not None
+            requests.append(self.transport.irecv(o.recv.flat, o.src, o.recv_tag))
+        if o.dst is not None:
+            assert o.send is not None
+            requests.append(self.transport.isend(o.send.flat, o.dst, o.tag))
+        yield from self._wait_for(*requests)
+
+    def _exchange(self, o: Operation, send: list[Array], recv: list[Array]) -> Steps:
+        """Send piece j to rank j and receive piece j from rank j, all at once; empty pieces do not travel."""
+        tag, transport = self._tag(o), self.transport
+        requests = [transport.irecv(recv[peer], peer, tag) for peer in self._peers() if recv[peer].size]
+        requests += [transport.isend(send[peer], peer, tag) for peer in self._peers() if send[peer].size]
+        np.copyto(recv[self.rank], send[self.rank].copy())
+        yield from self._wait_for(*requests)
+
+    def _peers(self) -> list[int]:
+        """The other ranks, each rank starting with its right neighbour so that they spread."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+    @staticmethod
+    def _wait_for(*requests: Request) -> Steps:
+        for request in requests:
+            while not request.done():
+                yield
+
+
+_CARRIERS: dict[str, Callable[[Backend, Operation], Steps]] = {
+    "all_reduce": Backend._all_reduce,
+    "reduce": Backend._reduce,
+    "reduce_scatter": Backend._reduce_scatter,
+    "reduce_scatter_v": Backend._reduce_scatter_v,
+    "broadcast": Backend._broadcast,
+    "all_gather": Backend._all_gather,
+    "all_gather_v": Backend._all_gather_v,
+    "all_to_all": Backend._all_to_all,
+    "all_to_all_v": Backend._all_to_all_v,
+    "gather": Backend._gather,
+    "scatter": Backend._scatter,
+    "barrier": Backend._barrier,
+    "send": Backend._message,
+    "recv": Backend._message,
+    "send_recv": Backend._message,
+}
+
+
+def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:
+    assert o.send is not None and o.reduction is not None
+    return o.send.flat, (o.recv or o.send).flat, o.reduction
+
+
+def _overlap(a: Array, b: Array) -> bool:
+    return np.may_share_memory(a, b)
+
+
+def _pieces(x: Array, counts: Sequence[int] | None) -> list[Array]:
+    assert counts is not None
+    ends = np.cumsum(counts)
+    return [x[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _no_reduction(dst: Array, src: Array) -> None:
+    raise AssertionError("a schedule that only moves data asked for a reduction")

@@ -1,0 +1,182 @@
+"""The mock backend: ranks are threads of one process, with real results and the checks of every backend.
+
+Messages are copied into mailboxes, one per (source, destination, tag), in order.  The ranks of a group hold
+their state in common, so here every check is exact: calls that do not belong together are found when the
+second of them starts, a collective ends only when every rank has come, and a rank that is gone is known.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kos.comm.backend import Backend, Probe, Request
+from kos.comm.operation import Operation
+from kos.comm.rendezvous import Rendezvous, ThreadGroup
+from kos.comm.work import Engine, Idle
+from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+
+Array = np.ndarray[Any, Any]
+
+
+class _Room:
+    """What the ranks of one group share; guarded by the lock of their world."""
+
+    def __init__(self) -> None:
+        self.mailboxes: defaultdict[tuple[int, int, int], deque[Array]] = defaultdict(deque)
+        self.calls: dict[int, dict[int, tuple[str, dict[str, Any]]]] = {}
+
+
+class MockBackend(Backend):
+    """Carries a group whose ranks are threads of this process, or a group of one."""
+
+    name = "mock"
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
+        super().__init__(rendezvous, engine)
+        assert rendezvous.threads is not None
+        self._group = rendezvous.threads
+        self._room = self._group.shared("mock", _Room)
+        self.transport = _Mailboxes(self._group, self._room, self.rank)
+        self._idle = _WakeUp(self._group, self.rank)
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        if rendezvous.threads is None:
+            return Probe(False, "the ranks are not threads of one process")
+        return Probe(True, f"{rendezvous.size} ranks in this process")
+
+    def idle(self) -> Idle:
+        return self._idle
+
+    def abort(self) -> None:
+        self._group.fail(RankLost, f"rank {self.rank} left the communicator by an exception")
+
+    def agree(self, operation: Operation) -> Callable[[], bool]:
+        group, rank = self._group, self.rank
+        mine = str(operation), operation.fingerprint()
+        with group.world.lock:
+            group.raise_failure()
+            calls = self._room.calls.setdefault(operation.sequence, {})
+            if calls:
+                peer, theirs = next(iter(calls.items()))
+                if theirs[1] != mine[1]:
+                    group.fail(CollectiveMismatch, _mismatch((peer, *theirs), (rank, *mine)))
+                    group.raise_failure()
+            calls[rank] = mine
+            if len(calls) == self.size:
+                del self._room.calls[operation.sequence]
+                group.notify_all()
+
+        def everybody_came() -> bool:
+            with group.world.lock:
+                if len(calls) == self.size:
+                    return True
+                group.raise_failure()
+                for peer in set(range(self.size)) - set(calls):
+                    if (why := group.departed(peer)) is not None:
+                        raise RankLost(f"{operation}: rank {peer} is gone: {why}")
+            return False
+
+        return everybody_came
+
+    def missing(self, operation: Operation) -> str:
+        if not operation.collective:
+            return f"rank {operation.src} sent nothing"
+        with self._group.world.lock:
+            calls = self._room.calls.get(operation.sequence, {})
+            late = [rank for rank in range(self.size) if rank not in calls]
+        return f"ranks {late} did not arrive"
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        if operation.collective and isinstance(error, CollectiveTimeout):
+            self._group.fail(RankLost, f"rank {self.rank} gave up: {error}")
+        return super().failed(operation, error)
+
+
+class _Mailboxes:
+    """The transport: a send is complete at once, its data copied."""
+
+    def __init__(self, group: ThreadGroup, room: _Room, rank: int) -> None:
+        self._group, self._room, self._rank = group, room, rank
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        group = self._group
+        with group.world.lock:
+            group.raise_failure()
+            self._room.mailboxes[self._rank, peer, tag].append(array.copy())
+            group.world.notify([group.members[peer]])
+        return _SENT
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        return _Receive(self._group, self._room, (peer, self._rank, tag), array)
+
+
+class _Sent:
+    def done(self) -> bool:
+        return True
+
+
+_SENT = _Sent()
+
+
+class _Receive:
+    __slots__ = ("_array", "_done", "_group", "_key", "_room")
+
+    def __init__(self, group: ThreadGroup, room: _Room, key: tuple[int, int, int], array: Array) -> None:
+        self._group, self._room, self._key, self._array = group, room, key, array
+        self._done = False
+
+    def done(self) -> bool:
+        if self._done:
+            return True
+        group, key = self._group, self._key
+        with group.world.lock:
+            group.raise_failure()
+            mailbox = self._room.mailboxes.get(key)
+            if not mailbox:
+                if (why := group.departed(key[0])) is not None:
+                    raise RankLost(f"rank {key[0]} is gone: {why}")
+                return False
+            message = mailbox.popleft()
+            if not mailbox:
+                del self._room.mailboxes[key]
+            array = self._array
+            if message.dtype != array.dtype or message.size != array.size:
+                group.fail(
+                    CollectiveMismatch,
+                    f"rank {key[1]} expected {array.size} elements of {array.dtype} from rank {key[0]}, "
+                    f"got {message.size} of {message.dtype}",
+                )
+                group.raise_failure()
+        np.copyto(array, message)
+        self._done = True
+        return True
+
+
+class _WakeUp:
+    """Waits on the condition of this rank, which every message and every change of the group notifies."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self._world, self._me = group.world, group.members[rank]
+
+    def mark(self) -> int:
+        return self._world.events[self._me]
+
+    def pause(self, mark: int, seconds: float | None) -> None:
+        world = self._world
+        with world.lock:
+            if world.events[self._me] == mark:
+                world.wakeup[self._me].wait(seconds)
+
+
+def _mismatch(first: tuple[int, str, dict[str, Any]], second: tuple[int, str, dict[str, Any]]) -> str:
+    """One line that names two ranks, their calls, and what differs between them."""
+    keys = [key for key in {**first[2], **second[2]} if first[2].get(key) != second[2].get(key)]
+    what = ", ".join(f"{key} {first[2].get(key)} against {second[2].get(key)}" for key in keys)
+    return (
+        f"rank {first[0]} called {first[1]} but rank {second[0]} called {second[1]}: they differ in {what}"
+    )

@@ -1,0 +1,225 @@
+"""The mpi backend: host memory by mpi4py's upper-case calls.
+
+Every call is non-blocking and polled, so that every wait can time out and all operations in flight progress
+together.  MPI reduces what it has types for; what only moves travels as bytes, so any dtype does.  Floating
+point MIN and MAX run as schedules: MPI_MAX of a NaN depends on the order of its arguments, which differs
+between ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kos.comm import mpi_job
+from kos.comm.backend import COLLECTIVE_TAGS, Backend, Probe, Request
+from kos.comm.operation import Operation
+from kos.comm.reduction import ReduceOp
+from kos.comm.rendezvous import Rendezvous
+from kos.comm.work import Engine, Idle, Steps
+from kos.dtypes import dtype_of
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+
+Array = np.ndarray[Any, Any]
+
+_MPI_OP = {
+    ReduceOp.SUM: "SUM",
+    ReduceOp.AVG: "SUM",
+    ReduceOp.PREMUL_SUM: "SUM",
+    ReduceOp.PROD: "PROD",
+    ReduceOp.MIN: "MIN",
+    ReduceOp.MAX: "MAX",
+    ReduceOp.BAND: "BAND",
+    ReduceOp.BOR: "BOR",
+    ReduceOp.BXOR: "BXOR",
+}
+
+
+class MPIBackend(Backend):
+    """Carries a group whose ranks are processes of an MPI communicator."""
+
+    name = "mpi"
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
+        super().__init__(rendezvous, engine)
+        self._MPI = mpi_job.load_mpi()
+        # A communicator of our own: our tags and our order of collectives never meet anybody else's.
+        self._comm, request = rendezvous.mpi_comm.Idup()
+        if not mpi_job.wait_request(request, rendezvous.timeout):
+            raise CollectiveTimeout(f"mpi: the ranks did not come together within {rendezvous.timeout:g} s")
+        self._comm.Set_errhandler(self._MPI.ERRORS_RETURN)
+        self._messages = _Messages(self._MPI, self._comm)
+        self.transport = self._messages
+        self._calls: dict[int, Any] = {}  # native requests in flight, by sequence number
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        if rendezvous.mpi_comm is None:
+            return Probe(False, "the ranks are not processes of an MPI job (start with mpirun)")
+        MPI = mpi_job.load_mpi()
+        if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < 2 * COLLECTIVE_TAGS:
+            return Probe(False, f"the MPI library has fewer than {2 * COLLECTIVE_TAGS} tags")
+        return Probe(True, MPI.Get_library_version().split(",")[0].strip())
+
+    def idle(self) -> Idle:
+        return _Poll()
+
+    def close(self) -> None:
+        if not self._MPI.Is_finalized():
+            self._comm.Free()
+
+    def abort(self) -> None:
+        for request in self._calls.values():
+            mpi_job.keep_unfinished(request)
+        self._calls.clear()
+        self._messages.forget(None)
+
+    def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+        if operation.deterministic or operation.algorithm != "auto":
+            return None
+        request = self._native_request(operation, spaces, collective)
+        return None if request is None else self._poll_native(operation, request)
+
+    def _native_request(self, o: Operation, spaces: Mapping[str, Array], collective: str) -> Any:
+        """Post the MPI call; None where MPI has none for this dtype and reduce operation."""
+        MPI, comm = self._MPI, self._comm
+        if collective == "barrier":
+            return comm.Ibarrier()
+        if collective == "broadcast":
+            return comm.Ibcast(_as_bytes(spaces["data"], MPI), o.root)
+        if collective == "all_gather":
+            return comm.Iallgather(_as_bytes(spaces["input"], MPI), _as_bytes(spaces["output"], MPI))
+        if collective == "all_to_all":
+            return comm.Ialltoall(_as_bytes(spaces["input"], MPI), _as_bytes(spaces["output"], MPI))
+        if o.reduction is None:
+            return None
+        carrier = dtype_of(o.reduction.carrier)
+        if not carrier.mpi or (o.reduction.op in (ReduceOp.MIN, ReduceOp.MAX) and carrier.is_float):
+            return None
+        mpi_type, op = getattr(MPI, carrier.mpi), getattr(MPI, _MPI_OP[o.reduction.op])
+        if collective == "all_reduce":
+            return comm.Iallreduce(MPI.IN_PLACE, [spaces["data"], mpi_type], op)
+        if collective == "reduce":
+            data = [spaces["data"], mpi_type]
+            if self.rank == o.root:
+                return comm.Ireduce(MPI.IN_PLACE, data, op, o.root)
+            return comm.Ireduce(data, None, op, o.root)
+        if collective == "reduce_scatter":
+            return comm.Ireduce_scatter_block([spaces["input"], mpi_type], [spaces["output"], mpi_type], op)
+        return None
+
+    def _poll_native(self, o: Operation, request: Any) -> Steps:
+        self._calls[o.sequence] = request
+        while not request.Test():
+            yield
+        del self._calls[o.sequence]
+
+    def missing(self, operation: Operation) -> str:
+        if not operation.collective:
+            if operation.src is None:
+                return f"rank {operation.dst} did not receive"
+            return f"rank {operation.src} sent nothing"
+        if operation.sequence in self._calls:
+            return super().missing(operation)
+        peers = self._messages.awaited(self._tag(operation))
+        return f"still waiting for ranks {peers}"
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        if operation.collective:
+            request = self._calls.pop(operation.sequence, None)
+            if request is not None:
+                mpi_job.keep_unfinished(request)
+            self._messages.forget(self._tag(operation))
+        else:
+            self._messages.forget(operation.recv_tag)
+            self._messages.forget(operation.tag)
+        MPI = self._MPI
+        if isinstance(error, MPI.Exception):
+            kind = CollectiveError
+            if error.Get_error_class() == MPI.ERR_TRUNCATE:
+                kind = CollectiveMismatch
+            elif error.Get_error_class() == getattr(MPI, "ERR_PROC_FAILED", None):
+                kind = RankLost
+            named = kind(f"{operation}: MPI: {error.Get_error_string()}")
+            named.__cause__ = error
+            error = named
+        return super().failed(operation, error)
+
+
+def _as_bytes(array: Array, MPI: Any) -> list[Any]:
+    return [array.view(np.uint8), MPI.BYTE]
+
+
+class _Messages:
+    """The transport: Isend and Irecv of bytes; knows what is in flight, to name and to forget it."""
+
+    def __init__(self, MPI: Any, comm: Any) -> None:
+        self._MPI, self._comm = MPI, comm
+        self._flying: set[_Message] = set()
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        request = self._comm.Isend(_as_bytes(array, self._MPI), peer, tag)
+        return self._fly(_Message(self._flying, request, peer, tag))
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        request = self._comm.Irecv(_as_bytes(array, self._MPI), peer, tag)
+        return self._fly(_Message(self._flying, request, peer, tag, array.nbytes, self._MPI.Status()))
+
+    def _fly(self, message: _Message) -> _Message:
+        self._flying.add(message)
+        return message
+
+    def awaited(self, tag: int) -> list[int]:
+        """Peers of the messages in flight with that tag."""
+        return sorted({message.peer for message in self._flying if message.tag == tag})
+
+    def forget(self, tag: int | None) -> None:
+        """Nobody waits any more for messages with that tag (None: any); MPI keeps their memory."""
+        for message in [m for m in self._flying if tag is None or m.tag == tag]:
+            if message.expected is not None:
+                message.request.Cancel()
+            mpi_job.keep_unfinished(message.request)
+            self._flying.discard(message)
+
+
+class _Message:
+    __slots__ = ("_flying", "_status", "expected", "peer", "request", "tag")
+
+    def __init__(
+        self,
+        flying: set[_Message],
+        request: Any,
+        peer: int,
+        tag: int,
+        expected: int | None = None,
+        status: Any = None,
+    ) -> None:
+        self._flying, self.request, self.peer, self.tag = flying, request, peer, tag
+        self.expected, self._status = expected, status  # bytes, for a receive
+
+    def done(self) -> bool:
+        if self.request is None:
+            return True
+        if not self.request.Test(self._status):
+            return False
+        self.request = None
+        self._flying.discard(self)
+        if self.expected is not None and (got := self._status.Get_count()) != self.expected:
+            raise CollectiveMismatch(
+                f"expected {self.expected} bytes from rank {self.peer} with tag {self.tag}, got {got}"
+            )
+        return True
+
+
+class _Poll(mpi_job.Backoff):
+    """MPI tells nobody that a message came: waiting is polling."""
+
+    __slots__ = ()
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        super().pause()

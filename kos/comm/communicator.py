@@ -1,0 +1,605 @@
+"""Communicator: what users hold.  Checks the arguments of a call, makes it an Operation, gets Work for it."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from kos.comm.backend import COLLECTIVE_TAGS, Backend, Probe
+from kos.comm.operation import Operation
+from kos.comm.reduction import PremulSum, ReduceOp, resolve
+from kos.comm.rendezvous import Rendezvous, check_timeout
+from kos.comm.schedules import algorithms
+from kos.comm.work import Work
+from kos.errors import CollectiveError, InvalidArgument
+from kos.memory import Buffer, as_buffer
+
+Array = np.ndarray[Any, Any]
+Op = ReduceOp | PremulSum
+
+
+class Communicator:
+    """A group of ranks and one way to reach them.
+
+    Every collective is called by all ranks of the group, in the same order.  Arrays are C-contiguous NumPy
+    arrays (or CPU memory behind DLPack) of any dtype of ``kos.dtypes``, any shape, zero elements included;
+    operations work in place unless ``out`` is given, and return the array that holds the result.
+
+    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting;
+    ``timeout`` in seconds replaces the communicator's own.  Where contributions are added, results are
+    bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and round once;
+    ``deterministic=True`` adds in rank order, so that results are bit-identical from run to run and between
+    backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto" lets the backend choose).
+
+    Raises InvalidArgument for arguments that are refused before anything is sent; CollectiveMismatch where
+    ranks made calls that do not belong together; CollectiveTimeout; RankLost.  After a collective has failed
+    the ranks are out of step, and further calls raise CollectiveError.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        rendezvous: Rendezvous,
+        probes: Mapping[str, Probe],
+        timeout: float,
+    ) -> None:
+        self.backend = backend
+        self.rendezvous = rendezvous
+        self.probes = probes
+        self.timeout = timeout
+        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
+        self._collectives = 0
+        self._messages = 0
+        self._batch: Batch | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.size} on {self.backend.name}>"
+
+    # Collectives that reduce.
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: Op = ReduceOp.SUM,
+        *,
+        out: Any = None,
+        algorithm: str = "auto",
+        deterministic: bool = False,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks; every rank gets the result in ``x``, or in ``out`` of x's shape."""
+        return self._go(self._all_reduce(x, op, out, algorithm, deterministic, timeout), async_op)
+
+    def all_reduce_init(
+        self,
+        x: Any,
+        op: Op = ReduceOp.SUM,
+        *,
+        out: Any = None,
+        algorithm: str = "auto",
+        deterministic: bool = False,
+        timeout: float | None = None,
+    ) -> Persistent:
+        """A persistent ``all_reduce`` (MPI 4: MPI_Allreduce_init): checked now, started many times."""
+        return Persistent(self, self._all_reduce(x, op, out, algorithm, deterministic, timeout))
+
+    def reduce(
+        self,
+        x: Any,
+        root: int = 0,
+        op: Op = ReduceOp.SUM,
+        *,
+        out: Any = None,
+        deterministic: bool = False,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks to ``root``, into its ``x`` or ``out``; others keep their ``x``."""
+        root = self._rank("root", root)
+        o = self._operation("reduce", timeout, root=root, deterministic=deterministic)
+        if self.rank == root:
+            o.send, o.recv = _in_out(x, out)
+        else:
+            o.send = as_buffer(x, "x", writable=False)
+        o.reduction = resolve(op, o.send.dtype, self.size)
+        return self._go(o, async_op)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        out: Any = None,
+        op: Op = ReduceOp.SUM,
+        *,
+        algorithm: str = "auto",
+        deterministic: bool = False,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal parts of the result.
+
+        ``out`` has ``x.size / size`` elements.  Without it an array is made, of shape
+        ``(x.shape[0] / size, *x.shape[1:])`` if ``x`` divides so, else 1-D.
+        """
+        send = as_buffer(x, "x", writable=False)
+        if send.count % self.size:
+            raise InvalidArgument(f"x: expected a multiple of {self.size} elements, got {send.count}")
+        shape: tuple[int, ...] = (send.count // self.size,)
+        if send.array.ndim and send.array.shape[0] % self.size == 0:
+            shape = (send.array.shape[0] // self.size, *send.array.shape[1:])
+        recv = self._output(out, send, shape)
+        _refuse_overlap(send, recv, self._part(send))
+        o = self._operation(
+            "reduce_scatter", timeout, send=send, recv=recv, algorithm=algorithm, deterministic=deterministic
+        )
+        o.reduction = resolve(op, send.dtype, self.size)
+        return self._go(o, async_op)
+
+    def reduce_scatter_v(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        out: Any = None,
+        op: Op = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """``reduce_scatter`` with ``counts[r]`` elements for rank r; always in rank order.
+
+        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements.
+        """
+        send = as_buffer(x, "x", writable=False)
+        counts = self._counts("counts", counts, send)
+        recv = self._output(out, send, (counts[self.rank],))
+        _refuse_overlap(send, recv)
+        o = self._operation("reduce_scatter_v", timeout, send=send, recv=recv, send_counts=counts)
+        o.reduction = resolve(op, send.dtype, self.size)
+        return self._go(o, async_op)
+
+    # Collectives that move.
+
+    def broadcast(
+        self,
+        x: Any,
+        root: int = 0,
+        *,
+        out: Any = None,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Every rank gets root's ``x``, in ``x`` or in ``out`` of its shape."""
+        root = self._rank("root", root)
+        if out is None and self.rank == root:
+            send = recv = as_buffer(x, "x", writable=False)
+        else:
+            send, recv = _in_out(x, out)
+        return self._go(self._operation("broadcast", timeout, send=send, recv=recv, root=root), async_op)
+
+    def all_gather(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        algorithm: str = "auto",
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Every rank gets all ranks' ``x``, in rank order.
+
+        ``out`` has ``size * x.size`` elements; without it an array of shape ``(size, *x.shape)`` is made.
+        ``x`` may be its own part of ``out``.
+        """
+        send = as_buffer(x, "x", writable=False)
+        recv = self._output(out, send, (self.size, *send.array.shape))
+        _refuse_overlap(send, recv, self._part(recv))
+        o = self._operation("all_gather", timeout, send=send, recv=recv, algorithm=algorithm)
+        return self._go(o, async_op)
+
+    def all_gather_v(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        out: Any = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """``all_gather`` of ``counts[r]`` elements from rank r into ``out``, 1-D if it is made here.
+
+        ``counts`` is the same on all ranks, ``counts[rank]`` is ``x.size``.
+        """
+        send = as_buffer(x, "x", writable=False)
+        counts = self._counts("counts", counts, None)
+        if counts[self.rank] != send.count:
+            expected = f"counts[{self.rank}] = {counts[self.rank]}"
+            raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
+        recv = self._output(out, send, (sum(counts),))
+        _refuse_overlap(send, recv)
+        o = self._operation("all_gather_v", timeout, send=send, recv=recv, recv_counts=counts)
+        return self._go(o, async_op)
+
+    def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
+        """All ranks' ``data``, of any lengths, in rank order: for small things that steer a program."""
+        x = np.frombuffer(bytes(data), np.uint8)
+        counts = self.all_gather(np.array(x.size, np.int64), timeout=timeout).tolist()
+        joined = self.all_gather_v(x, counts, timeout=timeout)
+        ends = np.cumsum(counts)
+        return [joined[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
+
+    def all_to_all(
+        self, x: Any, out: Any = None, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Part j of rank i's ``x`` becomes part i of rank j's ``out`` of x's shape; parts are equal."""
+        send = as_buffer(x, "x", writable=False)
+        if send.count % self.size:
+            raise InvalidArgument(f"x: expected a multiple of {self.size} elements, got {send.count}")
+        recv = self._output(out, send, send.array.shape)
+        _refuse_overlap(send, recv)
+        return self._go(self._operation("all_to_all", timeout, send=send, recv=recv), async_op)
+
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Any = None,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """``all_to_all`` with ``send_counts[j]`` elements for rank j and ``recv_counts[i]`` from rank i."""
+        send = as_buffer(x, "x", writable=False)
+        send_counts = self._counts("send_counts", send_counts, send)
+        recv_counts = self._counts("recv_counts", recv_counts, None)
+        if send_counts[self.rank] != recv_counts[self.rank]:
+            raise InvalidArgument(
+                f"recv_counts: expected send_counts[{self.rank}] = {send_counts[self.rank]} from this rank "
+                f"itself, got {recv_counts[self.rank]}"
+            )
+        recv = self._output(out, send, (sum(recv_counts),))
+        _refuse_overlap(send, recv)
+        o = self._operation(
+            "all_to_all_v", timeout, send=send, recv=recv, send_counts=send_counts, recv_counts=recv_counts
+        )
+        return self._go(o, async_op)
+
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """``root`` gets all ranks' ``x`` in rank order: ``out`` as in ``all_gather``; others get None."""
+        root = self._rank("root", root)
+        send = as_buffer(x, "x", writable=False)
+        o = self._operation("gather", timeout, send=send, root=root)
+        if self.rank == root:
+            o.recv = self._output(out, send, (self.size, *send.array.shape))
+            _refuse_overlap(send, o.recv, self._part(o.recv))
+        elif out is not None:
+            raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
+        return self._go(o, async_op)
+
+    def scatter(
+        self, x: Any, out: Any, root: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Rank r gets in ``out`` the r-th of ``size`` equal parts of root's ``x``; others give no ``x``."""
+        root = self._rank("root", root)
+        recv = as_buffer(out, "out", writable=True)
+        o = self._operation("scatter", timeout, recv=recv, root=root)
+        if self.rank == root:
+            o.send = as_buffer(x, "x", writable=False)
+            _expect_dtype("out", recv, o.send)
+            if o.send.count != self.size * recv.count:
+                raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {o.send.count}")
+            _refuse_overlap(o.send, recv, self._part(o.send))
+        elif x is not None:
+            raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
+        return self._go(o, async_op)
+
+    def barrier(self, *, async_op: bool = False, timeout: float | None = None) -> Any:
+        """Return once every rank has called it."""
+        return self._go(self._operation("barrier", timeout), async_op)
+
+    # Messages.
+
+    def send(
+        self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done."""
+        o = self._operation("send", timeout, dst=self._peer("dst", dst), tag=_tag("tag", tag))
+        o.send = as_buffer(x, "x", writable=False)
+        return self._go(o, async_op)
+
+    def recv(
+        self, x: Any, src: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
+    ) -> Any:
+        """Receive into ``x`` what rank ``src`` sent with ``tag``: the same dtype and number of elements."""
+        o = self._operation("recv", timeout, src=self._peer("src", src), recv_tag=_tag("tag", tag))
+        o.recv = as_buffer(x, "x", writable=True)
+        return self._go(o, async_op)
+
+    def send_recv(
+        self,
+        x: Any,
+        out: Any,
+        dst: int,
+        src: int,
+        tag: int = 0,
+        *,
+        async_op: bool = False,
+        timeout: float | None = None,
+    ) -> Any:
+        """Send ``x`` to ``dst`` while receiving ``out`` from ``src`` (MPI_Sendrecv)."""
+        tag = _tag("tag", tag)
+        o = self._operation("send_recv", timeout, tag=tag, recv_tag=tag)
+        o.dst, o.src = self._peer("dst", dst), self._peer("src", src)
+        o.send, o.recv = as_buffer(x, "x", writable=False), as_buffer(out, "out", writable=True)
+        _refuse_overlap(o.send, o.recv)
+        return self._go(o, async_op)
+
+    def batch(self, *, async_op: bool = False) -> Batch:
+        """Operations called in ``with comm.batch() as batch:`` are checked at once and launched together.
+
+        They start when the block ends, and are waited for unless ``async_op``; if it raises, none starts.
+        """
+        return Batch(self, async_op)
+
+    # Groups.
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """The communicator of the ranks that gave the same ``color``, ranked by (key, rank).
+
+        Collective.  A rank with color None takes part and gets None.
+        """
+        self._check_open()
+        color = None if color is None else _index("color", color)
+        if color is not None and color < 0:
+            raise InvalidArgument(f"color: expected a number from 0 on or None, got {color}")
+        self._drain()
+        rendezvous = self.rendezvous.split(color, _index("key", key))
+        if rendezvous is None:
+            return None
+        return Communicator(self.backend.split(rendezvous), rendezvous, self.probes, self.timeout)
+
+    def duplicate(self) -> Communicator:
+        """Another communicator over the same ranks, whose operations never meet this one's.  Collective."""
+        duplicate = self.split(0, self.rank)
+        assert duplicate is not None
+        return duplicate
+
+    def explain(self) -> str:
+        """The table of backends: which can carry this group, and why not the others."""
+        rows = [("backend", "usable", "why")]
+        for name, probe in self.probes.items():
+            chosen = "in use" if name == self.backend.name else "yes" if probe.usable else "no"
+            rows.append((name, chosen, probe.reason))
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+
+    def close(self) -> None:
+        """Wait for what is in flight and give the communicator back.  Collective; once is enough."""
+        if self._closed:
+            return
+        if self.backend.broken is not None:
+            self.abort()
+            return
+        self._drain()
+        self._closed = True
+        self.backend.close()
+        self.rendezvous.close()
+
+    def abort(self, code: int = 1) -> None:
+        """Give up on what is in flight without talking to anybody; the communicator is closed after it.
+
+        Other ranks that wait for this one raise RankLost (mock), or are ended when this process exits, with
+        ``code`` as the job's exit status (mpi).
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for work in self.backend.engine.outstanding():
+            if work.backend is self.backend:
+                work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
+        self.backend.abort()
+        self.rendezvous.abandon(code)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if value is None or (isinstance(value, SystemExit) and not value.code):
+            self.close()
+        else:
+            code = value.code if isinstance(value, SystemExit) else 1
+            self.abort(code if isinstance(code, int) else 1)
+
+    # Making and launching operations.
+
+    def _all_reduce(
+        self, x: Any, op: Op, out: Any, algorithm: str, deterministic: bool, timeout: float | None
+    ) -> Operation:
+        send, recv = _in_out(x, out)
+        o = self._operation(
+            "all_reduce", timeout, send=send, recv=recv, algorithm=algorithm, deterministic=deterministic
+        )
+        o.reduction = resolve(op, send.dtype, self.size)
+        return o
+
+    def _operation(self, name: str, timeout: float | None, **fields: Any) -> Operation:
+        timeout = self.timeout if timeout is None else check_timeout(timeout)
+        o = Operation(name, self.rank, timeout=timeout, **fields)
+        if o.algorithm != "auto":
+            allowed = algorithms(name, ordered=True if o.deterministic else None)
+            if o.algorithm not in allowed:
+                why = " that add in rank order (deterministic=True)" if o.deterministic else ""
+                raise InvalidArgument(
+                    f"algorithm: expected 'auto' or one of {', '.join(allowed)}{why} for {name}, "
+                    f"got {o.algorithm!r}"
+                )
+        return o
+
+    def _go(self, operation: Operation, async_op: bool) -> Any:
+        if self._batch is not None:
+            self._batch.operations.append(operation)
+            return operation.recv.array if operation.recv is not None else None
+        work = self._launch(operation)
+        return work if async_op else work.wait()
+
+    def _launch(self, operation: Operation) -> Work:
+        self._check_open()
+        # Stamped at the launch, not when it was checked: a call that is refused does not count.
+        if operation.collective:
+            operation.sequence = self._collectives
+            self._collectives += 1
+        else:
+            operation.sequence = self._messages
+            self._messages += 1
+        return self.backend.start(operation)
+
+    def _drain(self) -> None:
+        for work in self.backend.engine.outstanding():
+            if work.backend is self.backend:
+                work.wait()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CollectiveError(f"{self!r} is closed")
+
+    # Checking arguments.
+
+    def _rank(self, what: str, rank: Any) -> int:
+        rank = _index(what, rank)
+        if not 0 <= rank < self.size:
+            raise InvalidArgument(f"{what}: expected a rank from 0 to {self.size - 1}, got {rank}")
+        return rank
+
+    def _peer(self, what: str, rank: Any) -> int:
+        rank = self._rank(what, rank)
+        if rank == self.rank:
+            raise InvalidArgument(f"{what}: expected another rank, got this rank, {rank}")
+        return rank
+
+    def _counts(self, what: str, counts: Sequence[int], total: Buffer | None) -> list[int]:
+        counts = [_index(what, count) for count in counts]
+        if len(counts) != self.size or min(counts) < 0:
+            raise InvalidArgument(f"{what}: expected {self.size} numbers from 0 on, got {counts}")
+        if total is not None and sum(counts) != total.count:
+            raise InvalidArgument(
+                f"{what}: expected a sum of {total.count}, the elements of x, got {sum(counts)}"
+            )
+        return counts
+
+    def _output(self, out: Any, send: Buffer, shape: tuple[int, ...]) -> Buffer:
+        """``out`` checked against what ``send`` needs, or a new array of ``shape``."""
+        if out is None:
+            return as_buffer(np.empty(shape, send.array.dtype), "out", writable=True)
+        recv = as_buffer(out, "out", writable=True)
+        _expect_dtype("out", recv, send)
+        count = int(np.prod(shape, dtype=np.int64))
+        if recv.count != count:
+            raise InvalidArgument(
+                f"out: expected {count} elements (shape {shape}), got shape {recv.array.shape}"
+            )
+        return recv
+
+    def _part(self, whole: Buffer) -> Array:
+        """This rank's part of a buffer of ``size`` equal parts."""
+        part = whole.count // self.size
+        return whole.flat[self.rank * part : (self.rank + 1) * part]
+
+
+class Persistent:
+    """An operation checked once and started many times, always on the same arrays."""
+
+    def __init__(self, comm: Communicator, operation: Operation) -> None:
+        self._comm, self._operation = comm, operation
+
+    def start(self) -> Work:
+        """Launch it once more; the previous start must be done."""
+        return self._comm._launch(copy.copy(self._operation))
+
+
+class Batch:
+    """Operations that are launched together; see ``Communicator.batch``."""
+
+    def __init__(self, comm: Communicator, async_op: bool) -> None:
+        self._comm, self._async_op = comm, async_op
+        self.operations: list[Operation] = []
+        self.works: list[Work] = []
+
+    def __enter__(self) -> Batch:
+        if self._comm._batch is not None:
+            raise InvalidArgument("batch: expected no other batch to be open, got one inside another")
+        self._comm._batch = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._comm._batch = None
+        if value is None:
+            self.works = [self._comm._launch(operation) for operation in self.operations]
+            if not self._async_op:
+                self.wait()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for every operation; ``timeout`` in seconds holds for each of them."""
+        for work in self.works:
+            work.wait(timeout)
+
+
+def _index(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(f"{what}: expected a whole number, got {value!r}") from None
+
+
+def _tag(what: str, tag: Any) -> int:
+    tag = _index(what, tag)
+    if not 0 <= tag < COLLECTIVE_TAGS:
+        raise InvalidArgument(f"{what}: expected a number from 0 to {COLLECTIVE_TAGS - 1}, got {tag}")
+    return tag
+
+
+def _in_out(x: Any, out: Any) -> tuple[Buffer, Buffer]:
+    """The buffers of an operation whose output is as large as its input; the same one twice if in place."""
+    if out is None or out is x:
+        buffer = as_buffer(x, "x", writable=True)
+        return buffer, buffer
+    send, recv = as_buffer(x, "x", writable=False), as_buffer(out, "out", writable=True)
+    _expect_dtype("out", recv, send)
+    if recv.array.shape != send.array.shape:
+        raise InvalidArgument(f"out: expected shape {send.array.shape}, got {recv.array.shape}")
+    if recv.same_memory(send):
+        return recv, recv
+    _refuse_overlap(send, recv)
+    return send, recv
+
+
+def _expect_dtype(what: str, got: Buffer, expected: Buffer) -> None:
+    if got.dtype is not expected.dtype:
+        raise InvalidArgument(f"{what}: expected dtype {expected.dtype}, got {got.dtype}")
+
+
+def _refuse_overlap(send: Buffer, recv: Buffer, allowed: Array | None = None) -> None:
+    """In and out share no memory, unless the smaller is exactly its ``allowed`` part of the larger."""
+    if not send.overlaps(recv):
+        return
+    smaller = send.flat if send.count < recv.count else recv.flat
+    if allowed is not None and smaller.size == allowed.size and _address(smaller) == _address(allowed):
+        return
+    raise InvalidArgument("out: expected memory apart from x, got arrays that overlap")
+
+
+def _address(array: Array) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,157 @@
+"""The life of one process of an MPI job: finding mpirun, starting mpi4py, and ending the job as one.
+
+An MPI job in which one rank dies of a Python exception hangs: the others wait for it.  After
+``guard_job`` an uncaught exception on any rank, in any thread, ends all ranks at once, and a rank that
+left its communicator by an exception and exits takes the job with it if the others do not exit too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import logging
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from kos.errors import BackendUnavailable, RendezvousError
+
+log = logging.getLogger(__name__)
+
+_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
+
+_unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
+_abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
+_guarded = False
+
+
+def under_mpirun() -> bool:
+    """Whether this process was started by an MPI launcher; mpi4py is not imported to find out."""
+    return any(name in os.environ for name in _LAUNCHER_VARIABLES)
+
+
+def load_mpi() -> Any:
+    """Import mpi4py.MPI, initialising MPI on the first call.
+
+    Raises BackendUnavailable where mpi4py or the MPI library is missing, RendezvousError where the library
+    is not the one whose mpirun started this process.
+    """
+    # Open MPI's "ofi" transport costs a second at start and serves only one-sided communication.
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    try:
+        # By name: static importers see a compiled module without a matching platform as missing.
+        MPI: Any = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable(
+            f"mpi: expected mpi4py and an MPI library (pip install 'kos[mpi]'), got: {error}"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    started = next((int(os.environ[name]) for name in _SIZE_VARIABLES if name in os.environ), None)
+    if started is not None and started != MPI.COMM_WORLD.size:
+        raise RendezvousError(
+            f"mpirun started {started} ranks but mpi4py sees {MPI.COMM_WORLD.size}: "
+            f"it uses another MPI library ({MPI.Get_library_version().split(',')[0].strip()})"
+        )
+    return MPI
+
+
+class Backoff:
+    """How a polling loop waits: spins first, then yields the core, then sleeps.
+
+    Ranks often outnumber cores, so a rank that waits must let the one it waits for run.
+    """
+
+    __slots__ = ("_polls", "_sleep_at")
+    SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 0.1, 0.0005
+
+    def __init__(self) -> None:
+        self._polls = 0
+        self._sleep_at = 0.0
+
+    def pause(self) -> None:
+        self._polls += 1
+        if self._polls <= self.SPINS:
+            return
+        if self._polls <= self.YIELDS:
+            os.sched_yield()
+            return
+        now = time.monotonic()
+        if not self._sleep_at:
+            self._sleep_at = now + self.SLEEP_AFTER
+        if now < self._sleep_at:
+            os.sched_yield()
+        else:
+            time.sleep(self.SLEEP)
+
+
+def wait_request(request: Any, timeout: float | None) -> bool:
+    """Poll one MPI request; False when ``timeout`` seconds (None: no limit) pass first."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    backoff = Backoff()
+    while not request.Test():
+        if deadline is not None and time.monotonic() > deadline:
+            keep_unfinished(request)
+            return False
+        backoff.pause()
+    return True
+
+
+def keep_unfinished(request: Any) -> None:
+    """Keep a request that nobody waits for any more, and with it the memory that MPI may still touch."""
+    _unfinished.append(request)
+
+
+def guard_job() -> None:
+    """Make an uncaught exception, and an exit after one, end the whole MPI job.  Idempotent."""
+    global _guarded
+    if _guarded:
+        return
+    _guarded = True
+    previous, previous_thread = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, value, trace)
+        _end_job(f"{kind.__name__}: {value}", 130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        previous_thread(args)
+        if args.exc_type is not SystemExit:
+            _end_job(f"{args.exc_type.__name__} in a thread: {args.exc_value}", 1)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+    atexit.register(_leave_job)
+
+
+def abandon(code: int) -> None:
+    """Remember that this rank left its communicator by an exception and means to exit with ``code``."""
+    global _abandoned
+    _abandoned = code or 1
+
+
+def _end_job(reason: str, code: int) -> None:
+    MPI = load_mpi()
+    if MPI.Is_finalized():
+        return
+    world = MPI.COMM_WORLD
+    if world.size > 1:
+        log.critical("rank %d of %d ends the job: %s", world.rank, world.size, " ".join(reason.split()))
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    world.Abort(code)
+
+
+def _leave_job() -> None:
+    """At exit all ranks meet once more: MPI_Finalize would wait for ever for a rank that is not coming."""
+    MPI = load_mpi()
+    if MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return
+    together = wait_request(MPI.COMM_WORLD.Ibarrier(), None if _abandoned is None else _EXIT_GRACE)
+    if not together:
+        _end_job("it left its communicator by an exception and the others did not", _abandoned or 1)

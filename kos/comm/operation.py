@@ -1,0 +1,83 @@
+"""Operation: one call of a collective, or one message, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kos.comm.reduction import Reduction
+from kos.memory import Buffer
+
+POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+
+
+@dataclass(slots=True)
+class Operation:
+    """What the Communicator checked and hands to one backend.
+
+    ``sequence`` counts the collectives of a communicator (equal on all ranks) and, apart from them, this
+    rank's own messages.  Counts are elements, ``timeout`` is seconds (None waits for ever).
+    """
+
+    name: str
+    rank: int
+    send: Buffer | None = None
+    recv: Buffer | None = None
+    reduction: Reduction | None = None
+    root: int | None = None
+    dst: int | None = None
+    src: int | None = None
+    tag: int = 0
+    recv_tag: int = 0
+    send_counts: Sequence[int] | None = None
+    recv_counts: Sequence[int] | None = None
+    algorithm: str = "auto"
+    deterministic: bool = False
+    timeout: float | None = None
+    sequence: int = -1
+
+    @property
+    def collective(self) -> bool:
+        return self.name not in POINT_TO_POINT
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that must be equal on all ranks for the call to belong together."""
+        buffer = self.send or self.recv
+        reduction = self.reduction
+        print_: dict[str, Any] = {
+            "operation": self.name,
+            "dtype": buffer.dtype.name if buffer else None,
+            "count": self._common_count(),
+            "op": reduction.op.name if reduction else None,
+            "root": self.root,
+            "algorithm": self.algorithm,
+            "deterministic": self.deterministic,
+        }
+        if self.name in ("all_gather_v", "reduce_scatter_v"):
+            print_["counts"] = list(self.recv_counts or self.send_counts or ())
+        return print_
+
+    def _common_count(self) -> int | None:
+        """Elements that each rank contributes, or gets, in this collective."""
+        if self.name in ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "barrier"):
+            return None
+        if self.name in ("scatter", "reduce_scatter"):
+            return self.recv.count if self.recv else None
+        buffer = self.send or self.recv
+        return buffer.count if buffer else None
+
+    def __str__(self) -> str:
+        text = f"{self.name} #{self.sequence}"
+        buffer = self.send or self.recv
+        if buffer is not None:
+            text += f" of {buffer}"
+        if self.reduction is not None:
+            text += f" by {self.reduction.op.name}"
+        if self.root is not None:
+            text += f", root {self.root}"
+        if self.dst is not None:
+            text += f", to rank {self.dst} with tag {self.tag}"
+        if self.src is not None:
+            text += f", from rank {self.src} with tag {self.recv_tag}"
+        return text

@@ -1,0 +1,128 @@
+"""Reduce operations: their names, what they accept, and how they are carried out on host memory."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kos.dtypes import DType
+from kos.errors import InvalidArgument
+
+Array = np.ndarray[Any, Any]
+Combine = Callable[[Array, Array], None]  # dst = op(dst, src), in place
+
+
+class ReduceOp(enum.Enum):
+    """The reduce operations, named as torch.distributed names them."""
+
+    SUM = "sum"
+    PROD = "prod"
+    MIN = "min"
+    MAX = "max"
+    AVG = "avg"
+    PREMUL_SUM = "premul_sum"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+@dataclass(frozen=True, slots=True)
+class PremulSum:
+    """PREMUL_SUM with its factor: every rank multiplies its own input by its own factor before the sum."""
+
+    factor: float
+
+
+_UFUNC: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,
+    ReduceOp.PREMUL_SUM: np.add,
+    ReduceOp.PROD: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+
+_ACCUMULATING = {ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, ReduceOp.PROD}
+
+_ALLOWED: dict[str, frozenset[ReduceOp]] = {
+    "float": frozenset(ReduceOp) - {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR},
+    "complex": frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.AVG, ReduceOp.PREMUL_SUM}),
+    "int": frozenset(ReduceOp) - {ReduceOp.AVG, ReduceOp.PREMUL_SUM},
+    "uint": frozenset(ReduceOp) - {ReduceOp.AVG, ReduceOp.PREMUL_SUM},
+    "bool": frozenset({ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}),
+}
+
+
+def _combine(ufunc: np.ufunc) -> Combine:
+    def combine(dst: Array, src: Array) -> None:
+        # Overflow and NaN are results here, as on any other carrier of a reduction.
+        with np.errstate(all="ignore"):
+            ufunc(dst, src, out=dst)
+
+    return combine
+
+
+_COMBINE: dict[ReduceOp, Combine] = {op: _combine(ufunc) for op, ufunc in _UFUNC.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A reduce operation resolved for one dtype and one group size.
+
+    ``stage`` brings a contribution into the type that the reduction is carried out in (fp32 for 16-bit and
+    8-bit floats), ``combine`` adds one contribution to another, ``finish`` scales and rounds once.
+    """
+
+    op: ReduceOp
+    dtype: DType
+    size: int
+    factor: float
+    carrier: np.dtype[Any]
+    combine: Combine
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a contribution takes part as it is, without being scaled or converted first."""
+        return self.carrier == self.dtype.numpy and self.op is not ReduceOp.PREMUL_SUM
+
+    def stage(self, x: Array, out: Array | None) -> Array:
+        """A writable copy of the 1-D ``x`` in the carrier type: in ``out`` if that has it, else new."""
+        if out is None or out.dtype != self.carrier:
+            out = np.empty(x.shape, self.carrier)
+        if out is not x:
+            np.copyto(out, x, casting="unsafe")
+        if self.op is ReduceOp.PREMUL_SUM:
+            np.multiply(out, self.carrier.type(self.factor), out=out)
+        return out
+
+    def finish(self, reduced: Array, out: Array) -> None:
+        """Write the reduced carrier values to ``out`` (which may be the same array)."""
+        if self.op is ReduceOp.AVG:
+            np.divide(reduced, self.carrier.type(self.size), out=reduced)
+        if out is not reduced:
+            with np.errstate(all="ignore"):
+                np.copyto(out, reduced, casting="unsafe")
+
+
+def resolve(op: Any, dtype: DType, size: int) -> Reduction:
+    """Check that ``op`` makes sense for ``dtype``; raises InvalidArgument naming both if it does not."""
+    factor = 1.0
+    if isinstance(op, PremulSum):
+        op, factor = ReduceOp.PREMUL_SUM, op.factor
+    elif op is ReduceOp.PREMUL_SUM:
+        raise InvalidArgument("op: expected PremulSum(factor) for PREMUL_SUM, got ReduceOp.PREMUL_SUM alone")
+    if not isinstance(op, ReduceOp):
+        raise InvalidArgument(f"op: expected a ReduceOp or PremulSum(factor), got {op!r}")
+    allowed = _ALLOWED[dtype.kind]
+    if op not in allowed:
+        names = ", ".join(o.name for o in ReduceOp if o in allowed)
+        raise InvalidArgument(f"op: expected one of {names} for {dtype.name}, got {op.name}")
+    carrier = dtype.accumulate if op in _ACCUMULATING else dtype.numpy
+    return Reduction(op, dtype, size, factor, carrier, _COMBINE[op])

@@ -1,0 +1,269 @@
+"""Rendezvous: how the ranks of a group find each other and swap small bytes."""
+
+from __future__ import annotations
+
+import json
+import platform
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kos.comm import mpi_job
+from kos.errors import InvalidArgument, KosError, RankLost, RendezvousError
+
+T = TypeVar("T")
+
+
+class Rendezvous(ABC):
+    """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
+
+    What a backend may ask of it, by capability and never by type: ``threads`` (the ranks are threads of this
+    process and hold this object in common) and ``mpi_comm`` (an MPI communicator over the same ranks).
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    threads: ThreadGroup | None = None
+    mpi_comm: Any = None
+    _local: tuple[int, int] | None = None
+
+    @abstractmethod
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes (of any length), in rank order.
+
+        Raises RendezvousError when a rank does not come within ``timeout`` seconds.
+        """
+
+    @abstractmethod
+    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+        """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+        self.allgather(b"")
+
+    def close(self) -> None:  # noqa: B027 -- nothing to do unless a rendezvous holds something
+        """Give back what the group holds; safe to call when other ranks are gone."""
+
+    def abandon(self, code: int) -> None:  # noqa: B027
+        """This rank gives up on the group because of an error; ``code`` is its exit code."""
+
+    @property
+    def local_rank(self) -> int:
+        """Index of this rank among the group's ranks on the same host.  Collective on first use."""
+        return self._host_group()[0]
+
+    @property
+    def local_size(self) -> int:
+        """Number of the group's ranks on the same host.  Collective on first use."""
+        return self._host_group()[1]
+
+    def _host_group(self) -> tuple[int, int]:
+        if self._local is None:
+            hosts = self.allgather(host_id().encode())
+            mine = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+            self._local = mine.index(self.rank), len(mine)
+        return self._local
+
+
+def host_id() -> str:
+    """A name that processes share exactly if they run on the same host."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return platform.node() + (boot.read_text().strip() if boot.exists() else "")
+
+
+class SingleRendezvous(Rendezvous):
+    """A group of one."""
+
+    def __init__(self, timeout: float = 120.0) -> None:
+        self.rank, self.size, self.timeout = 0, 1, timeout
+        self.threads = ThreadGroup(1)
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+        return None if color is None else SingleRendezvous(self.timeout)
+
+
+class ThreadWorld:
+    """What all threads of one ``spawn`` share: one lock, a wake-up call per rank, and who is gone."""
+
+    def __init__(self, size: int) -> None:
+        self.lock = threading.RLock()
+        self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
+        self.events = [0] * size  # counts wake-ups, so that none is missed between a look and a wait
+        self.departed: dict[int, str] = {}  # world rank -> why
+
+    def notify(self, ranks: list[int]) -> None:
+        """Wake ranks that may be waiting; the caller holds the lock."""
+        for rank in ranks:
+            self.events[rank] += 1
+            self.wakeup[rank].notify_all()
+
+    def depart(self, rank: int, why: str) -> None:
+        """Rank ``rank`` will not communicate again."""
+        with self.lock:
+            self.departed.setdefault(rank, why)
+            self.notify(list(range(len(self.wakeup))))
+
+
+class ThreadGroup:
+    """A group of ranks that are threads of this process."""
+
+    def __init__(self, size: int, world: ThreadWorld | None = None, members: list[int] | None = None) -> None:
+        self.size = size
+        self.world = world or ThreadWorld(size)
+        self.members = members if members is not None else list(range(size))  # world ranks
+        self.failure: tuple[type[KosError], str] | None = None
+        self._shared: dict[Any, Any] = {}
+        self._slots: dict[int, dict[int, bytes]] = {}
+
+    def shared(self, key: Any, make: Callable[[], T]) -> T:
+        """The object of that key, the same on all ranks; the first to ask makes it."""
+        with self.world.lock:
+            if key not in self._shared:
+                self._shared[key] = make()
+            value: T = self._shared[key]
+            return value
+
+    def fail(self, kind: type[KosError], message: str) -> None:
+        """Make every rank that waits in this group, now or later, raise ``kind(message)``."""
+        with self.world.lock:
+            if self.failure is None:
+                self.failure = kind, message
+                self.notify_all()
+
+    def notify_all(self) -> None:
+        self.world.notify(self.members)
+
+    def raise_failure(self) -> None:
+        """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
+        if self.failure is not None:
+            kind, message = self.failure
+            raise kind(message)
+
+    def departed(self, rank: int) -> str | None:
+        """Why group rank ``rank`` is gone, or None."""
+        return self.world.departed.get(self.members[rank])
+
+    def exchange(self, rank: int, turn: int, data: bytes, timeout: float) -> list[bytes]:
+        """All ranks' bytes of one turn."""
+        world, deadline = self.world, time.monotonic() + timeout
+        with world.lock:
+            slots = self._slots.setdefault(turn, {})
+            slots[rank] = data
+            self.notify_all()
+            while len(slots) < self.size:
+                self.raise_failure()
+                missing = [r for r in range(self.size) if r not in slots]
+                for r in missing:
+                    if self.departed(r) is not None:
+                        raise RankLost(f"rendezvous: rank {r} is gone: {self.departed(r)}")
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise RendezvousError(f"rendezvous: ranks {missing} did not come within {timeout:g} s")
+                world.wakeup[self.members[rank]].wait(remaining)
+            # Everybody of the previous turn has left it, or they could not be in this one.
+            self._slots.pop(turn - 1, None)
+            return [slots[r] for r in range(self.size)]
+
+
+class ThreadRendezvous(Rendezvous):
+    """Ranks are threads of one process (the mock backend, users' tests)."""
+
+    def __init__(self, group: ThreadGroup, rank: int, timeout: float = 120.0) -> None:
+        self.rank, self.size, self.timeout = rank, group.size, timeout
+        self.threads: ThreadGroup = group
+        self._turn = 0
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        self._turn += 1
+        return self.threads.exchange(self.rank, self._turn, bytes(data), self.timeout)
+
+    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+        wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
+        if color is None:
+            return None
+        ranks = [r for r in range(self.size) if wishes[r][0] == color]
+        ranks.sort(key=lambda r: (wishes[r][1], r))
+        parent = self.threads
+        members = [parent.members[r] for r in ranks]
+        child = parent.shared(
+            ("split", self._turn, color), lambda: ThreadGroup(len(ranks), parent.world, members)
+        )
+        return ThreadRendezvous(child, ranks.index(self.rank), self.timeout)
+
+    def abandon(self, code: int) -> None:
+        self.threads.world.depart(self.threads.members[self.rank], "it left by an exception")
+
+
+class MPIRendezvous(Rendezvous):
+    """Ranks are the processes of an MPI communicator (COMM_WORLD unless given)."""
+
+    def __init__(self, comm: Any = None, timeout: float = 120.0) -> None:
+        MPI = mpi_job.load_mpi()
+        self._MPI, self.timeout = MPI, timeout
+        mpi_job.guard_job()
+        parent = MPI.COMM_WORLD if comm is None else comm
+        self.rank, self.size = parent.rank, parent.size
+        self.mpi_comm, request = parent.Idup()
+        self._wait(request, "start")
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        sizes = np.empty(self.size, np.int64)
+        self._wait(self.mpi_comm.Iallgather(np.array([len(data)], np.int64), sizes), "allgather")
+        gathered = np.empty(int(sizes.sum()), np.uint8)
+        send = np.frombuffer(data, np.uint8)
+        counts = [int(n) for n in sizes]
+        request = self.mpi_comm.Iallgatherv([send, self._MPI.BYTE], [gathered, counts, self._MPI.BYTE])
+        self._wait(request, "allgather")
+        ends = np.cumsum(sizes)
+        return [gathered[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
+
+    def barrier(self) -> None:
+        self._wait(self.mpi_comm.Ibarrier(), "barrier")
+
+    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
+        # MPI_Comm_split blocks without a limit, so all ranks first meet where a timeout applies.
+        self.barrier()
+        part = self.mpi_comm.Split(self._MPI.UNDEFINED if color is None else color, key)
+        if color is None:
+            return None
+        child = MPIRendezvous(part, self.timeout)
+        part.Free()
+        return child
+
+    def close(self) -> None:
+        if self.mpi_comm is not None and not self._MPI.Is_finalized():
+            self.mpi_comm.Free()
+        self.mpi_comm = None
+
+    def abandon(self, code: int) -> None:
+        self.mpi_comm = None  # not freed: MPI_Comm_free is collective
+        mpi_job.abandon(code)
+
+    def _wait(self, request: Any, what: str) -> None:
+        if not mpi_job.wait_request(request, self.timeout):
+            raise RendezvousError(
+                f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for the other "
+                f"{self.size - 1} ranks"
+            )
+
+
+def default_rendezvous(timeout: float) -> Rendezvous:
+    """MPI under mpirun, a group of one elsewhere."""
+    return MPIRendezvous(timeout=timeout) if mpi_job.under_mpirun() else SingleRendezvous(timeout)
+
+
+def check_timeout(timeout: Any) -> float:
+    """``timeout`` in seconds; raises InvalidArgument unless it is a positive number."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise InvalidArgument(f"timeout: expected a positive number of seconds, got {timeout!r}")
+    return float(timeout)

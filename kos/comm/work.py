@@ -1,0 +1,144 @@
+"""Work: an operation in flight, and the Engine that moves all works of a rank forward together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from kos.comm.operation import Operation
+from kos.errors import CollectiveTimeout, KosError
+
+if TYPE_CHECKING:
+    from kos.comm.backend import Backend
+
+Array = np.ndarray[Any, Any]
+Steps = Generator[None, None, None]
+
+
+class Idle(Protocol):
+    """How a backend waits between two polls."""
+
+    def mark(self) -> int:
+        """A token taken before the poll: what happens after it must end ``pause``."""
+
+    def pause(self, mark: int, seconds: float | None) -> None:
+        """Wait until something may have happened since ``mark``, at most ``seconds``."""
+
+
+class Engine:
+    """All operations in flight of one rank, across a communicator and its splits.
+
+    Every poll moves every operation, so that waiting for one while others are outstanding cannot deadlock.
+    """
+
+    def __init__(self) -> None:
+        self._active: list[Work] = []
+        self._lock = threading.RLock()
+
+    def launch(self, work: Work) -> None:
+        """Take the first steps of ``work``: messages that need no waiting are posted when this returns."""
+        with self._lock:
+            if not work.advance():
+                self._active.append(work)
+
+    def poll(self) -> None:
+        """Move every operation as far as it goes without waiting."""
+        with self._lock:
+            for work in list(self._active):
+                if work.advance():
+                    self._active.remove(work)
+
+    def drop(self, work: Work) -> None:
+        """Forget an operation that was given up."""
+        with self._lock:
+            if work in self._active:
+                self._active.remove(work)
+
+    def outstanding(self) -> list[Work]:
+        """The operations in flight, in the order of their launch."""
+        with self._lock:
+            return list(self._active)
+
+
+class Work:
+    """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
+
+    __slots__ = ("_error", "_steps", "backend", "operation")
+
+    def __init__(self, operation: Operation, steps: Steps, backend: Backend) -> None:
+        self.operation = operation
+        self.backend = backend
+        self._steps: Steps | None = steps
+        self._error: KosError | None = None
+
+    def advance(self) -> bool:
+        """Go on until the operation has to wait (False) or is over (True).  Errors are kept for ``wait``."""
+        steps = self._steps
+        if steps is None:
+            return True
+        try:
+            next(steps)
+        except StopIteration:
+            self._steps = None
+            return True
+        except Exception as error:
+            self._fail(error)
+            return True
+        return False
+
+    def done(self) -> bool:
+        """Whether the operation is over; makes progress without waiting.  Raises if it failed."""
+        if self._steps is not None:
+            self.backend.engine.poll()
+        if self._error is not None:
+            raise self._error
+        return self._steps is None
+
+    def wait(self, timeout: float | None = None) -> Array | None:
+        """Wait for the operation; returns its output array (None where this rank has none).
+
+        ``timeout`` in seconds, counted from this call; None is the operation's own.  Raises
+        CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for what the backend reports.
+        """
+        if self._steps is not None:
+            self._wait(self.operation.timeout if timeout is None else timeout)
+        if self._error is not None:
+            raise self._error
+        return self.result
+
+    @property
+    def result(self) -> Array | None:
+        """The output array, whose contents are valid once the operation is done."""
+        recv = self.operation.recv
+        return recv.array if recv is not None else None
+
+    def cancel(self, error: KosError) -> None:
+        """Give the operation up; ``wait`` raises ``error``."""
+        self.backend.engine.drop(self)
+        if self._steps is not None:
+            self._steps.close()
+            self._fail(error)
+
+    def _wait(self, timeout: float | None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        backend = self.backend
+        idle = backend.idle()
+        while True:
+            mark = idle.mark()
+            backend.engine.poll()
+            if self._steps is None:
+                return
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                missing = backend.missing(self.operation)
+                self.cancel(CollectiveTimeout(f"{self.operation}: not complete after {timeout} s; {missing}"))
+                return
+            idle.pause(mark, remaining)
+
+    def _fail(self, error: Exception) -> None:
+        self._steps = None
+        self._error = self.backend.failed(self.operation, error)
