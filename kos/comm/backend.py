@@ -53,13 +53,16 @@ class Transport(Protocol):
 COLLECTIVE_TAGS = 1 << 20
 """Tags below are the users'; collectives use as many above, by sequence number."""
 
+# The schedule of each collective, and the one that adds in rank order.
 _DEFAULTS = {
-    "broadcast": "tree",
-    "reduce": "tree",
-    "all_gather": "ring",
-    "all_to_all": "pairwise",
-    "gather": "direct",
-    "scatter": "direct",
+    "all_reduce": ("ring", "two_shot"),
+    "reduce": ("tree", "one_shot"),
+    "reduce_scatter": ("ring", "one_shot"),
+    "broadcast": ("tree", "tree"),
+    "all_gather": ("ring", "ring"),
+    "all_to_all": ("pairwise", "pairwise"),
+    "gather": ("direct", "direct"),
+    "scatter": ("direct", "direct"),
 }
 _SMALL = 32 * 1024  # bytes under which latency, not bandwidth, decides between schedules
 
@@ -160,13 +163,9 @@ class Backend(ABC):
         """The schedule for a call that leaves the choice to us."""
         if o.algorithm != "auto":
             return o.algorithm
-        if collective == "all_reduce":
-            if o.deterministic:
-                return "two_shot"
-            return "halving_doubling" if nbytes <= _SMALL else "ring"
-        if collective == "reduce_scatter":
-            return "one_shot" if o.deterministic else "ring"
-        return _DEFAULTS[collective]
+        if collective == "all_reduce" and nbytes <= _SMALL and not o.deterministic:
+            return "halving_doubling"
+        return _DEFAULTS[collective][o.deterministic]
 
     def _tag(self, o: Operation) -> int:
         return COLLECTIVE_TAGS + o.sequence % COLLECTIVE_TAGS
@@ -181,10 +180,7 @@ class Backend(ABC):
         x, out, reduction = _reducing(o)
         # Ranks other than the root keep their input, so partial sums live in a copy.
         staged = reduction.stage(x, out if self.rank == o.root else None)
-        if o.deterministic:
-            yield from self._carry(o, "all_reduce", data=staged)
-        else:
-            yield from self._carry(o, "reduce", data=staged)
+        yield from self._carry(o, "reduce", data=staged)
         if self.rank == o.root:
             reduction.finish(staged, out)
 

@@ -60,7 +60,12 @@ class Communicator:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Communicator rank {self.rank} of {self.size} on {self.backend.name}>"
+        return f"<Communicator rank {self.rank} of {self.size} on {self.backend_name}>"
+
+    @property
+    def backend_name(self) -> str:
+        """Name of the backend in use."""
+        return self.backend.name
 
     # Collectives that reduce.
 
@@ -377,7 +382,7 @@ class Communicator:
         """The table of backends: which can carry this group, and why not the others."""
         rows = [("backend", "usable", "why")]
         for name, probe in self.probes.items():
-            chosen = "in use" if name == self.backend.name else "yes" if probe.usable else "no"
+            chosen = "in use" if name == self.backend_name else "yes" if probe.usable else "no"
             rows.append((name, chosen, probe.reason))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)

@@ -22,6 +22,7 @@ from kos.errors import BackendUnavailable, RendezvousError
 log = logging.getLogger(__name__)
 
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
 
@@ -33,6 +34,11 @@ _guarded = False
 def under_mpirun() -> bool:
     """Whether this process was started by an MPI launcher; mpi4py is not imported to find out."""
     return any(name in os.environ for name in _LAUNCHER_VARIABLES)
+
+
+def launched_rank() -> int:
+    """This process's rank by its launcher's environment (0 without one): for what is said before MPI starts."""
+    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 
 def load_mpi() -> Any:
