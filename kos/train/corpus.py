@@ -50,7 +50,7 @@ def read_corpus(data: str) -> TextCorpus | TokenCorpus:
 
     ``stdlib``, ``tinyshakespeare``, or a path: a text file (its last tenth is held out), a folder of text
     files (every tenth is held out, in the order of their names, at least one), a token file (its last
-    tenth is held out), or a folder or glob pattern of token files (held out: those with ``val`` in their name).
+    tenth is held out), or a folder or glob pattern of token files (those named ``*val*`` are held out).
 
     Raises:
         DataError: missing, unreadable, empty or binary.

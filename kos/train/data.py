@@ -170,7 +170,8 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> NDArray[Any]:
 def _tokenizer_of_files(config: TrainConfig, corpus: TokenCorpus) -> Tokenizer:
     if config.tokenizer == "chars":
         raise ConfigError(
-            f"--tokenizer: expected auto, bytes or a tokenizer.json for token files ({corpus.name}), got 'chars'"
+            f"--tokenizer: expected auto, bytes or a tokenizer.json for the token files {corpus.name}, "
+            "got 'chars'"
         )
     if config.tokenizer == "auto":
         return NumberTokenizer(config.model.vocab_size or corpus.vocab_size)

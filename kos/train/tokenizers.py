@@ -90,8 +90,8 @@ class CharTokenizer:
         unknown = np.flatnonzero(self._codes[ids] != codes)
         if unknown.size:
             raise DataError(
-                f"tokenizer chars: expected one of its {self.vocab_size} characters, got {text[unknown[0]]!r} "
-                f"at character {unknown[0]}"
+                f"tokenizer chars: expected one of its {self.vocab_size} characters, "
+                f"got {text[unknown[0]]!r} at character {unknown[0]}"
             )
         return ids.astype(smallest_dtype(self.vocab_size))
 
@@ -118,8 +118,8 @@ class NumberTokenizer:
         for word in words:
             if not word.isdecimal() or int(word) >= self.vocab_size:
                 raise DataError(
-                    f"tokenizer numbers: expected token numbers below {self.vocab_size} (the data has no text; "
-                    f"--tokenizer names a tokenizer.json), got {word!r}"
+                    f"tokenizer numbers: expected token numbers below {self.vocab_size} (for text, let "
+                    f"--tokenizer name a tokenizer.json), got {word!r}"
                 )
         return np.array([int(word) for word in words], smallest_dtype(self.vocab_size))
 
@@ -134,7 +134,7 @@ class HuggingFaceTokenizer:
     """A tokenizer.json through the ``tokenizers`` library (extra ``tokenizers``)."""
 
     def __init__(self, source: str, *, name: str, bos: str | None = None, eos: str | None = None) -> None:
-        """``source`` is the JSON text; ``bos`` and ``eos`` are tokens as tokenizer_config.json spells them."""
+        """``source`` is the JSON text; ``bos`` and ``eos`` are the tokens of tokenizer_config.json."""
         try:
             library = importlib.import_module("tokenizers")
         except ImportError:
@@ -188,10 +188,7 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     if path.is_dir():
         path /= "tokenizer.json"
     source = _read(path, "bytes, chars or the PATH of a tokenizer.json")
-    settings_path = path.with_name("tokenizer_config.json")
-    settings = json.loads(_read(settings_path, "JSON")) if settings_path.is_file() else {}
-    special = {role: _token(settings.get(f"{role}_token")) for role in ("bos", "eos")}
-    return HuggingFaceTokenizer(source, name=str(path), **special)
+    return HuggingFaceTokenizer(source, name=str(path), **_special_tokens(path))
 
 
 def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
@@ -242,6 +239,14 @@ def _read(path: Path, expected: str) -> str:
         raise DataError(f"--tokenizer: expected {expected}, got {str(path)!r}: not UTF-8 text") from None
 
 
-def _token(entry: Any) -> str | None:
-    """A special token is its text, or an object with the text as ``content``."""
-    return entry.get("content") if isinstance(entry, Mapping) else entry
+def _special_tokens(path: Path) -> dict[str, str | None]:
+    """bos and eos of the tokenizer_config.json beside ``path``: plain text, or objects with ``content``."""
+    settings_path = path.with_name("tokenizer_config.json")
+    if not settings_path.is_file():
+        return {}
+    source = _read(settings_path, "JSON")
+    try:
+        entries = {role: json.loads(source).get(f"{role}_token") for role in ("bos", "eos")}
+        return {role: e["content"] if isinstance(e, dict) else e for role, e in entries.items()}
+    except (ValueError, AttributeError, KeyError) as error:
+        raise DataError(f"{settings_path}: expected JSON with bos_token and eos_token, got {error}") from None

@@ -1,0 +1,278 @@
+"""Presets, files and flags: which wins, what is derived, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kos.errors import ConfigError
+from kos.train.config import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of, parse
+from kos.train.presets import PRESETS
+
+REQUIRED_FLAGS = """--preset --data --tokenizer --steps --batch-size --micro-batch-size --seq-len --lr --seed --out
+--resume --eval-every --save-every --log-every --deterministic --config --min-lr --warmup-steps --schedule
+--decay-steps --decay-fraction --weight-decay --beta1 --beta2 --eps --grad-clip --eval-batches --keep
+--sample-tokens --prompt --temperature --top-k --init-from --debug --backend --timeout --hidden-size
+--num-hidden-layers --num-attention-heads --num-key-value-heads --intermediate-size --vocab-size""".split()
+
+
+def refusal(*argv: str) -> str:
+    """The one line that a command line is refused with."""
+    with pytest.raises(ConfigError) as caught:
+        parse(list(argv))
+    line = str(caught.value)
+    assert "\n" not in line and "expected" in line and "got" in line, line
+    return line
+
+
+def write(path: Path, content: str) -> str:
+    path.write_text(content, "utf-8")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("preset", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "batch", "tied"),
+    [
+        ("tiny", 4, 128, 4, 2, 384, None, 128, 32, True),
+        ("baby", 6, 384, 6, None, 1024, None, 256, 64, True),
+        ("124m", 12, 768, 12, None, 2048, 50_304, 1024, 32, True),
+        ("1b", 16, 2048, 32, 8, 8192, 128_256, 4096, 16, True),
+        ("8b", 32, 4096, 32, 8, 14_336, 128_256, 8192, 16, False),
+    ],
+)
+def test_presets_have_the_published_shapes(
+    preset: str, layers: int, width: int, heads: int, kv_heads: int | None, ffn: int, vocab: int | None,
+    context: int, batch: int, tied: bool,
+) -> None:  # fmt: skip
+    config = parse(["--preset", preset])
+    shape = config.model
+    assert (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size) == (layers, width, ffn)
+    assert (shape.num_attention_heads, shape.num_key_value_heads) == (heads, kv_heads)
+    assert (shape.vocab_size, shape.tie_word_embeddings) == (vocab, tied)
+    assert (config.preset, config.seq_len, config.batch_size) == (preset, context, batch)
+    assert config.out == Path("runs") / preset
+
+
+def test_rope_scaling_of_llama_3() -> None:
+    for preset, factor in (("1b", 32.0), ("8b", 8.0)):
+        shape = parse(["--preset", preset]).model
+        assert shape.rope_theta == 500_000.0
+        assert shape.rope_scaling is not None and shape.rope_scaling.factor == factor
+        assert shape.rope_scaling.original_max_position_embeddings == 8192
+
+
+def test_baby_is_nanogpts_setting() -> None:
+    config = parse(["--preset", "baby"])
+    assert (config.data, config.tokenizer, config.steps) == ("tinyshakespeare", "chars", 5000)
+    assert (config.lr, config.min_lr, config.warmup_steps, config.beta2) == (1e-3, 1e-4, 100, 0.99)
+
+
+def test_every_required_flag_is_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    listed = set(re.findall(r"(?<![\w-])--[a-z0-9-]+", text))
+    assert listed.issuperset(REQUIRED_FLAGS), set(REQUIRED_FLAGS) - listed
+    assert all(preset in text for preset in PRESETS)
+    assert "[400]" in text and "[stdlib]" in text
+
+
+def test_help_has_a_line_for_each_field_but_the_nested_ones() -> None:
+    flags = {flag_of(key) for key in KEYS}
+    assert len(flags) == len(KEYS), "two fields would have the same flag"
+
+
+def test_a_flag_beats_the_file_which_beats_the_preset(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "run.toml",
+        'preset = "baby"\nsteps = 70\nlr = 0.5\n[model]\nhidden_size = 96\nnum_hidden_layers = 3\n',
+    )
+    config = parse(["--steps", "7", "--config", file, "--num-hidden-layers", "2"])
+    assert (config.preset, config.steps, config.lr, config.batch_size) == ("baby", 7, 0.5, 64)
+    assert (config.model.hidden_size, config.model.num_hidden_layers) == (96, 2)
+    assert config.model.intermediate_size == 1024
+    assert parse(["--config", file, "--preset", "tiny"]).batch_size == 32
+
+
+def test_json_file_and_rope_scaling(tmp_path: Path) -> None:
+    values = {"steps": 3, "model": {"rope_scaling": {"factor": 4.0}}, "resume": None}
+    config = parse(["--config", write(tmp_path / "run.json", json.dumps(values))])
+    assert config.steps == 3
+    assert config.model.rope_scaling is not None and config.model.rope_scaling.high_freq_factor == 4.0
+
+
+def test_a_runs_own_config_json_repeats_the_run(tmp_path: Path) -> None:
+    config = parse(["--preset", "1b", "--steps", "9", "--resume", "auto", "--prompt", "π\n"])
+    saved = json.dumps({"config": config.to_json(), "versions": {"python": "3"}})
+    assert parse(["--config", write(tmp_path / "config.json", saved)]) == config
+    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_flags_of_every_type() -> None:
+    config = parse(
+        ["--deterministic", "--no-tie-word-embeddings", "--lr=1", "--seed", "0", "--grad-clip", "0",
+         "--resume", "auto", "--out", "a/b", "--schedule", "wsd", "--prompt=--x", "--micro-batch-size", "4"]
+    )  # fmt: skip
+    assert config.deterministic and not config.model.tie_word_embeddings and not config.debug
+    assert (config.lr, config.seed, config.grad_clip, config.resume) == (1.0, 0, 0.0, "auto")
+    assert (config.out, config.schedule, config.prompt) == (Path("a/b"), "wsd", "--x")
+    assert config.micro_batch_size == 4
+
+
+def test_derived_values_follow_what_was_given() -> None:
+    config = parse(["--lr", "0.5", "--steps", "50", "--decay-fraction", "0.1"])
+    assert config.min_lr == pytest.approx(0.05) and config.decay_steps == 5
+    assert parse(["--lr", "0.5", "--min-lr", "0"]).min_lr == 0
+    assert parse(["--steps", "50", "--decay-steps", "7"]).decay_steps == 7
+
+
+def test_from_preset_changes_only_what_it_names() -> None:
+    config = TrainConfig.from_preset("tiny", steps=2, model={"hidden_size": 64})
+    assert (config.steps, config.model.hidden_size, config.model.intermediate_size) == (2, 64, 384)
+    with pytest.raises(ConfigError, match=r"argument: expected a known key \(closest: steps\), got 'stepz'"):
+        TrainConfig.from_preset("tiny", stepz=2)
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        TrainConfig.from_preset().steps = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["--stpes", "3"], ["closest: --steps", "got '--stpes'"]),
+        (["--stpes=3"], ["closest: --steps", "got '--stpes'"]),
+        (["--step", "3"], ["closest: --steps", "got '--step'"]),
+        (["extra"], ["got 'extra'"]),
+        (["--preset", "huge"], ["--preset", "tiny, baby, 124m, 1b, 8b", "got 'huge'"]),
+        (["--steps", "abc"], ["--steps", "integer", "got 'abc'"]),
+        (["--steps", "1.5"], ["--steps", "integer", "got '1.5'"]),
+        (["--steps", "0"], ["--steps", "greater than or equal to 1", "got 0"]),
+        (["--steps"], ["--steps", "one argument", "got none"]),
+        (["--deterministic=yes"], ["--deterministic", "no value", "got 'yes'"]),
+        (["--lr", "nan"], ["--lr", "finite", "got nan"]),
+        (["--lr", "fast"], ["--lr", "number", "got 'fast'"]),
+        (["--seed", "-1"], ["--seed", "equal to 0", "got -1"]),
+        (["--beta2", "1"], ["--beta2", "less than 1", "got 1.0"]),
+        (["--schedule", "linear"], ["--schedule", "'cosine', 'wsd' or 'constant'", "got 'linear'"]),
+        (["--backend", "gloo"], ["--backend", "'auto', 'mpi' or 'mock'", "got 'gloo'"]),
+        (["--data", ""], ["--data", "at least 1 character", "got ''"]),
+        (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
+        (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
+        (["--num-key-value-heads", "3"], ["divisible by num_key_value_heads", "got 4 and 3"]),
+        (["--hidden-size", "130"], ["divisible by num_attention_heads", "got 130 and 4"]),
+        (["--head-dim", "33"], ["even head_dim", "got 33"]),
+        (
+            ["--batch-size", "32", "--micro-batch-size", "5"],
+            ["divisible by micro_batch_size", "got 32 and 5"],
+        ),
+        (["--lr", "0.1", "--min-lr", "0.2"], ["min_lr ≤ lr", "got 0.2 and 0.1"]),
+        (["--steps", "5", "--decay-steps", "6"], ["decay_steps ≤ steps", "got 6 and 5"]),
+        (["--seq-len", "9", "--max-position-embeddings", "8"], ["seq_len ≤", "got 9 and 8"]),
+        (["--init-from", "hf", "--resume", "run"], ["init_from or resume", "got 'hf' and 'run'"]),
+        (["--config", "/nowhere/run.toml"], ["/nowhere/run.toml", "No such file"]),
+        (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: list[str]) -> None:
+    line = refusal(*argv)
+    assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("run.toml", "stpes = 3", ["run.toml", "closest: steps", "got 'stpes'"]),
+        (
+            "run.toml",
+            "[model]\nhiden_size = 3",
+            ["run.toml", "closest: model.hidden_size", "'model.hiden_size'"],
+        ),
+        ("run.toml", "steps = '3'", ["run.toml: steps", "integer", "got '3'"]),
+        ("run.toml", "steps = true", ["run.toml: steps", "integer", "got True"]),
+        ("run.toml", "steps = 0", ["run.toml: steps", "got 0"]),
+        ("run.toml", "deterministic = 1", ["run.toml: deterministic", "boolean", "got 1"]),
+        ("run.toml", "model = 3", ["run.toml: model", "table", "got 3"]),
+        ("run.toml", "[model]\nrms_norm_eps = 'x'", ["run.toml: model.rms_norm_eps", "number", "got 'x'"]),
+        ("run.toml", "[model.rope_scaling]\nfactr = 2", ["model.rope_scaling", "got none"]),
+        (
+            "run.toml",
+            "[model.rope_scaling]\nfactor = 2\nx = 1",
+            ["model.rope_scaling", "known key", "got 'x'"],
+        ),
+        ("run.toml", "preset = 'huge'", ["tiny, baby", "got 'huge'"]),
+        ("run.toml", "steps = = 3", ["TOML", "run.toml"]),
+        ("run.json", "{steps: 3}", ["JSON", "run.json"]),
+        ("run.json", "[1, 2]", ["table", "run.json", "got"]),
+        ("run.json", '{"steps": null}', ["run.json: steps", "integer", "got None"]),
+    ],
+)
+def test_a_wrong_file_is_refused_by_file_and_key(
+    tmp_path: Path, name: str, content: str, parts: list[str]
+) -> None:
+    line = refusal("--config", write(tmp_path / name, content))
+    assert all(part in line for part in parts), line
+
+
+def test_a_config_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert "run.toml" in refusal("--config", str(path))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32])
+def test_the_batch_is_cut_evenly(size: int) -> None:
+    cut = parse(["--batch-size", "32"]).for_world(size)
+    assert cut.micro_batch_size == 32 // size
+    with_micro = parse(["--batch-size", "32", "--micro-batch-size", "1"]).for_world(size)
+    assert with_micro.micro_batch_size == 1
+
+
+def test_the_default_micro_batch_is_bounded_and_divides() -> None:
+    for batch, seq_len in ((64, 1024), (100, 4096), (7, 8192), (6, 10**6)):
+        micro = parse(["--batch-size", str(batch), "--seq-len", str(seq_len)]).for_world(1).micro_batch_size
+        fits = [m for m in range(1, batch + 1) if batch % m == 0 and m * seq_len <= MICRO_BATCH_TOKENS]
+        assert micro == max(fits, default=1)
+
+
+def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:
+    for batch in (8, 12, 24, 32, 40, 64):
+        config = parse(["--deterministic", "--batch-size", str(batch)])
+        sizes = [size for size in (1, 2, 4, 8) if batch % size == 0]
+        cuts: set[Any] = {config.for_world(size).micro_batch_size for size in sizes}
+        assert len(cuts) == 1, (batch, cuts)
+
+
+@pytest.mark.parametrize(
+    ("argv", "size", "parts"),
+    [
+        (["--batch-size", "32"], 3, ["--batch-size", "3 ranks", "got 32"]),
+        (["--batch-size", "32", "--micro-batch-size", "8"], 3, ["8 × 3 = 24", "got 32"]),
+        (["--batch-size", "4"], 8, ["8 ranks", "got 4"]),
+        (["--batch-size", "4", "--deterministic"], 8, ["8 ranks", "got 4"]),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_is_refused(argv: list[str], size: int, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(argv).for_world(size)
+    line = str(caught.value)
+    assert "\n" not in line and "expected" in line and all(part in line for part in parts), line
+
+
+def test_the_models_vocabulary_is_the_tokenizers_unless_set() -> None:
+    pytest.importorskip("kos.train.model")
+    assert parse([]).model_config_for(65).vocab_size == 65
+    model = parse(["--preset", "8b"]).model_config_for(128_000)
+    assert (model.vocab_size, model.head_dim, model.num_key_value_heads) == (128_256, 128, 8)
+    assert model.rope_scaling is not None and model.rope_scaling.factor == 8.0
+    assert parse(["--preset", "baby"]).model_config_for(65).num_key_value_heads == 6
+    assert parse(["--seq-len", "99"]).model_config_for(65).max_position_embeddings == 99
+    with pytest.raises(ConfigError, match=r"--vocab-size: expected at least the tokenizer's 65, got 64"):
+        parse(["--vocab-size", "64"]).model_config_for(65)

@@ -1,0 +1,389 @@
+"""What --data may name: text, folders, token files, the standard library, and the checked download."""
+
+from __future__ import annotations
+
+import hashlib
+import http.server
+import logging
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import DataError, KosError
+from kos.train import corpus, download
+from kos.train.corpus import TextCorpus, TokenCorpus, read_corpus
+from kos.train.download import TINYSHAKESPEARE, Download, cached
+from kos.train.stdlib import TRAIN, VAL, read_stdlib
+
+PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
+VARIABLE = "KOS_TINYSHAKESPEARE_URL"
+
+
+def one_line(error: KosError, *parts: str) -> None:
+    line = str(error)
+    assert "\n" not in line and "expected" in line and "got" in line, line
+    assert all(part in line for part in parts), line
+
+
+def refusal(data: Any, *parts: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read_corpus(str(data))
+    one_line(caught.value, *parts)
+
+
+def token_bytes(
+    tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None
+) -> bytes:
+    """A token file as llm.c's dev/data/data_common.py writes it, by struct."""
+    header = struct.pack("<256i", magic, version, len(tokens) if count is None else count, *[0] * 253)
+    return header + struct.pack(f"<{len(tokens)}{'H' if magic == 20240520 else 'I'}", *tokens)
+
+
+# Text files and folders
+
+
+def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
+    text = "".join(chr(0x100 + i % 400) for i in range(1003))
+    path = tmp_path / "poem.txt"
+    path.write_text(text, "utf-8")
+    got = read_corpus(str(path))
+    assert isinstance(got, TextCorpus) and got.name == "poem.txt"
+    assert (got.train, got.val) == ([text[:902]], [text[902:]])
+
+
+def test_text_is_read_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "dos.txt"
+    path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n" * 1)
+    got = read_corpus(str(path))
+    assert isinstance(got, TextCorpus)
+    assert "".join([*got.train, *got.val]) == "a\r\nb\rc\n"
+
+
+@pytest.mark.parametrize("count", [2, 3, 9, 10, 25, 40])
+def test_every_tenth_file_of_a_folder_is_held_out(tmp_path: Path, count: int) -> None:
+    names = [f"{'sub/' * (i % 2)}{i:02}.txt" for i in range(count)]
+    (tmp_path / "sub").mkdir()
+    for name in reversed(names):
+        (tmp_path / name).write_text(name)
+    got = read_corpus(str(tmp_path))
+    assert isinstance(got, TextCorpus)
+    assert len(got.val) == max(1, count // 10)
+    order = sorted(names)
+    assert sorted([*got.train, *got.val]) == order, "every file once"
+    assert list(got.train) == sorted(got.train) and list(got.val) == sorted(got.val)
+    assert list(got.val) == (order[9::10] or order[-1:])
+
+
+def test_a_folder_with_one_text_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "only.txt").write_text("0123456789" * 10)
+    got = read_corpus(str(tmp_path))
+    assert isinstance(got, TextCorpus)
+    assert (len(got.train[0]), len(got.val[0])) == (90, 10)
+
+
+def test_hidden_files_are_skipped_and_binary_ones_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, content in {
+        "a.txt": b"a", "b.txt": b"b", ".hidden": b"h", ".git/config": b"g",
+        "image.png": b"\x89PNG\0", "latin1.txt": b"caf\xe9", "empty": b"",
+    }.items():  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    os.mkfifo(tmp_path / "pipe")
+    with caplog.at_level(logging.WARNING):
+        got = read_corpus(str(tmp_path))
+    assert isinstance(got, TextCorpus)
+    assert (list(got.train), list(got.val)) == (["a"], ["b"])
+    noted = " ".join(record.getMessage() for record in caplog.records)
+    assert all(name in noted for name in ("image.png", "latin1.txt", "empty")) and ".hidden" not in noted
+
+
+def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+    refusal(tmp_path / "nothing.txt", "nothing.txt", "no such file")
+    refusal("stdlip", "stdlib", "tinyshakespeare", "'stdlip'")
+    refusal(tmp_path / "*.bin", "*.bin", "no such file")
+    refusal(tmp_path, str(tmp_path), "text files", "none of them text")
+    path = tmp_path / "file"
+    for content, parts in {
+        b"": ("empty",),
+        b"text\0text": ("NUL at byte 4",),
+        b"caf\xe9 au lait": ("byte 0xe9 at 3", "UTF-8"),
+    }.items():
+        path.write_bytes(content)
+        refusal(path, str(path), *parts)
+    refusal("/dev/zero", "/dev/zero", "regular file")
+    refusal(tmp_path / "fil?", "fil?", "token files")
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret.txt"
+    path.write_text("secret")
+
+    def refuse(self: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    refusal(path, "secret.txt", "readable", "Permission denied")
+    refusal(tmp_path, "secret.txt", "readable", "Permission denied")
+
+
+# Token files
+
+
+@pytest.mark.parametrize(
+    ("magic", "version", "vocab_size", "dtype"),
+    [(20240520, 1, 50_257, np.uint16), (20240801, 7, 128_256, np.uint32)],
+)
+def test_token_files_are_mapped(
+    tmp_path: Path, magic: int, version: int, vocab_size: int, dtype: type
+) -> None:
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(0, vocab_size, 1001).tolist()
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(token_bytes(tokens, magic, version))
+    got = read_corpus(str(path))
+    assert isinstance(got, TokenCorpus) and got.vocab_size == vocab_size
+    assert [len(got.train[0]), len(got.val[0])] == [901, 100]
+    assert got.train[0].dtype == dtype and isinstance(got.train[0], np.memmap)
+    assert np.concatenate([*got.train, *got.val]).tolist() == tokens
+
+
+@pytest.mark.parametrize("pattern", ["", "*.bin", "shakes_*"])
+def test_a_folder_or_pattern_of_token_files(tmp_path: Path, pattern: str) -> None:
+    for name, tokens in {
+        "shakes_train_001": [1, 2],
+        "shakes_train_000": [0],
+        "shakes_val_000": [9, 8],
+    }.items():
+        (tmp_path / f"{name}.bin").write_bytes(token_bytes(tokens))
+    got = read_corpus(str(tmp_path / pattern) if pattern else str(tmp_path))
+    assert isinstance(got, TokenCorpus)
+    assert [shard.tolist() for shard in got.train] == [[0], [1, 2]]
+    assert [shard.tolist() for shard in got.val] == [[9, 8]]
+
+
+def test_wrong_token_files(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.bin"
+    good = token_bytes([1, 2, 3])
+    for content, parts in {
+        good[:-1]: ("1030 bytes", "3 tokens", "got 1029"),
+        good + b"\0": ("1030 bytes", "got 1031"),
+        good[:500]: ("1030 bytes", "got 500"),
+        good[:4]: ("version 1", "got 0"),
+        token_bytes([1], version=2): ("version 1", "20240520", "got 2"),
+        token_bytes([1], magic=20240801): ("version 7", "20240801", "got 1"),
+        token_bytes([]): ("count of 0",),
+        token_bytes([1], count=-1): ("count of -1",),
+        token_bytes([1], magic=20240522): ("NUL",),
+    }.items():
+        path.write_bytes(content)
+        refusal(path, str(path), *parts)
+    path.write_bytes(good)
+    refusal(tmp_path, "*train* and *val*", "tokens.bin")
+    (tmp_path / "a_train.bin").write_bytes(good)
+    (tmp_path / "a_val.bin").write_bytes(token_bytes([1], 20240801, 7))
+    refusal(tmp_path, "a_val.bin", "format of a_train.bin")
+
+
+# The standard library
+
+
+def test_the_standard_librarys_own_sources() -> None:
+    assert len(set(TRAIN) | set(VAL)) == len(TRAIN) + len(VAL), "a file is in one split, once"
+    for names in (TRAIN, VAL):
+        assert list(names) == sorted(names)
+        assert {name.partition("/")[0] for name in names} <= sys.stdlib_module_names
+    train, val = read_stdlib()
+    assert 4e6 < sum(map(len, train)) < 8e6
+    assert 1.5e5 < sum(map(len, val)) < 5e5
+    root = Path(os.__file__).parent
+    assert (root / f"{TRAIN[0]}.py").read_text("utf-8") == train[0]
+    assert read_corpus("stdlib") == TextCorpus("stdlib", train, val)
+
+
+def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read_stdlib(tmp_path)
+    one_line(caught.value, "sources", str(tmp_path), "--data PATH")
+
+
+# The download
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """Serves PLAY and its wrong versions; counts requests."""
+
+    requests: Counter[str]
+    release: threading.Event
+
+    def do_GET(self) -> None:
+        self.requests[self.path] += 1
+        wrong = bytes([PLAY[0] ^ 1]) + PLAY[1:]
+        body = {"/wrong": wrong, "/short": PLAY[:-5], "/long": PLAY + b"x", "/empty": b""}.get(
+            self.path, PLAY
+        )
+        if self.path in ("/redirect", "/away"):
+            self.send_response(302)
+            self.send_header("Location", "/good" if self.path == "/redirect" else "file:///etc/hostname")
+            self.end_headers()
+            return
+        self.send_response(404 if self.path == "/missing" else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.path == "/broken":
+            body = body[: len(body) // 2]
+        self.wfile.write(body[:1000] if self.path == "/stall" else body)
+        if self.path == "/stall":
+            self.wfile.flush()
+            self.release.wait(30)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Counter[str]]]:
+    """A server on a free port of this host: its URL and the requests it got."""
+    handler = type("Handler", (_Handler,), {"requests": Counter(), "release": threading.Event()})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        monkeypatch.setenv("no_proxy", "*")
+        yield f"http://127.0.0.1:{running.server_address[1]}", handler.requests
+        handler.release.set()
+        running.shutdown()
+        thread.join(10)
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
+    """PLAY in the place of tinyshakespeare, in a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    wanted = Download(
+        TINYSHAKESPEARE.name, "http://127.0.0.1:9/", VARIABLE, len(PLAY), hashlib.sha256(PLAY).hexdigest()
+    )
+    monkeypatch.setattr(corpus, "TINYSHAKESPEARE", wanted)
+    return wanted
+
+
+def test_tinyshakespeare_is_the_published_file() -> None:
+    assert TINYSHAKESPEARE.size == 1_115_394
+    assert TINYSHAKESPEARE.sha256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+    assert TINYSHAKESPEARE.url.endswith("karpathy/char-rnn/master/data/tinyshakespeare/input.txt")
+    assert TINYSHAKESPEARE.variable == VARIABLE
+
+
+@pytest.mark.parametrize("path", ["/good", "/redirect"])
+def test_download_once_then_from_the_cache(
+    tmp_path: Path, server: Any, play: Download, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    url, requests = server
+    monkeypatch.setenv(VARIABLE, url + path)
+    got = read_corpus("tinyshakespeare")
+    assert isinstance(got, TextCorpus)
+    text = PLAY.decode()
+    at = int(len(text) * 0.9)  # nanoGPT
+    assert (got.train, got.val) == ([text[:at]], [text[at:]])
+    assert (tmp_path / "cache" / "kos" / "tinyshakespeare.txt").read_bytes() == PLAY
+    assert requests["/good"] == 1
+    monkeypatch.setenv(VARIABLE, "http://127.0.0.1:9/")
+    assert read_corpus("tinyshakespeare") == got
+    assert requests["/good"] == 1
+    assert not list((tmp_path / "cache" / "kos").glob("*.partial"))
+
+
+def test_a_damaged_file_in_the_cache_is_replaced(
+    tmp_path: Path, server: Any, play: Download, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, requests = server
+    monkeypatch.setenv(VARIABLE, url + "/good")
+    path = tmp_path / "cache" / "kos" / "tinyshakespeare.txt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(PLAY[:-1] + b"?")
+    assert cached(play).read_bytes() == PLAY
+    assert requests["/good"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("/wrong", ["sha256", hashlib.sha256(PLAY).hexdigest()]),
+        ("/short", [f"expected {len(PLAY)} bytes", f"got {len(PLAY) - 5}"]),
+        ("/long", [f"expected {len(PLAY)} bytes", f"got more than {len(PLAY)}"]),
+        ("/empty", [f"expected {len(PLAY)} bytes", "got 0"]),
+        ("/broken", [f"expected {len(PLAY)} bytes", f"got {len(PLAY) // 2}"]),
+        ("/missing", ["404", "--data PATH"]),
+        ("/away", ["302", "--data PATH"]),
+        ("/stall", ["timed out", "--data PATH"]),
+    ],
+)
+def test_a_wrong_download_is_refused_and_leaves_nothing(
+    tmp_path: Path, server: Any, play: Download, monkeypatch: pytest.MonkeyPatch, path: str, parts: list[str]
+) -> None:
+    url, requests = server
+    monkeypatch.setenv(VARIABLE, url + path)
+    monkeypatch.setattr(download, "SOCKET_SECONDS", 0.3 if path == "/stall" else 20.0)
+    refusal("tinyshakespeare", "--data tinyshakespeare", url + path, *parts)
+    assert requests[path] == 1
+    assert {entry.name for entry in (tmp_path / "cache" / "kos").iterdir()} == {"tinyshakespeare.lock"}
+
+
+def test_without_a_network_one_line_names_the_way_out(
+    play: Download, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    refusal("tinyshakespeare", play.url, "refused", "without a network", "--data PATH")
+    monkeypatch.setenv(VARIABLE, "not a url")
+    refusal("tinyshakespeare", "not a url", "--data PATH")
+
+
+def test_a_download_as_a_whole_has_a_deadline(
+    server: Any, play: Download, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, server[0] + "/good")
+    monkeypatch.setattr(download, "TOTAL_SECONDS", -1.0)
+    refusal("tinyshakespeare", "after -1 s", "--data PATH")
+
+
+def test_a_cache_that_cannot_be_written(
+    tmp_path: Path, play: Download, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refusal("tinyshakespeare", "cache that can be written", str(tmp_path / "file"))
+
+
+def test_several_processes_download_once(tmp_path: Path, server: Any) -> None:
+    url, requests = server
+    program = (
+        "import sys; from pathlib import Path; from kos.train.download import Download, cached\n"
+        f"wanted = Download('play', {url + '/good'!r}, 'KOS_UNSET', {len(PLAY)}, {hashlib.sha256(PLAY).hexdigest()!r})\n"
+        f"print(len(cached(wanted, Path({str(tmp_path)!r})).read_bytes()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(4)
+    ]
+    outputs = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
+    assert outputs == [str(len(PLAY))] * 4
+    assert requests["/good"] == 1
+
+
+def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert download.cache_folder() == tmp_path / "kos"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert download.cache_folder() == tmp_path / "home" / ".cache" / "kos"

@@ -1,0 +1,188 @@
+"""Tokenizers: text to numbers and back, against plain Python and the tokenizers library itself."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kos.errors import ConfigError, DataError, KosError
+from kos.train import tokenizers as kos_tokenizers
+from kos.train.tokenizers import (
+    ByteTokenizer,
+    CharTokenizer,
+    HuggingFaceTokenizer,
+    NumberTokenizer,
+    make_tokenizer,
+    tokenizer_from_json,
+)
+
+TEXT = "Öl & naïve 漢字 🙂\n\ndef f(x):\n\treturn x  # one\r\n" * 3
+
+
+def one_line(error: KosError, *parts: str) -> None:
+    line = str(error)
+    assert "\n" not in line and "expected" in line and "got" in line, line
+    assert all(part in line for part in parts), line
+
+
+@pytest.fixture(scope="module")
+def huggingface_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE trained here, with bos and eos in both spellings of tokenizer_config.json."""
+    library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    bpe = library.Tokenizer(library.models.BPE())
+    bpe.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = library.decoders.ByteLevel()
+    trainer = library.trainers.BpeTrainer(
+        vocab_size=330,
+        special_tokens=["<|begin|>", "<|end|>"],
+        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([TEXT, "return return def def the the\n" * 20], trainer)
+    path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    bpe.save(str(path))
+    settings = {"bos_token": {"content": "<|begin|>", "special": True}, "eos_token": "<|end|>"}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
+@given(st.text())
+def test_bytes_are_utf8(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    try:
+        expected = list(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.uint8 and ids.tolist() == expected
+    assert tokenizer.decode(ids) == text
+
+
+def test_bytes_of_half_a_character_and_beyond_the_vocabulary() -> None:
+    assert ByteTokenizer().decode([0x61, 0xC3]) == "a\ufffd"
+    assert ByteTokenizer().decode(np.array([300, 0x62])) == "\ufffdb"
+
+
+def test_a_prompt_that_the_shell_gave_as_raw_bytes() -> None:
+    assert ByteTokenizer().encode(b"\xff".decode("utf-8", "surrogateescape")).tolist() == [0xFF]
+
+
+@given(st.text(min_size=1))
+def test_chars_are_those_of_nanogpt(text: str) -> None:
+    numbers = {char: i for i, char in enumerate(sorted(set(text)))}  # shakespeare_char/prepare.py
+    tokenizer = CharTokenizer(text)
+    assert tokenizer.vocab_size == len(numbers)
+    assert tokenizer.encode(text).tolist() == [numbers[char] for char in text]
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(256, np.uint8), (257, np.uint16), (65_537, np.uint32)])
+def test_the_smallest_dtype_that_holds_the_vocabulary(count: int, dtype: type) -> None:
+    alphabet = "".join(chr(0x10000 + i) for i in range(count))
+    ids = CharTokenizer(alphabet).encode(alphabet)
+    assert ids.dtype == dtype and ids.max() == count - 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "char", "place"), [("cab!", "'!'", 3), ("aéb", "'é'", 1), ("~", "'~'", 0)]
+)
+def test_an_unknown_character_is_named(prompt: str, char: str, place: int) -> None:
+    with pytest.raises(DataError) as caught:
+        CharTokenizer("abc").encode(prompt)
+    one_line(caught.value, "3 characters", f"got {char} at character {place}")
+
+
+def test_start_is_a_token_that_text_starts_with() -> None:
+    assert ByteTokenizer().decode([ByteTokenizer().start]) == "\n"
+    assert CharTokenizer("b\na").decode([CharTokenizer("b\na").start]) == "\n"
+    assert CharTokenizer("ab").start == 0
+    assert NumberTokenizer(9).start == 0
+
+
+def test_numbers() -> None:
+    tokenizer = NumberTokenizer(50_257)
+    assert tokenizer.encode(" 0 50256\n7").tolist() == [0, 50_256, 7]
+    assert tokenizer.decode(np.array([0, 50_256, 7])) == "0 50256 7"
+    for wrong in ("50257", "-1", "the"):
+        with pytest.raises(DataError) as caught:
+            tokenizer.encode(f"3 {wrong}")
+        one_line(caught.value, "below 50257", f"got '{wrong}'")
+
+
+def test_huggingface_is_the_library(huggingface_file: Path) -> None:
+    library = pytest.importorskip("tokenizers")
+    theirs = library.Tokenizer.from_file(str(huggingface_file))
+    tokenizer = make_tokenizer(str(huggingface_file))
+    ids = tokenizer.encode(TEXT)
+    assert ids.tolist() == theirs.encode(TEXT, add_special_tokens=False).ids
+    assert ids.dtype == np.uint16 and tokenizer.vocab_size == theirs.get_vocab_size()
+    assert tokenizer.decode(ids) == TEXT
+    assert (tokenizer.bos, tokenizer.eos, tokenizer.start) == (0, 1, 0)
+    assert tokenizer.encode("").size == 0
+    assert make_tokenizer(str(huggingface_file.parent)).encode(TEXT).tolist() == ids.tolist()
+
+
+def test_long_text_is_encoded_in_pieces(huggingface_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(str(huggingface_file))
+    text = "def f(x):\nreturn the the\n" * 40
+    whole = tokenizer.encode(text).tolist()
+    monkeypatch.setattr(kos_tokenizers, "PIECE", 37)
+    assert len(list(kos_tokenizers._pieces(text))) > 20
+    assert tokenizer.encode(text).tolist() == whole
+    assert "".join(kos_tokenizers._pieces("x" * 100)) == "x" * 100, "no line's end to cut at"
+
+
+def test_a_checkpoint_carries_the_tokenizer(huggingface_file: Path) -> None:
+    every: list[Any] = [
+        ByteTokenizer(), CharTokenizer(TEXT), NumberTokenizer(77), make_tokenizer(str(huggingface_file))
+    ]  # fmt: skip
+    for tokenizer in every:
+        again = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+        text = "5 76" if isinstance(tokenizer, NumberTokenizer) else TEXT
+        assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
+        for attribute in ("name", "vocab_size", "bos", "eos", "start"):
+            assert getattr(again, attribute) == getattr(tokenizer, attribute), (tokenizer.name, attribute)
+
+
+@pytest.mark.parametrize("values", [{}, {"kind": "words"}, {"kind": "chars"}, {"kind": "huggingface"}])
+def test_a_saved_tokenizer_of_another_kind_is_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(DataError) as caught:
+        tokenizer_from_json(values)
+    one_line(caught.value, "tokenizer")
+
+
+def test_missing_library_names_the_extra(huggingface_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError) as caught:
+        make_tokenizer(str(huggingface_file))
+    one_line(caught.value, "kos[tokenizers]")
+
+
+def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        make_tokenizer("bites")
+    one_line(caught.value, "bytes, chars or the PATH", "'bites'", "No such file")
+    for content in (b"{}", b"\xff\xfe", b"[1"):
+        path = tmp_path / "tokenizer.json"
+        path.write_bytes(content)
+        with pytest.raises(DataError) as caught:
+            make_tokenizer(str(path))
+        one_line(caught.value, str(path))
+    source = huggingface_file.read_text("utf-8")
+    path.write_text(source, "utf-8")
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(DataError) as caught:
+        make_tokenizer(str(path))
+    one_line(caught.value, "eos token", "'</s>'")
+    path.with_name("tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError) as caught:
+        make_tokenizer(str(path))
+    one_line(caught.value, "tokenizer_config.json", "JSON")
+    assert HuggingFaceTokenizer(source, name="x").eos is None
