@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from kos.errors import ConfigError
+from kos.train.model_section import ModelSection, Section, option
 from kos.train.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -29,127 +30,67 @@ MICRO_BATCH_TOKENS = 16_384
 """Most tokens in a micro-batch whose size was not given: bounds the memory of the activations."""
 
 
-def _option(group: str, about: str, default: Any = ..., **constraints: Any) -> Any:
-    """A field that is also a flag; without ``default`` the preset gives the value."""
-    return Field(default, description=about, json_schema_extra={"group": group}, **constraints)
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class RopeScalingSection(_Section):
-    """LLaMA-3's RoPE scaling, with Hugging Face's key names."""
-
-    rope_type: Literal["llama3"] = "llama3"
-    factor: float = Field(gt=0)
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    original_max_position_embeddings: int = Field(8192, ge=1)
-
-
-class ModelSection(_Section):
-    """Shape of the LLaMA, with the key names of Hugging Face's config.json."""
-
-    vocab_size: int | None = _option("Model", "rows of the embedding; default: the tokenizer's", None, ge=1)
-    hidden_size: int = _option("Model", "width of the residual stream", ge=2)
-    num_hidden_layers: int = _option("Model", "decoder layers", ge=1)
-    num_attention_heads: int = _option("Model", "query heads", ge=1)
-    num_key_value_heads: int | None = _option(
-        "Model", "key/value heads; default: as many as query heads", None, ge=1
-    )
-    head_dim: int | None = _option("Model", "width of a head; default: hidden size / heads", None, ge=2)
-    intermediate_size: int = _option("Model", "width of SwiGLU", ge=1)
-    max_position_embeddings: int | None = _option(
-        "Model", "longest context, tokens; default: --seq-len", None, ge=1
-    )
-    rms_norm_eps: float = _option("Model", "epsilon of RMSNorm", 1e-5, gt=0)
-    rope_theta: float = _option("Model", "base of the rotary frequencies", 10_000.0, gt=0)
-    rope_scaling: RopeScalingSection | None = None
-    tie_word_embeddings: bool = _option("Model", "one matrix for embedding and head", True)
-    initializer_range: float = _option("Model", "standard deviation of initial weights", 0.02, gt=0)
-
-    @model_validator(mode="after")
-    def _check_heads(self) -> ModelSection:
-        heads = self.num_attention_heads
-        if self.num_key_value_heads is not None and heads % self.num_key_value_heads:
-            raise ValueError(
-                f"expected num_attention_heads divisible by num_key_value_heads, "
-                f"got {heads} and {self.num_key_value_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"expected hidden_size divisible by num_attention_heads, got {self.hidden_size} and {heads}"
-            )
-        head_dim = self.head_dim or self.hidden_size // heads
-        if head_dim % 2:
-            raise ValueError(f"expected an even head_dim (RoPE turns pairs), got {head_dim}")
-        return self
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """Everything a run needs to know.  Build one with ``parse``, ``from_preset`` or ``from_json``."""
 
-    preset: str = _option("Run", f"starting point: {', '.join(PRESETS)}", "tiny")
-    steps: int = _option("Run", "optimizer steps of the whole run", ge=1)
-    seed: int = _option("Run", "seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
-    deterministic: bool = _option("Run", "bit-identical for any number of ranks (slower)", False)
-    out: Path = _option("Run", "folder of metrics and checkpoints; default: runs/PRESET", strict=False)
-    resume: str | None = _option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None)
-    init_from: str | None = _option("Run", "take weights from a Hugging Face folder", None)
-    debug: bool = _option("Run", "show tracebacks", False)
+    preset: str = option("Run", f"starting point: {', '.join(PRESETS)}", "tiny")
+    steps: int = option("Run", "optimizer steps of the whole run", ge=1)
+    seed: int = option("Run", "seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
+    deterministic: bool = option("Run", "bit-identical for any number of ranks (slower)", False)
+    out: Path = option("Run", "folder of metrics and checkpoints; default: runs/PRESET", strict=False)
+    resume: str | None = option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None)
+    init_from: str | None = option("Run", "take weights from a Hugging Face folder", None)
+    debug: bool = option("Run", "show tracebacks", False)
 
-    data: str = _option(
+    data: str = option(
         "Data",
         "stdlib (Python's own sources), tinyshakespeare, or PATH of a text file, "
         "a folder of text files, or llm.c token files",
         "stdlib",
         min_length=1,
     )
-    tokenizer: str = _option(
+    tokenizer: str = option(
         "Data",
         "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: bytes for text, "
         "bare numbers for token files",
         "auto",
         min_length=1,
     )
-    batch_size: int = _option("Data", "sequences a step, over all ranks", ge=1)
-    micro_batch_size: int | None = _option(
+    batch_size: int = option("Data", "sequences a step, over all ranks", ge=1)
+    micro_batch_size: int | None = option(
         "Data", "sequences a rank works on at once; default: the largest that fits", None, ge=1
     )
-    seq_len: int = _option("Data", "tokens a sequence", ge=1)
+    seq_len: int = option("Data", "tokens a sequence", ge=1)
 
-    lr: float = _option("Optimizer", "peak learning rate", gt=0)
-    min_lr: float = _option("Optimizer", "last learning rate; default: --lr / 10", ge=0)
-    schedule: Literal["cosine", "wsd", "constant"] = _option(
+    lr: float = option("Optimizer", "peak learning rate", gt=0)
+    min_lr: float = option("Optimizer", "last learning rate; default: --lr / 10", ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = option(
         "Optimizer", "after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
     )
-    warmup_steps: int = _option("Optimizer", "steps of linear warm-up", 0, ge=0)
-    decay_fraction: float = _option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
-    decay_steps: int = _option(
-        "Optimizer", "steps that wsd decays over; default: from --decay-fraction", ge=0
-    )
-    weight_decay: float = _option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
-    beta1: float = _option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
-    beta2: float = _option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
-    eps: float = _option("Optimizer", "AdamW's epsilon", 1e-8, gt=0)
-    grad_clip: float = _option("Optimizer", "largest global gradient norm; 0: no clipping", 1.0, ge=0)
+    warmup_steps: int = option("Optimizer", "steps of linear warm-up", 0, ge=0)
+    decay_fraction: float = option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
+    decay_steps: int = option("Optimizer", "steps that wsd decays over; default: from --decay-fraction", ge=0)
+    weight_decay: float = option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
+    beta1: float = option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
+    beta2: float = option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
+    eps: float = option("Optimizer", "AdamW's epsilon", 1e-8, gt=0)
+    grad_clip: float = option("Optimizer", "largest global gradient norm; 0: no clipping", 1.0, ge=0)
 
-    eval_every: int = _option("Evaluation", "steps between validations; 0: only at the end", 100, ge=0)
-    eval_batches: int = _option("Evaluation", "validation batches, of --batch-size sequences", 8, ge=1)
-    sample_tokens: int = _option("Evaluation", "tokens of text generated at the end; 0: none", 200, ge=0)
-    prompt: str = _option("Evaluation", "text the sample goes on from", "")
-    temperature: float = _option("Evaluation", "of the sample; 0: always the likeliest token", 0.8, ge=0)
-    top_k: int = _option("Evaluation", "sample among the k likeliest tokens; 0: all", 40, ge=0)
+    eval_every: int = option("Evaluation", "steps between validations; 0: only at the end", 100, ge=0)
+    eval_batches: int = option("Evaluation", "validation batches, of --batch-size sequences", 8, ge=1)
+    sample_tokens: int = option("Evaluation", "tokens of text generated at the end; 0: none", 200, ge=0)
+    prompt: str = option("Evaluation", "text the sample goes on from", "")
+    temperature: float = option("Evaluation", "of the sample; 0: always the likeliest token", 0.8, ge=0)
+    top_k: int = option("Evaluation", "sample among the k likeliest tokens; 0: all", 40, ge=0)
 
-    log_every: int = _option("Output", "steps between lines", 1, ge=1)
-    save_every: int = _option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
-    keep: int = _option("Output", "checkpoints kept, the newest", 2, ge=1)
+    log_every: int = option("Output", "steps between lines", 1, ge=1)
+    save_every: int = option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
+    keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
 
-    backend: Literal["auto", "mpi", "mock"] = _option(
+    backend: Literal["auto", "mpi", "mock"] = option(
         "Ranks", "carrier of the collectives: auto, mpi, or mock (this process alone)", "auto"
     )
-    timeout: float = _option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
+    timeout: float = option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
 
     model: ModelSection
 
@@ -289,13 +230,11 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         ConfigError: an unknown key or a refused value, naming the layer it came from.
     """
     merged: dict[str, Any] = {}
-    label: dict[str, Callable[[], str]] = {}
+    label: dict[str, str] = {}
     for source, values in layers:
         for key, value in _flatten(source, values).items():
             merged[key] = value
-            label[key] = lambda source=source, key=key: (
-                flag_of(key) if source == "flags" else f"{source}: {key}"
-            )
+            label[key] = flag_of(key) if source == "flags" else f"{source}: {key}"
     nested: dict[str, Any] = {"model": {}}
     for key, value in merged.items():
         section, _, name = key.rpartition(".")
@@ -322,14 +261,14 @@ def _flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _one_line(error: ValidationError, label: Mapping[str, Callable[[], str]]) -> str:
+def _one_line(error: ValidationError, label: Mapping[str, str]) -> str:
     """The first of pydantic's complaints as ``where: expected X, got Y``."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     key = ".".join(path[: 2 if path[:1] == ["model"] else 1])
     if first["type"] == "value_error":  # of several values: the message names them
         return str(first["ctx"]["error"])
-    where = ".".join([label[key]() if key in label else key, *path[key.count(".") + 1 :]])
+    where = ".".join([label.get(key, key), *path[key.count(".") + 1 :]])
     if first["type"] == "missing":
         return f"{where}: expected a value, got none"
     if first["type"] == "extra_forbidden":

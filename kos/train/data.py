@@ -185,5 +185,5 @@ def _fingerprint(shards: Iterable[NDArray[Any]]) -> str:
         half = HASHED_BYTES // shard.itemsize
         ends = [shard] if len(shard) <= 2 * half else [shard[:half], shard[-half:]]
         for end in ends:
-            digest.update(np.ascontiguousarray(end))
+            digest.update(np.ascontiguousarray(end).data)
     return digest.hexdigest()

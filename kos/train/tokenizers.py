@@ -55,8 +55,8 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 256
-    bos = None
-    eos = None
+    bos: int | None = None
+    eos: int | None = None
     start = ord("\n")
 
     def encode(self, text: str) -> NDArray[np.uint8]:
@@ -73,8 +73,8 @@ class CharTokenizer:
     """One token a character of ``alphabet``, sorted, as nanoGPT's data/shakespeare_char."""
 
     name = "chars"
-    bos = None
-    eos = None
+    bos: int | None = None
+    eos: int | None = None
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = "".join(sorted(set(alphabet)))
@@ -106,8 +106,8 @@ class NumberTokenizer:
     """Token files without a tokenizer: text is the token numbers themselves, separated by spaces."""
 
     name = "numbers"
-    bos = None
-    eos = None
+    bos: int | None = None
+    eos: int | None = None
     start = 0
 
     def __init__(self, vocab_size: int) -> None:

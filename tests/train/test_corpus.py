@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -224,8 +224,8 @@ def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
 class _Handler(http.server.BaseHTTPRequestHandler):
     """Serves PLAY and its wrong versions; counts requests."""
 
-    requests: Counter[str]
-    release: threading.Event
+    requests: ClassVar[Counter[str]]
+    release: ClassVar[threading.Event]
 
     def do_GET(self) -> None:
         self.requests[self.path] += 1
@@ -255,13 +255,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Counter[str]]]:
     """A server on a free port of this host: its URL and the requests it got."""
-    handler = type("Handler", (_Handler,), {"requests": Counter(), "release": threading.Event()})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+
+    class Handler(_Handler):
+        requests: ClassVar[Counter[str]] = Counter()
+        release = threading.Event()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
         thread.start()
         monkeypatch.setenv("no_proxy", "*")
-        yield f"http://127.0.0.1:{running.server_address[1]}", handler.requests
-        handler.release.set()
+        yield f"http://127.0.0.1:{running.server_address[1]}", Handler.requests
+        Handler.release.set()
         running.shutdown()
         thread.join(10)
 
@@ -368,14 +372,14 @@ def test_several_processes_download_once(tmp_path: Path, server: Any) -> None:
     url, requests = server
     program = (
         "import sys; from pathlib import Path; from kos.train.download import Download, cached\n"
-        f"wanted = Download('play', {url + '/good'!r}, 'KOS_UNSET', {len(PLAY)}, {hashlib.sha256(PLAY).hexdigest()!r})\n"
-        f"print(len(cached(wanted, Path({str(tmp_path)!r})).read_bytes()))"
+        "url, size, sha256, folder = sys.argv[1:]\n"
+        "wanted = Download('play', url, 'KOS_UNSET', int(size), sha256)\n"
+        "print(len(cached(wanted, Path(folder)).read_bytes()))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment)
-        for _ in range(4)
-    ]
+    command = [sys.executable, "-c", program, url + "/good", str(len(PLAY))]
+    command += [hashlib.sha256(PLAY).hexdigest(), str(tmp_path)]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
     outputs = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
     assert outputs == [str(len(PLAY))] * 4
     assert requests["/good"] == 1

@@ -1,0 +1,65 @@
+"""The ``model`` section of a configuration: the shape of the LLaMA, with Hugging Face's key names."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+def option(group: str, about: str, default: Any = ..., **constraints: Any) -> Any:
+    """A field that is also a flag; without ``default`` the preset gives the value."""
+    return Field(default, description=about, json_schema_extra={"group": group}, **constraints)
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class RopeScalingSection(Section):
+    """LLaMA-3's RoPE scaling, with Hugging Face's key names."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: float = Field(gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    original_max_position_embeddings: int = Field(8192, ge=1)
+
+
+class ModelSection(Section):
+    """Shape of the LLaMA, with the key names of Hugging Face's config.json."""
+
+    vocab_size: int | None = option("Model", "rows of the embedding; default: the tokenizer's", None, ge=1)
+    hidden_size: int = option("Model", "width of the residual stream", ge=2)
+    num_hidden_layers: int = option("Model", "decoder layers", ge=1)
+    num_attention_heads: int = option("Model", "query heads", ge=1)
+    num_key_value_heads: int | None = option(
+        "Model", "key/value heads; default: as many as query heads", None, ge=1
+    )
+    head_dim: int | None = option("Model", "width of a head; default: hidden size / heads", None, ge=2)
+    intermediate_size: int = option("Model", "width of SwiGLU", ge=1)
+    max_position_embeddings: int | None = option(
+        "Model", "longest context, tokens; default: --seq-len", None, ge=1
+    )
+    rms_norm_eps: float = option("Model", "epsilon of RMSNorm", 1e-5, gt=0)
+    rope_theta: float = option("Model", "base of the rotary frequencies", 10_000.0, gt=0)
+    rope_scaling: RopeScalingSection | None = None
+    tie_word_embeddings: bool = option("Model", "one matrix for embedding and head", True)
+    initializer_range: float = option("Model", "standard deviation of initial weights", 0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> ModelSection:
+        heads = self.num_attention_heads
+        if self.num_key_value_heads is not None and heads % self.num_key_value_heads:
+            raise ValueError(
+                f"expected num_attention_heads divisible by num_key_value_heads, "
+                f"got {heads} and {self.num_key_value_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"expected hidden_size divisible by num_attention_heads, got {self.hidden_size} and {heads}"
+            )
+        head_dim = self.head_dim or self.hidden_size // heads
+        if head_dim % 2:
+            raise ValueError(f"expected an even head_dim (RoPE turns pairs), got {head_dim}")
+        return self
