@@ -57,7 +57,7 @@ class TrainingError(KosError):
 
 
 class OutOfMemory(KosError, MemoryError):
-    """A planned memory area is too small for what is asked of it."""
+    """A device or a planned area has too little memory; names what was asked and what is free."""
 
 
 class CudaError(KosError):
@@ -66,10 +66,6 @@ class CudaError(KosError):
 
 class CompileError(CudaError):
     """A kernel was refused by the compiler; first line: file, line and message, then the whole log."""
-
-
-class OutOfMemory(CudaError, MemoryError):
-    """A device has too little memory; names what was asked, what is free and the largest holders."""
 
 
 class PeerMemoryError(CudaError):

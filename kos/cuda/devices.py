@@ -1,0 +1,219 @@
+"""Discovery: the GPUs of this machine, the links between them, and which rank takes which.
+
+The driver enumerates what CUDA_VISIBLE_DEVICES and MIG leave visible; what it does not tell (NUMA nodes,
+network cards) is read from sysfs, NVLinks from NVML.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kos.cuda import driver
+from kos.cuda.driver import call, cu
+from kos.errors import BackendUnavailable
+
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One visible GPU, or one MIG instance of it."""
+
+    index: int  # CUDA's ordinal in this process
+    name: str
+    uuid: str  # the same in every process, whatever is visible there
+    compute_capability: tuple[int, int]
+    memory: int  # bytes
+    multiprocessors: int
+    pci_address: str  # domain:bus:device.function
+    numa_node: int | None
+    mig: bool
+
+    @property
+    def arch(self) -> str:
+        return arch_of(self.compute_capability)
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """What the driver says of one GPU's access to another's memory. Trust moved bytes, not ``access``."""
+
+    access: bool
+    native_atomics: bool
+    performance_rank: int  # lower is faster
+
+
+@dataclass(frozen=True)
+class RdmaNic:
+    """One RDMA network card."""
+
+    name: str
+    pci_address: str
+    numa_node: int | None
+    state: str  # of its first port, as "ACTIVE"
+    rate: str  # as "400 Gb/sec (4X NDR)"
+
+
+def arch_of(compute_capability: tuple[int, int]) -> str:
+    """NVRTC's architecture: with the chip's own instructions ("sm_90a") from Hopper on."""
+    major, minor = compute_capability
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+@functools.cache
+def visible_devices() -> tuple[DeviceInfo, ...]:
+    """Every visible GPU by its ordinal; none where CUDA cannot be used (``driver.unavailable`` says why)."""
+    if driver.unavailable() is not None:
+        return ()
+    return tuple(_inspect(index) for index in range(call(cu.cuDeviceGetCount)))
+
+
+def _inspect(index: int) -> DeviceInfo:
+    device = call(cu.cuDeviceGet, index)
+    kind = cu.CUdevice_attribute
+
+    def attribute(name: str) -> int:
+        return int(call(cu.cuDeviceGetAttribute, getattr(kind, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+    name = call(cu.cuDeviceGetName, 128, device).split(b"\0")[0].decode()
+    address = call(cu.cuDeviceGetPCIBusId, 32, device).split(b"\0")[0].decode().lower()
+    if len(address.split(":")[0]) == 8:  # sysfs writes the domain with four digits
+        address = address[4:]
+    return DeviceInfo(
+        index=index,
+        name=name,
+        uuid=bytes(call(cu.cuDeviceGetUuid, device).bytes).hex(),
+        compute_capability=(attribute("COMPUTE_CAPABILITY_MAJOR"), attribute("COMPUTE_CAPABILITY_MINOR")),
+        memory=int(call(cu.cuDeviceTotalMem, device)),
+        multiprocessors=attribute("MULTIPROCESSOR_COUNT"),
+        pci_address=address,
+        numa_node=_numa_node(SYSFS / "bus/pci/devices" / address),
+        mig=" MIG " in name,
+    )
+
+
+def device_info(index: int) -> DeviceInfo:
+    """The GPU with this ordinal. Raises BackendUnavailable if there is none."""
+    driver.require()
+    if not 0 <= index < len(visible_devices()):
+        raise BackendUnavailable(f"CUDA: expected a device in 0..{len(visible_devices()) - 1}, got {index}")
+    return visible_devices()[index]
+
+
+def peer_links() -> list[list[PeerLink | None]]:
+    """``links[i][j]``: device i's access to device j's memory; None on the diagonal."""
+    kind = cu.CUdevice_P2PAttribute if cu else None
+
+    def link(i: int, j: int) -> PeerLink | None:
+        if i == j:
+            return None
+        access, atomics, rank = (
+            int(call(cu.cuDeviceGetP2PAttribute, getattr(kind, f"CU_DEVICE_P2P_ATTRIBUTE_{name}"), i, j))
+            for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED", "PERFORMANCE_RANK")
+        )
+        return PeerLink(bool(access), bool(atomics), rank)
+
+    indices = range(len(visible_devices()))
+    return [[link(i, j) for j in indices] for i in indices]
+
+
+def nvlinks(index: int) -> int | None:
+    """How many NVLinks of this device are up; None if NVML does not say."""
+    try:
+        from cuda.core import Device
+
+        links = Device(index).to_system_device().get_nvlinks()
+        return sum(link.state for link in links)
+    except (ImportError, RuntimeError, AttributeError):  # NVML's errors are RuntimeErrors
+        return None
+
+
+def assign_devices(rank_nodes: Sequence[int | None], device_nodes: Sequence[int | None]) -> list[int]:
+    """The device of each rank of one machine, from the NUMA nodes of ranks and devices.
+
+    Ranks choose in order: the first free device on their own node, else the first free one.  More ranks
+    than devices share them evenly.  Every rank computes the same answer from the same two lists.
+    """
+    if not device_nodes:
+        raise BackendUnavailable(f"CUDA: expected a device for {len(rank_nodes)} ranks, got none")
+    chosen: list[int] = []
+    free: list[int] = []
+    for node in rank_nodes:
+        free = free or list(range(len(device_nodes)))
+        near = [device for device in free if node is not None and device_nodes[device] == node]
+        device = (near or free)[0]
+        free.remove(device)
+        chosen.append(device)
+    return chosen
+
+
+def process_numa_node() -> int | None:
+    """The NUMA node that this process is bound to; None if its CPUs span several or sysfs does not say."""
+    allowed = os.sched_getaffinity(0)
+    for path in sorted((SYSFS / "devices/system/node").glob("node[0-9]*")):
+        if allowed <= _cpu_list(path / "cpulist"):
+            return int(path.name.removeprefix("node"))
+    return None
+
+
+def bind_cpu(device: DeviceInfo) -> set[int]:
+    """Bind this process to those of its CPUs that are next to ``device``; returns the CPUs it has then.
+
+    Changes nothing if the machine does not say which they are, or none of them is allowed here.
+    """
+    allowed = os.sched_getaffinity(0)
+    near = allowed & _cpu_list(SYSFS / "bus/pci/devices" / device.pci_address / "local_cpulist")
+    if near:
+        os.sched_setaffinity(0, near)
+    return near or allowed
+
+
+def rdma_nics() -> list[RdmaNic]:
+    """The RDMA network cards of this machine."""
+    found = []
+    for path in sorted((SYSFS / "class/infiniband").glob("*")):
+        port = path / "ports/1"
+        device = path / "device"
+        address = os.path.basename(os.path.realpath(device))
+        state = _read(port / "state").rpartition(":")[2].strip()
+        found.append(RdmaNic(path.name, address, _numa_node(device), state, _read(port / "rate")))
+    return found
+
+
+def gpu_direct_rdma() -> str | None:
+    """Why network cards cannot reach GPU memory on this machine, or None if they can."""
+    if driver.unavailable() is not None:
+        return driver.unavailable()
+    if not rdma_nics():
+        return "no RDMA network card (/sys/class/infiniband is empty)"
+    supported = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
+    if (SYSFS / "module/nvidia_peermem").exists() or all(
+        call(cu.cuDeviceGetAttribute, supported, device.index) for device in visible_devices()
+    ):
+        return None
+    return "neither the kernel module nvidia_peermem nor dma-buf export is there"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _numa_node(device: Path) -> int | None:
+    text = _read(device / "numa_node")
+    return int(text) if text and int(text) >= 0 else None  # -1: a single node, or unknown
+
+
+def _cpu_list(path: Path) -> set[int]:
+    """The CPUs of a sysfs list such as "0-3,8"."""
+    cpus: set[int] = set()
+    for part in filter(None, _read(path).split(",")):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

@@ -1,0 +1,109 @@
+"""The CUDA driver behind two helpers: ``call`` checks every return code, ``on_device`` sets the context.
+
+Importing this needs neither a GPU, nor a driver, nor the CUDA packages; what is missing says so when
+``require`` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from kos.errors import BackendUnavailable, CudaError
+
+cu: Any
+try:
+    from cuda.bindings import driver as cu
+except ImportError:
+    cu = None
+
+__all__ = [
+    "call",
+    "cu",
+    "error_of",
+    "on_device",
+    "primary_context",
+    "require",
+    "set_device",
+    "synchronize",
+    "unavailable",
+]
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why CUDA cannot be used in this process, or None if it can."""
+    if cu is None:
+        return "the CUDA packages are not installed: pip install 'kos[cuda]'"
+    try:
+        status, *_ = cu.cuInit(0)
+    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError
+        return "no CUDA driver (libcuda.so.1) on this machine"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    if status != cu.CUresult.CUDA_SUCCESS:
+        return f"the CUDA driver found no usable GPU{hidden}: {_describe(status)}"
+    _, count = cu.cuDeviceGetCount()
+    return None if count else f"no GPU is visible{hidden}"
+
+
+def require() -> None:
+    """Raise BackendUnavailable with the reason if CUDA cannot be used here."""
+    reason = unavailable()
+    if reason is not None:
+        raise BackendUnavailable(f"CUDA: {reason}")
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """Call a function of ``cuda.bindings.driver``; returns its value(s), raises CudaError."""
+    status, *values = function(*arguments)
+    if status:
+        raise error_of(function.__name__, status)
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def error_of(name: str, status: Any) -> CudaError:
+    """The exception for a failed call of the driver."""
+    return CudaError(f"{name} failed: {_describe(status)}")
+
+
+def _describe(status: Any) -> str:
+    _, text = cu.cuGetErrorString(status)
+    return f"{status.name} ({(text or b'unknown').decode()})"
+
+
+@functools.cache
+def primary_context(device: int) -> Any:
+    """The primary context of ``device``: the one that the CUDA runtime, and so every framework, uses."""
+    require()
+    _, count = cu.cuDeviceGetCount()
+    if not 0 <= device < count:
+        raise BackendUnavailable(f"CUDA: expected a device in 0..{count - 1}, got {device}")
+    return call(cu.cuDevicePrimaryCtxRetain, call(cu.cuDeviceGet, device))
+
+
+class on_device:
+    """Make ``device`` current on this thread within a ``with`` block, and the former one after it."""
+
+    __slots__ = ("context",)
+
+    def __init__(self, device: int) -> None:
+        self.context = primary_context(device)
+
+    def __enter__(self) -> None:
+        call(cu.cuCtxPushCurrent, self.context)
+
+    def __exit__(self, *_: object) -> None:
+        call(cu.cuCtxPopCurrent)
+
+
+def set_device(device: int) -> None:
+    """Make ``device`` current on this thread from now on; kernels are launched on the current device."""
+    call(cu.cuCtxSetCurrent, primary_context(device))
+
+
+def synchronize(device: int) -> None:
+    """Wait until everything queued on ``device`` by this process has run."""
+    with on_device(device):
+        call(cu.cuCtxSynchronize)

@@ -1,0 +1,68 @@
+"""Streams: whatever names a CUDA stream becomes a ``cuda.core.Stream``.
+
+Where kos takes ``stream=None`` it means the legacy default stream, which other frameworks use when
+nothing else is said, so that work is ordered with theirs.  Graph capture needs a stream of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kos.cuda import driver
+from kos.cuda.driver import call, cu
+
+if TYPE_CHECKING:
+    from cuda.core import Stream
+
+LEGACY = 1
+"""Handle of the legacy default stream (CU_STREAM_LEGACY), as in DLPack and ``__cuda_array_interface__``."""
+
+
+def create_stream(device: int, *, priority: int | None = None) -> Stream:
+    """A new non-blocking stream on ``device``; a lower ``priority`` number runs first."""
+    driver.require()
+    from cuda.core import Device, StreamOptions
+
+    with driver.on_device(device):
+        return Device(device).create_stream(options=StreamOptions(nonblocking=True, priority=priority))
+
+
+def as_stream(stream: Any) -> Stream:
+    """``None``, an integer handle, or any object with ``__cuda_stream__`` (torch's, CuPy's) as a Stream."""
+    driver.require()
+    from cuda.core import LEGACY_DEFAULT_STREAM, Stream
+
+    if isinstance(stream, Stream):
+        return stream
+    if stream is None:
+        return LEGACY_DEFAULT_STREAM
+    return Stream.from_handle(handle(stream))
+
+
+def handle(stream: Any) -> int:
+    """The driver's handle of ``stream``: 1 for the legacy default stream."""
+    if stream is None:
+        return LEGACY
+    if isinstance(stream, int):
+        return stream or LEGACY
+    return int(stream.__cuda_stream__()[1]) or LEGACY
+
+
+def order(before: Any, after: Any, device: int) -> None:
+    """Let ``after`` wait, on the device, for what is queued on ``before`` now."""
+    first, second = handle(before), handle(after)
+    if first == second:
+        return
+    with driver.on_device(device):
+        event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        try:
+            call(cu.cuEventRecord, event, first)
+            call(cu.cuStreamWaitEvent, second, event, 0)
+        finally:
+            call(cu.cuEventDestroy, event)
+
+
+def synchronize(stream: Any, device: int) -> None:
+    """Wait on the host until everything queued on ``stream`` has run."""
+    with driver.on_device(device):
+        call(cu.cuStreamSynchronize, handle(stream))

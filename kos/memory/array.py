@@ -1,0 +1,287 @@
+"""Array: a C-contiguous tensor in the memory of one GPU.
+
+It holds bytes and knows what they are; arithmetic is the business of kernels.  NumPy goes in and out by
+copies, every other array library shares the memory: DLPack both ways, ``__cuda_array_interface__``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from kos.cuda import driver, streams
+from kos.cuda.driver import call, cu
+from kos.dtypes import DTYPES, DType, dtype_of
+from kos.errors import InvalidArgument
+from kos.memory.dlpack import CUDA, export_capsule, import_capsule
+from kos.memory.pool import pool_of
+
+Shape = int | tuple[int, ...]
+
+
+def as_dtype(dtype: Any) -> DType:
+    """A DType, its name ("bfloat16"), or a NumPy dtype as the table's entry."""
+    if isinstance(dtype, DType):
+        return dtype
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return DTYPES[dtype]
+    return dtype_of(np.dtype(dtype))
+
+
+class Array:
+    """Shape, dtype and address of device memory, and what keeps it alive.
+
+    ``stream`` is the stream in whose order the memory may be used (None: the legacy default stream); other
+    libraries are made to wait for it.  Copies are asynchronous and the caller orders them against work on
+    other streams; the driver waits for those with pageable host memory, not for those with ``pinned_empty``.
+    """
+
+    __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream")
+
+    def __init__(
+        self,
+        pointer: int,
+        shape: tuple[int, ...],
+        dtype: Any,
+        device: int,
+        *,
+        owner: Any = None,
+        stream: Any = None,
+        readonly: bool = False,
+    ) -> None:
+        """Describe memory that exists; ``owner`` is kept alive as long as the array and its views."""
+        self.pointer = pointer
+        self.shape = shape
+        self.dtype = as_dtype(dtype)
+        self.device = device
+        self.owner = owner
+        self.stream = stream
+        self.readonly = readonly
+
+    @classmethod
+    def empty(
+        cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None
+    ) -> Array:
+        """Uninitialised memory from the device's pool; ``label`` names its holder in errors."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(size < 0 for size in shape):
+            raise InvalidArgument(f"Array.empty: expected sizes of 0 or more, got shape {shape}")
+        dtype = as_dtype(dtype)
+        memory = pool_of(device).allocate(math.prod(shape) * dtype.itemsize, stream, label=label)
+        return cls(memory.pointer, shape, dtype, device, owner=memory, stream=stream)
+
+    @classmethod
+    def zeros(
+        cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None
+    ) -> Array:
+        array = cls.empty(shape, dtype, device, stream=stream, label=label)
+        array.fill_bytes(0, stream)
+        return array
+
+    @classmethod
+    def from_numpy(
+        cls, source: np.ndarray[Any, Any], device: int, *, stream: Any = None, label: str | None = None
+    ) -> Array:
+        """A copy of ``source`` on ``device``."""
+        source = np.ascontiguousarray(source).reshape(source.shape)
+        array = cls.empty(source.shape, source.dtype, device, stream=stream, label=label)
+        return array.copy_from(source, stream)
+
+    @classmethod
+    def from_dlpack(cls, source: Any, *, stream: Any = None) -> Array:
+        """The memory of ``source``, shared: an object with ``__dlpack__`` or ``__cuda_array_interface__``.
+
+        ``stream`` is made to wait for the work that the other library has queued on that memory.  Raises
+        InvalidArgument for memory of the host, strides that are not C-contiguous and unknown dtypes.
+        """
+        driver.require()
+        if isinstance(source, Array):
+            return source
+        if not hasattr(source, "__dlpack__"):
+            return cls._from_cuda_array_interface(source, stream)
+        kind, device = source.__dlpack_device__()
+        if kind != CUDA:
+            raise InvalidArgument(f"from_dlpack: expected a CUDA device, got DLPack device {kind}:{device}")
+        handle = streams.handle(stream)
+        try:
+            capsule = source.__dlpack__(stream=handle, max_version=(1, 1))
+        except TypeError:  # a library older than DLPack 1.0
+            capsule = source.__dlpack__(stream=handle)
+        except BufferError as error:
+            raise InvalidArgument(f"from_dlpack: refused by {type(source).__name__}: {error}") from error
+        tensor = import_capsule(capsule)
+        return cls(
+            tensor.pointer, tensor.shape, tensor.dtype, tensor.device,
+            owner=tensor, stream=stream, readonly=tensor.readonly,
+        )  # fmt: skip
+
+    @classmethod
+    def _from_cuda_array_interface(cls, source: Any, stream: Any) -> Array:
+        try:
+            interface = source.__cuda_array_interface__
+        except AttributeError:
+            kind = type(source).__name__
+            raise InvalidArgument(f"from_dlpack: expected an array on a GPU, got {kind}") from None
+        shape, dtype = tuple(interface["shape"]), dtype_of(np.dtype(interface["typestr"]))
+        pointer, readonly = interface["data"]
+        strides = interface.get("strides")
+        if strides is not None and tuple(strides) != _strides(shape, dtype.itemsize):
+            raise InvalidArgument(f"from_dlpack: expected C-contiguous, got shape {shape}, strides {strides}")
+        kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        device = int(call(cu.cuPointerGetAttribute, kind, pointer)) if pointer else 0
+        if interface.get("stream") is not None:
+            streams.order(interface["stream"], stream, device)
+        return cls(pointer, shape, dtype, device, owner=source, stream=stream, readonly=readonly)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    def reshape(self, *shape: Any) -> Array:
+        """A view of another shape with as many elements; one size may be -1."""
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if sizes.count(-1) == 1:
+            rest = -math.prod(sizes)
+            sizes = tuple(self.size // rest if size == -1 and rest else size for size in sizes)
+        if any(size < 0 for size in sizes) or math.prod(sizes) != self.size:
+            raise InvalidArgument(f"reshape: expected {self.size} elements, got shape {shape}")
+        return self._view(self.pointer, sizes, self.dtype)
+
+    def view(self, dtype: Any) -> Array:
+        """The same bytes as elements of another dtype of the same size."""
+        dtype = as_dtype(dtype)
+        if dtype.itemsize != self.dtype.itemsize:
+            raise InvalidArgument(f"view: expected a dtype of {self.dtype.itemsize} bytes, got {dtype}")
+        return self._view(self.pointer, self.shape, dtype)
+
+    def __getitem__(self, index: int | slice) -> Array:
+        """A contiguous view along the first axis: one row, or a slice of rows with step 1."""
+        if not self.shape:
+            raise InvalidArgument("index: expected at least one axis, got an array without any")
+        rows = self.shape[0]
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        if isinstance(index, slice):
+            start, stop, step = index.indices(rows)
+            if step != 1:
+                raise InvalidArgument(f"slice: expected step 1 (a contiguous view), got {step}")
+            count = max(stop - start, 0)
+            return self._view(self.pointer + start * row_bytes, (count, *self.shape[1:]), self.dtype)
+        if not -rows <= index < rows:
+            raise IndexError(f"index: expected {-rows}..{rows - 1}, got {index}")
+        return self._view(self.pointer + index % rows * row_bytes, self.shape[1:], self.dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def _view(self, pointer: int, shape: tuple[int, ...], dtype: DType) -> Array:
+        return Array(
+            pointer, shape, dtype, self.device, owner=self.owner, stream=self.stream, readonly=self.readonly
+        )
+
+    def copy_from(self, source: Any, stream: Any = None) -> Array:
+        """Queue a copy into this of ``source``: an Array on any device, or an ndarray; returns this."""
+        if self.readonly:
+            raise InvalidArgument("copy_from: expected a writable array, got a read-only one")
+        pointer = self._other(source, "copy_from")
+        self._copy(self.pointer, pointer, stream)
+        return self
+
+    def copy_to(self, target: np.ndarray[Any, Any], stream: Any = None) -> None:
+        """Queue a copy of this into ``target``; with pinned memory synchronise before reading it."""
+        pointer = self._other(target, "copy_to")
+        if not target.flags.writeable:
+            raise InvalidArgument("copy_to: expected a writable ndarray, got a read-only one")
+        self._copy(pointer, self.pointer, stream)
+
+    def _other(self, other: Any, what: str) -> int:
+        """The address of ``other`` if it matches this array."""
+        if isinstance(other, Array):
+            dtype, pointer = other.dtype, other.pointer
+        elif isinstance(other, np.ndarray) and other.flags.c_contiguous:
+            dtype, pointer = dtype_of(other.dtype), other.ctypes.data
+        else:
+            strides = f" with strides {other.strides}" if isinstance(other, np.ndarray) else ""
+            raise InvalidArgument(
+                f"{what}: expected an Array or a C-contiguous ndarray, got {type(other).__name__}{strides}"
+            )
+        if (dtype, other.shape) != (self.dtype, self.shape):
+            raise InvalidArgument(f"{what}: expected {self.dtype}{self.shape}, got {dtype}{other.shape}")
+        return pointer
+
+    def _copy(self, target: int, source: int, stream: Any) -> None:
+        if self.nbytes:
+            with driver.on_device(self.device):
+                call(cu.cuMemcpyAsync, target, source, self.nbytes, streams.handle(stream))
+
+    def fill_bytes(self, value: int, stream: Any = None) -> None:
+        """Queue the writing of ``value`` (0..255) to every byte: 0 clears, 255 makes NaNs of floats."""
+        if self.nbytes:
+            with driver.on_device(self.device):
+                call(cu.cuMemsetD8Async, self.pointer, value, self.nbytes, streams.handle(stream))
+
+    def numpy(self, stream: Any = None) -> np.ndarray[Any, Any]:
+        """A copy on the host; waits for it, and for the work queued before it on ``stream``."""
+        result = np.empty(self.shape, self.dtype.numpy)
+        self.copy_to(result, stream)
+        streams.synchronize(stream, self.device)
+        return result
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CUDA, self.device
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule that shares this memory; the consumer's ``stream`` waits for ours (-1: it does not)."""
+        if dl_device not in (None, self.__dlpack_device__()) or copy:
+            raise BufferError(f"Array can only share its memory on cuda:{self.device}")
+        if stream != -1:
+            streams.order(self.stream, stream, self.device)
+        versioned = max_version is not None and max_version[0] >= 1
+        return export_capsule(
+            self.pointer,
+            self.shape,
+            self.dtype,
+            self.device,
+            self,
+            readonly=self.readonly,
+            versioned=versioned,
+        )
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3. Absent for bfloat16 and float8, which it cannot name: DLPack can."""
+        if self.dtype.numpy.kind == "V" or self.dtype.numpy.char not in np.typecodes["All"]:
+            raise AttributeError(f"__cuda_array_interface__ has no name for {self.dtype}; use DLPack")
+        return {
+            "shape": self.shape,
+            "typestr": self.dtype.numpy.str,
+            "data": (self.pointer, self.readonly),
+            "strides": None,
+            "stream": streams.handle(self.stream),
+            "version": 3,
+        }
+
+    def __repr__(self) -> str:
+        return f"Array({self.dtype}{list(self.shape)}, cuda:{self.device}, 0x{self.pointer:x})"
+
+
+def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Bytes between neighbours along each axis of a C-contiguous array."""
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

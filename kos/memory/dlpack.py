@@ -1,0 +1,175 @@
+"""DLPack capsules, written and read by hand: no array library needed, and every dtype of kos included.
+
+Layout and protocol: dlpack.h 1.1 and the Python specification of DLPack (data-apis array API).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from kos.dtypes import DTYPES, DType
+from kos.errors import InvalidArgument
+
+CUDA = 2
+_MANAGED = 13
+_VERSION = (1, 1)
+_READ_ONLY = 1
+_USED = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}  # kept
+_CODES = {"int": 0, "uint": 1, "float": 2, "complex": 5, "bool": 6}
+_SPECIAL = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
+_TYPES = {(_SPECIAL.get(x.name, _CODES[x.kind]), 8 * x.itemsize): x for x in DTYPES.values()}
+_CODE_OF = {dtype.name: code for (code, _), dtype in _TYPES.items()}
+
+
+_Sizes = ctypes.POINTER(ctypes.c_int64)
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", _Sizes),
+        ("strides", _Sizes),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Managed(ctypes.Structure):  # DLManagedTensor, the capsule "dltensor"
+    _fields_ = [("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter)]
+
+
+class _Versioned(ctypes.Structure):  # DLManagedTensorVersioned, the capsule "dltensor_versioned"
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("context", ctypes.c_void_p),
+        ("deleter", _Deleter),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    ]
+
+
+_api = ctypes.pythonapi
+_new = _api.PyCapsule_New
+_new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_is_valid = _api.PyCapsule_IsValid
+_is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+_pointer = _api.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+_rename = _api.PyCapsule_SetName
+_rename.restype, _rename.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+
+# What exported capsules point to: address -> (structure, its shape and strides, what owns the memory).
+_exported: dict[int, tuple[Any, ...]] = {}
+
+
+@_Deleter
+def _release(address: int) -> None:
+    _exported.pop(address, None)
+
+
+# A destructor gets the capsule while it dies: as an address, because a reference would revive it.
+_raw = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+_valid_raw, _pointer_raw = _raw(("PyCapsule_IsValid", _api)), _raw(("PyCapsule_GetPointer", _api))
+
+
+@ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
+def _drop_unused(capsule: int) -> None:
+    for name in (b"dltensor", b"dltensor_versioned"):
+        if _valid_raw(capsule, name):
+            _exported.pop(_pointer_raw(capsule, name), None)
+
+
+def export_capsule(
+    pointer: int,
+    shape: tuple[int, ...],
+    dtype: DType,
+    device: int,
+    owner: Any,
+    *,
+    readonly: bool,
+    versioned: bool,
+) -> Any:
+    """A capsule of C-contiguous device memory that keeps ``owner`` alive until its consumer is done."""
+    if readonly and not versioned:
+        raise BufferError("read-only memory needs a consumer of DLPack 1.0 or newer")
+    ndim = len(shape)
+    sizes = (ctypes.c_int64 * ndim)(*shape)
+    strides = (ctypes.c_int64 * ndim)()
+    step = 1
+    for axis in reversed(range(ndim)):
+        strides[axis] = step
+        step *= shape[axis]
+    tensor = _Tensor(
+        pointer, CUDA, device, ndim, _CODE_OF[dtype.name], 8 * dtype.itemsize, 1,
+        ctypes.cast(sizes, _Sizes), ctypes.cast(strides, _Sizes), 0,
+    )  # fmt: skip
+    managed: Any = (
+        _Versioned(*_VERSION, None, _release, _READ_ONLY * readonly, tensor)
+        if versioned
+        else _Managed(tensor, None, _release)
+    )
+    address = ctypes.addressof(managed)
+    _exported[address] = managed, sizes, strides, owner
+    name = b"dltensor_versioned" if versioned else b"dltensor"
+    return _new(address, name, ctypes.cast(_drop_unused, ctypes.c_void_p))
+
+
+@dataclass
+class ImportedTensor:
+    """Memory that another library shares; it is given back when this object goes."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: DType
+    device: int
+    readonly: bool
+    _managed: Any
+
+    def __del__(self) -> None:
+        if self._managed.deleter:
+            self._managed.deleter(ctypes.addressof(self._managed))
+
+
+def import_capsule(capsule: Any) -> ImportedTensor:
+    """Take over a DLPack capsule of contiguous CUDA memory.
+
+    Raises InvalidArgument for memory elsewhere, for strides that are not C-contiguous and for dtypes that
+    kos does not move; the capsule then stays with its producer.
+    """
+    versioned = bool(_is_valid(capsule, b"dltensor_versioned"))
+    name, structure = (b"dltensor_versioned", _Versioned) if versioned else (b"dltensor", _Managed)
+    if not _is_valid(capsule, name):
+        raise InvalidArgument(f"DLPack: expected an unused capsule, got {capsule!r}")
+    managed: Any = structure.from_address(_pointer(capsule, name))
+    if versioned and managed.major != _VERSION[0]:
+        raise InvalidArgument(f"DLPack: expected version {_VERSION[0]}, got {managed.major}")
+    tensor = managed.tensor
+    if tensor.device_type not in (CUDA, _MANAGED):
+        raise InvalidArgument(f"DLPack: expected a CUDA device, got device type {tensor.device_type}")
+    dtype = _TYPES.get((tensor.code, tensor.bits))
+    if dtype is None or tensor.lanes != 1:
+        got = f"code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes"
+        raise InvalidArgument(f"DLPack: expected one of {', '.join(DTYPES)}; got {got}")
+    shape = tuple(tensor.shape[: tensor.ndim])
+    if tensor.strides and 0 not in shape:
+        step = 1
+        for size, stride in zip(reversed(shape), reversed(tensor.strides[: tensor.ndim]), strict=True):
+            if size > 1 and stride != step:
+                strides = tuple(tensor.strides[: tensor.ndim])
+                raise InvalidArgument(f"DLPack: expected C-contiguous, got shape {shape}, strides {strides}")
+            step *= size
+    readonly = versioned and bool(managed.flags & _READ_ONLY)
+    _rename(capsule, _USED[name])
+    pointer = (tensor.data or 0) + tensor.byte_offset
+    return ImportedTensor(pointer, shape, dtype, tensor.device, readonly, managed)

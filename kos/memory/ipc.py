@@ -1,0 +1,229 @@
+"""Legacy CUDA IPC: memory of one process mapped into another process of the same machine.
+
+Only plain device memory (``cuMemAlloc``: DeviceMemory here) can be exported.  A handle is a small record
+that any rendezvous can carry; what it says of its origin is what lets a failure name its cause.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import socket
+import struct
+import sys
+import threading
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from kos.cuda import driver
+from kos.cuda.devices import device_info, visible_devices
+from kos.cuda.driver import call, cu
+from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
+
+_HANDLE_BYTES = 64
+_RECORD = struct.Struct(f"<{_HANDLE_BYTES}s16sQQQ")
+
+
+class DeviceMemory:
+    """Plain device memory, zero-initialised: the kind that other processes can map."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        if nbytes <= 0:
+            raise InvalidArgument(f"device memory: expected a size above 0 bytes, got {nbytes}")
+        self.nbytes = nbytes
+        self.device = device
+        self.pointer = 0
+        with driver.on_device(device):
+            status, pointer = cu.cuMemAlloc(nbytes)
+            if status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                free, total = call(cu.cuMemGetInfo)
+                name = device_info(device).name
+                raise OutOfMemory(
+                    f"out of memory on cuda:{device} ({name}): asked for {nbytes:,} bytes to share with "
+                    f"other ranks, {free:,} of {total:,} free"
+                )
+            if status:
+                raise driver.error_of("cuMemAlloc", status)
+            self.pointer = int(pointer)
+            call(cu.cuMemsetD8, self.pointer, 0, nbytes)
+            call(cu.cuCtxSynchronize)
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if pointer and not sys.is_finalizing():
+            with driver.on_device(self.device):
+                call(cu.cuMemFree, pointer)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a process runs, as far as sharing memory with it depends on it."""
+
+    boot: str  # of this kernel: tells machines apart, whatever they call themselves
+    host: str
+    pid_namespace: str
+    ipc_namespace: str
+    pid: int
+
+    @staticmethod
+    def here() -> Origin:
+        return _origin(os.getpid())
+
+    def to_bytes(self) -> bytes:
+        return "\0".join(map(str, astuple(self))).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Origin:
+        boot, host, pid_namespace, ipc_namespace, pid = data.decode().split("\0")
+        return Origin(boot, host, pid_namespace, ipc_namespace, int(pid))
+
+    def obstacle(self) -> str | None:
+        """Why a process here may be unable to map memory from there, or None if nothing speaks against it."""
+        own = Origin.here()
+        if self.boot != own.boot:
+            return f"it is on another machine ({self.host}; this is {own.host})"
+        if self.pid_namespace != own.pid_namespace:
+            return "it is in another pid namespace (containers: share one, as with --pid=host)"
+        if self.ipc_namespace != own.ipc_namespace:
+            return "it is in another ipc namespace (containers: share one, as with --ipc=host)"
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def _origin(pid: int) -> Origin:
+    host = socket.gethostname()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = host
+    try:
+        namespaces = os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/ipc")
+    except OSError:
+        namespaces = "", ""
+    return Origin(boot, host, *namespaces, pid)
+
+
+@dataclass(frozen=True)
+class IpcHandle:
+    """Names memory of one process to the others of its machine; ``to_bytes`` to send it."""
+
+    handle: bytes  # cudaIpcMemHandle_t of the allocation
+    uuid: bytes  # of the GPU
+    offset: int  # bytes from the start of the allocation
+    nbytes: int
+    pointer: int  # in the exporting process
+    origin: Origin
+
+    def to_bytes(self) -> bytes:
+        record = _RECORD.pack(self.handle, self.uuid, self.offset, self.nbytes, self.pointer)
+        return record + self.origin.to_bytes()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> IpcHandle:
+        handle, uuid, offset, nbytes, pointer = _RECORD.unpack_from(data)
+        origin = Origin.from_bytes(data[_RECORD.size :])
+        return IpcHandle(handle, uuid, offset, nbytes, pointer, origin)
+
+
+def export(pointer: int, nbytes: int, device: int) -> IpcHandle:
+    """The handle of device memory. Raises PeerMemoryError for memory that cannot be exported."""
+    with driver.on_device(device):
+        kind = cu.CUpointer_attribute
+        try:
+            base, size = call(cu.cuMemGetAddressRange, pointer)
+        except CudaError as error:
+            raise PeerMemoryError(
+                f"IPC: expected memory of cuda:{device}, got 0x{pointer:x}: {error}"
+            ) from error
+        if not call(cu.cuPointerGetAttribute, kind.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer):
+            pooled = int(
+                call(cu.cuPointerGetAttribute, kind.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer) or 0
+            )
+            source = (
+                "a stream-ordered pool" if pooled else "virtual memory management or a managed allocation"
+            )
+            raise PeerMemoryError(
+                f"IPC: expected memory of cuMemAlloc (SymmetricMemory, DeviceMemory), "
+                f"got 0x{pointer:x} from {source}"
+            )
+        offset = pointer - int(base)
+        if offset + nbytes > size:
+            raise PeerMemoryError(
+                f"IPC: expected at most {size - offset} bytes from 0x{pointer:x}, got {nbytes}"
+            )
+        handle = call(cu.cuIpcGetMemHandle, base)
+    return IpcHandle(
+        ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), bytes.fromhex(device_info(device).uuid),
+        offset, nbytes, pointer, Origin.here(),
+    )  # fmt: skip
+
+
+_lock = threading.Lock()
+_mapped: dict[tuple[bytes, int], tuple[int, int]] = {}  # (handle, device) -> (base address, users)
+
+
+class Mapping:
+    """Memory of another process, seen from ``device`` at ``pointer``; unmapped when closed or dropped."""
+
+    def __init__(self, handle: IpcHandle, device: int) -> None:
+        self._key = handle.handle, device
+        self._open = False
+        if handle.origin == Origin.here():
+            raise PeerMemoryError("IPC: a process cannot open its own handle: use the pointer itself")
+        with _lock:
+            base, users = _mapped.get(self._key, (0, 0))
+            if not users:
+                base = _open(handle, device)
+            _mapped[self._key] = base, users + 1
+        self._open = True
+        self.pointer = base + handle.offset
+        self.nbytes = handle.nbytes
+
+    def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        with _lock:
+            base, users = _mapped.pop(self._key)
+            if users > 1:
+                _mapped[self._key] = base, users - 1
+                return
+        if not sys.is_finalizing():
+            with driver.on_device(self._key[1]):
+                call(cu.cuIpcCloseMemHandle, base)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _open(handle: IpcHandle, device: int) -> int:
+    if handle.origin.boot != Origin.here().boot:
+        raise PeerMemoryError(
+            f"IPC: cannot map memory of process {handle.origin.pid}: {handle.origin.obstacle()}"
+        )
+    raw = cu.CUipcMemHandle()
+    ctypes.memmove(raw.getPtr(), handle.handle, _HANDLE_BYTES)
+    with driver.on_device(device):
+        flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        status, pointer = cu.cuIpcOpenMemHandle(raw, flags)
+    if status:
+        raise PeerMemoryError(
+            f"IPC: cuda:{device} cannot map memory of process {handle.origin.pid}: "
+            f"{handle.origin.obstacle() or _device_obstacle(handle.uuid, device)} "
+            f"({driver.error_of('cuIpcOpenMemHandle', status)})"
+        )
+    return int(pointer)
+
+
+def _device_obstacle(uuid: bytes, device: int) -> str:
+    owners = [info.index for info in visible_devices() if info.uuid == uuid.hex()]
+    if not owners:
+        return "its GPU is not visible here (CUDA_VISIBLE_DEVICES), or it has freed the memory"
+    kind = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED
+    if owners[0] != device and not call(cu.cuDeviceGetP2PAttribute, kind, device, owners[0]):
+        return f"cuda:{device} has no peer access to cuda:{owners[0]}"
+    return "it has ended or freed the memory, or the platform does not allow IPC"

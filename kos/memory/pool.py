@@ -1,0 +1,205 @@
+"""MemoryPool: stream-ordered device memory with statistics, holders and a leak check.
+
+Allocating and freeing are queued on a stream like any other work (cuMemAllocFromPoolAsync) and cost
+microseconds; freed memory stays with the pool.  Memory for CUDA IPC cannot come from here: see symmetric.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kos.cuda import driver, streams
+from kos.cuda.devices import device_info
+from kos.cuda.driver import call, cu
+from kos.errors import InvalidArgument, KosError, OutOfMemory
+
+
+@dataclass(frozen=True)
+class PoolStatistics:
+    """Bytes unless said otherwise."""
+
+    current: int  # allocated and not freed
+    peak: int  # the largest ``current`` so far
+    reserved: int  # taken from the device, including what is free in the pool
+    live: int  # allocations not freed
+    allocations: int  # allocations ever made
+
+
+class Allocation:
+    """A piece of device memory, freed on its stream when closed or no longer referenced."""
+
+    __slots__ = ("__weakref__", "_pool", "_serial", "nbytes", "pointer", "stream")
+
+    def __init__(self, pool: MemoryPool, serial: int, pointer: int, nbytes: int, stream: Any) -> None:
+        self._pool: MemoryPool | None = pool
+        self._serial = serial
+        self.pointer = pointer
+        self.nbytes = nbytes
+        self.stream = stream  # kept alive: the memory is freed in its order
+
+    @property
+    def label(self) -> str:
+        """Who holds the memory."""
+        return self._pool.label(self._serial) if self._pool else "freed"
+
+    def close(self) -> None:
+        """Free the memory in the order of its stream; a second call does nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool._free(self._serial, self.pointer, self.stream)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class MemoryPool:
+    """The stream-ordered memory of one device. Safe to use from any thread."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self._context = driver.on_device(device)
+        properties = cu.CUmemPoolProps()
+        properties.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = device
+        self._pool = call(cu.cuMemPoolCreate, properties)
+        kind = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+        call(cu.cuMemPoolSetAttribute, self._pool, kind, cu.cuuint64_t(2**64 - 1))
+        self._lock = threading.RLock()  # the collector may free while this thread allocates
+        self._serials = itertools.count()
+        self._live: dict[int, tuple[int, str]] = {}
+        self._current = self._peak = self._made = 0
+
+    def allocate(self, nbytes: int, stream: Any = None, *, label: str | None = None) -> Allocation:
+        """``nbytes`` of device memory, usable in the order of ``stream``.
+
+        ``label`` names the holder in errors and statistics (default: the caller's file and line).
+        Raises OutOfMemory with what was asked, what is free and the largest holders.
+        """
+        if nbytes < 0:
+            raise InvalidArgument(f"allocate: expected a size of 0 or more bytes, got {nbytes}")
+        label = label or _call_site()
+        pointer = 0
+        with self._context:
+            if nbytes:
+                status, pointer = cu.cuMemAllocFromPoolAsync(nbytes, self._pool, streams.handle(stream))
+                if status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+                    raise OutOfMemory(self._exhausted(nbytes, label))
+                if status:
+                    raise driver.error_of("cuMemAllocFromPoolAsync", status)
+        with self._lock:
+            serial = next(self._serials)
+            self._live[serial] = nbytes, label
+            self._current += nbytes
+            self._peak = max(self._peak, self._current)
+            self._made += 1
+        return Allocation(self, serial, int(pointer), nbytes, stream)
+
+    def _free(self, serial: int, pointer: int, stream: Any) -> None:
+        with self._lock:
+            self._current -= self._live.pop(serial)[0]
+        if pointer and not sys.is_finalizing():
+            with self._context:
+                call(cu.cuMemFreeAsync, pointer, streams.handle(stream))
+
+    def label(self, serial: int) -> str:
+        return self._live[serial][1]
+
+    def statistics(self) -> PoolStatistics:
+        kind = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+        reserved = int(call(cu.cuMemPoolGetAttribute, self._pool, kind))
+        with self._lock:
+            return PoolStatistics(self._current, self._peak, reserved, len(self._live), self._made)
+
+    def holders(self) -> list[tuple[str, int]]:
+        """(label, bytes) of everything that is allocated, the largest first."""
+        held: Counter[str] = Counter()
+        with self._lock:
+            for nbytes, label in self._live.values():
+                held[label] += nbytes
+        return held.most_common()
+
+    def trim(self) -> None:
+        """Give the memory that is free in the pool back to the device."""
+        driver.synchronize(self.device)
+        call(cu.cuMemPoolTrimTo, self._pool, 0)
+
+    @contextmanager
+    def leak_check(self) -> Iterator[None]:
+        """Raise KosError if anything allocated in the ``with`` block is still held after it."""
+        with self._lock:
+            before = set(self._live)
+        yield
+        with self._lock:
+            left = [entry for serial, entry in self._live.items() if serial not in before]
+        if left:
+            names = ", ".join(f"{_size(nbytes)} by {label}" for nbytes, label in left[:5])
+            raise KosError(
+                f"expected no memory of cuda:{self.device} left, got {len(left)} allocations: {names}"
+            )
+
+    def _exhausted(self, nbytes: int, label: str) -> str:
+        free, total = call(cu.cuMemGetInfo)
+        own = self.statistics()
+        largest = ", ".join(f"{_size(size)} by {name}" for name, size in self.holders()[:5]) or "none"
+        return (
+            f"out of memory on cuda:{self.device} ({device_info(self.device).name}): "
+            f"asked for {_size(nbytes)} by {label}, {_size(free)} of {_size(total)} free; this pool holds {_size(own.reserved)}, "
+            f"{_size(own.current)} of it in {own.live} allocations; the largest: {largest}"
+        )
+
+
+@functools.cache
+def pool_of(device: int) -> MemoryPool:
+    """The pool that arrays of this device come from."""
+    device_info(device)
+    return MemoryPool(device)
+
+
+def pinned_empty(shape: int | tuple[int, ...], dtype: Any, device: int) -> np.ndarray[Any, Any]:
+    """An uninitialised ndarray in page-locked memory: copies between it and a device run asynchronously.
+
+    The memory is freed with the last view of the array.
+    """
+    dtype = np.dtype(dtype)
+    count = int(np.prod(shape))
+    nbytes = max(count, 1) * dtype.itemsize
+    with driver.on_device(device):
+        pointer = int(call(cu.cuMemHostAlloc, nbytes, cu.CU_MEMHOSTALLOC_PORTABLE))
+    storage = (ctypes.c_byte * nbytes).from_address(pointer)
+    weakref.finalize(storage, _free_pinned, pointer, device).atexit = False
+    return np.frombuffer(storage, dtype, count).reshape(shape)
+
+
+def _free_pinned(pointer: int, device: int) -> None:
+    with driver.on_device(device):
+        call(cu.cuMemFreeHost, pointer)
+
+
+def _call_site() -> str:
+    """File and line of the first caller outside this package."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("kos.memory"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+def _size(nbytes: int) -> str:
+    """ "1.50 GiB" """
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.2f} {units[0]}" if units[0] != "B" else f"{nbytes} B"

@@ -1,0 +1,285 @@
+"""SymmetricMemory: one slab on each rank of a machine, mapped by all of them.
+
+Every rank knows every slab by an address of its own; an allocation has the same offset in each, so
+``pointers[peer] + offset`` is the peer's copy.  Ranks are processes (CUDA IPC) or threads of one process
+(plain pointers), with a GPU each or sharing one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kos.cuda import driver
+from kos.cuda.driver import call, cu
+from kos.errors import InvalidArgument, OutOfMemory, PeerMemoryError
+from kos.memory import ipc
+from kos.memory.array import Array, as_dtype
+
+ALIGNMENT = 256
+"""Bytes; every allocation starts at a multiple of it."""
+_TOKEN_BYTES = 16
+
+
+class Exchange(Protocol):
+    """What a rendezvous offers: how the ranks swap a few bytes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def allgather(self, data: bytes, /) -> list[bytes]: ...
+
+    def barrier(self) -> None: ...
+
+
+class FreeList:
+    """First-fit allocation of offsets in ``nbytes``; equal calls give equal offsets on every rank."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._free = [(0, nbytes)]  # (offset, bytes), sorted, neighbours merged
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of ``nbytes``, or None if no gap is large enough."""
+        for index, (offset, room) in enumerate(self._free):
+            if room >= nbytes:
+                self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] if room > nbytes else []
+                return offset
+        return None
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        index = bisect.bisect(self._free, (offset, 0))
+        before = self._free[index - 1] if index else None
+        after = self._free[index] if index < len(self._free) else None
+        first, last = index, index
+        if before and sum(before) == offset:
+            first, offset, nbytes = index - 1, before[0], nbytes + before[1]
+        if after and offset + nbytes == after[0]:
+            last, nbytes = index + 1, nbytes + after[1]
+        self._free[first:last] = [(offset, nbytes)]
+
+    @property
+    def largest(self) -> int:
+        return max((room for _, room in self._free), default=0)
+
+
+@dataclass(frozen=True)
+class SymmetricAllocation:
+    """A part of every rank's slab, at the same offset in each."""
+
+    memory: SymmetricMemory
+    offset: int
+    nbytes: int
+    label: str
+
+    @property
+    def pointer(self) -> int:
+        """Address of this rank's part."""
+        return self.memory.pointer + self.offset
+
+    @property
+    def pointers(self) -> tuple[int, ...]:
+        """Address of each rank's part, as this rank sees it."""
+        return tuple(base + self.offset for base in self.memory.pointers)
+
+
+class SymmetricMemory:
+    """``nbytes`` on ``device`` of each rank, zero-initialised. Creating, allocating, freeing and closing are
+    collective: all ranks make the same calls in the same order.
+
+    ``pointers[r]`` is rank r's slab as this rank's kernels see it; ``peer_pointers`` is the same table in
+    device memory (uint64).  Creation moves real bytes between every two ranks and raises PeerMemoryError on
+    all of them if any pair fails.
+    """
+
+    def __init__(self, exchange: Exchange, nbytes: int, device: int) -> None:
+        self.exchange = exchange
+        self.device = device
+        self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._mappings: list[ipc.Mapping] = []
+        self._slab: ipc.DeviceMemory | None = None
+        self._live: dict[int, SymmetricAllocation] = {}
+        self._offsets = FreeList(self.nbytes)
+        self.pointers: tuple[int, ...] = ()
+        try:
+            self._create()
+        except BaseException:
+            self.abort()
+            raise
+
+    def _create(self) -> None:
+        rank, size = self.exchange.rank, self.exchange.size
+        handle = b""
+        with self._agreement("allocate its slab"):
+            if self.nbytes < size * _TOKEN_BYTES:
+                raise InvalidArgument(f"expected {size * _TOKEN_BYTES} bytes or more, got {self.nbytes}")
+            self._slab = ipc.DeviceMemory(self.nbytes, self.device)
+            handle = ipc.export(self._slab.pointer, self.nbytes, self.device).to_bytes()
+        handles = [ipc.IpcHandle.from_bytes(data) for data in self.exchange.allgather(handle)]
+        sizes = [other.nbytes for other in handles]
+        if len(set(sizes)) > 1:
+            raise InvalidArgument(f"SymmetricMemory: expected one size on all ranks, got {sizes} bytes")
+        with self._agreement("map the slabs of its peers"):
+            self.pointers = tuple(self._map(peer, other) for peer, other in enumerate(handles))
+        self._verify(rank, size)
+        table = np.array(self.pointers, np.uint64)
+        self.peer_pointers = Array.from_numpy(table, self.device, label="peer pointers")
+        driver.synchronize(self.device)
+
+    @property
+    def pointer(self) -> int:
+        """Address of this rank's own slab."""
+        return self.pointers[self.exchange.rank]
+
+    def _agreement(self, what: str) -> _Agreement:
+        return _Agreement(self.exchange, what)
+
+    def _map(self, peer: int, handle: ipc.IpcHandle) -> int:
+        if handle.origin == ipc.Origin.here():  # this rank itself, or another thread of its process
+            owner = _device_of(handle.pointer)
+            if owner != self.device:
+                _enable_peer_access(self.device, owner)
+            return handle.pointer
+        try:
+            self._mappings.append(ipc.Mapping(handle, self.device))
+        except PeerMemoryError as error:
+            raise PeerMemoryError(f"the slab of rank {peer}: {error}") from error
+        return self._mappings[-1].pointer
+
+    def _verify(self, rank: int, size: int) -> None:
+        """Write a random token to every peer, and read back what each wrote here and what each holds."""
+        token = os.urandom(_TOKEN_BYTES)
+        tokens = self.exchange.allgather(token)
+        slot = bytearray(size * _TOKEN_BYTES)
+        with self._agreement("move bytes to and from its peers"), driver.on_device(self.device):
+            for base in self.pointers:
+                call(cu.cuMemcpyHtoD, base + rank * _TOKEN_BYTES, token, _TOKEN_BYTES)
+            call(cu.cuCtxSynchronize)
+        self.exchange.barrier()
+        with self._agreement("move bytes to and from its peers"), driver.on_device(self.device):
+            for peer, base in enumerate(self.pointers):
+                call(cu.cuMemcpyDtoH, slot, base, len(slot))
+                for writer in range(size):
+                    got = bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES])
+                    if got != tokens[writer]:
+                        raise PeerMemoryError(
+                            f"what rank {writer} wrote to rank {peer} reads differently here"
+                        )
+        self.exchange.barrier()
+        with driver.on_device(self.device):
+            call(cu.cuMemsetD8, self.pointer, 0, len(slot))
+            call(cu.cuCtxSynchronize)
+        self.exchange.barrier()
+
+    def allocate(self, nbytes: int, *, label: str = "symmetric") -> SymmetricAllocation:
+        """``nbytes`` at one offset of every slab, aligned to 256 bytes; the content is undefined.
+
+        Raises InvalidArgument on all ranks if they ask for different sizes, OutOfMemory if the slab is full.
+        """
+        room = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
+        asked = [int(data) for data in self.exchange.allgather(str(nbytes).encode())]
+        if len(set(asked)) > 1 or nbytes < 0:
+            raise InvalidArgument(f"allocate: expected one size on all ranks, got {asked} bytes")
+        offset = self._offsets.take(room)
+        if offset is None:
+            holders = sorted(self._live.values(), key=lambda x: -x.nbytes)[:5]
+            held = ", ".join(f"{x.nbytes:,} by {x.label}" for x in holders)
+            raise OutOfMemory(
+                f"symmetric memory of {self.nbytes:,} bytes on cuda:{self.device}: "
+                f"asked for {room:,} by {label}, {self._offsets.largest:,} free in one piece; held: {held or 'nothing'}"
+            )
+        allocation = SymmetricAllocation(self, offset, nbytes, label)
+        self._live[offset] = allocation
+        return allocation
+
+    def free(self, allocation: SymmetricAllocation) -> None:
+        """Give an allocation back once all ranks' devices are done with it."""
+        driver.synchronize(self.device)
+        offsets = [int(data) for data in self.exchange.allgather(str(allocation.offset).encode())]
+        if len(set(offsets)) > 1 or self._live.get(allocation.offset) is not allocation:
+            raise InvalidArgument(f"free: expected one live allocation on all ranks, got {offsets}")
+        del self._live[allocation.offset]
+        self._offsets.give_back(allocation.offset, max(-(-allocation.nbytes // ALIGNMENT), 1) * ALIGNMENT)
+
+    def array(self, shape: int | tuple[int, ...], dtype: Any, *, label: str = "symmetric") -> Array:
+        """A symmetric Array; its ``owner`` is the SymmetricAllocation to ``free``."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        dtype = as_dtype(dtype)
+        allocation = self.allocate(math.prod(shape) * dtype.itemsize, label=label)
+        return Array(allocation.pointer, shape, dtype, self.device, owner=allocation)
+
+    def offset_of(self, pointer: int, nbytes: int) -> int | None:
+        """Offset of memory that lies in this rank's slab, or None for memory elsewhere."""
+        offset = pointer - self.pointer if self.pointers else -1
+        return offset if 0 <= offset <= self.nbytes - nbytes else None
+
+    def close(self) -> None:
+        """Unmap and free, after all ranks' devices are done."""
+        if self._slab is None:
+            return
+        driver.synchronize(self.device)
+        self.exchange.barrier()
+        self._unmap()
+        self.exchange.barrier()  # an exporter frees last
+        self.abort()
+
+    def abort(self) -> None:
+        """Unmap and free without the other ranks: for when one of them is lost."""
+        self._unmap()
+        slab, self._slab = self._slab, None
+        if slab is not None:
+            slab.close()
+
+    def _unmap(self) -> None:
+        self.pointers = ()
+        self._live.clear()
+        while self._mappings:
+            self._mappings.pop().close()
+
+    def __enter__(self) -> SymmetricMemory:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+class _Agreement:
+    """A step that succeeds on all ranks or raises on all of them, each naming the ranks that failed."""
+
+    def __init__(self, exchange: Exchange, what: str) -> None:
+        self.exchange = exchange
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and not isinstance(error, Exception):
+            return
+        results = [data.decode() for data in self.exchange.allgather(str(error or "").encode())]
+        if error is None and any(results):
+            failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(results) if text)
+            raise PeerMemoryError(f"symmetric memory: a rank could not {self.what}: {failed}")
+
+
+def _device_of(pointer: int) -> int:
+    kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    return int(call(cu.cuPointerGetAttribute, kind, pointer))
+
+
+def _enable_peer_access(device: int, peer: int) -> None:
+    with driver.on_device(device):
+        (status,) = cu.cuCtxEnablePeerAccess(driver.primary_context(peer), 0)
+    if status and status != cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+        error = driver.error_of("cuCtxEnablePeerAccess", status)
+        raise PeerMemoryError(f"cuda:{device} has no peer access to cuda:{peer}: {error}")
