@@ -3,50 +3,76 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import kos
-from kos.comm.rendezvous import launched_rank
+from kos.comm.mpi_job import launched_rank
 from kos.errors import ConfigError, KosError
 from kos.train.config import parse
 
+if TYPE_CHECKING:
+    from kos.train.loop import Trainer
+
+STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+"""What asks a run to save and stop: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
+
+SPOKESMAN_SECONDS = 10.0
+"""How long the other ranks wait for rank 0 to say an error that all have; its exit ends them."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 done (also when a signal asked to stop and the run was saved), 1 failed, 2 bad settings."""
+    """Train; the exit code. A failure does not return: it ends the process, and with it the MPI job."""
     rank = launched_rank()
     logging.basicConfig(format=f"kos: rank {rank}: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    arguments = sys.argv[1:] if argv is None else argv
-    debug = "--debug" in arguments
+    arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         config = parse(arguments)
-    except ConfigError as error:
-        return _report(error, rank, debug)
-    comm = None
-    try:
         from kos.train.loop import Trainer
 
-        comm = kos.init(config.backend, timeout=config.timeout)
-        Trainer(config, comm).run()
-        comm.close()
+        with kos.init(config.backend, timeout=config.timeout) as comm:
+            trainer = Trainer(config, comm)
+            for number in STOP_SIGNALS:
+                signal.signal(number, _stopper(trainer))
+            trainer.run()
     except KosError as error:
-        code = _report(error, rank, debug)
-        if comm is not None and not error.on_every_rank:
-            comm.abort(code)
-        return code
+        _fail(error, rank, debug="--debug" in arguments)
     return 0
 
 
-def _report(error: KosError, rank: int, debug: bool) -> int:
-    """Say an error on one line, once for all ranks where all have it; the exit code it stands for."""
+def _stopper(trainer: Trainer) -> Callable[[int, FrameType | None], None]:
+    """A signal handler that asks for a stop the first time and stands aside for a second."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        trainer.ask_stop()
+        signal.signal(number, signal.SIG_DFL)
+
+    return stop
+
+
+def _fail(error: KosError, rank: int, debug: bool) -> None:
+    """Say the error on one line, once for all ranks if all have it, and end the job: 2 bad settings, 1 the rest.
+
+    Not by ``sys.exit``: MPI_Finalize would wait for ranks that are not coming. mpirun ends the others as soon
+    as one process exits with an error.
+    """
     shared = error.on_every_rank or isinstance(error, ConfigError)
-    if rank == 0 or not shared:
+    if shared and rank != 0:
+        time.sleep(SPOKESMAN_SECONDS)
+    else:
         if debug:
             traceback.print_exception(error)
         where = "" if shared else f"rank {rank}: "
-        print(f"kos: error: {where}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, ConfigError) else 1
+        print(f"kos: error: {where}{' '.join(str(error).split())}", file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(2 if isinstance(error, ConfigError) else 1)
 
 
 if __name__ == "__main__":

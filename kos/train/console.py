@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TextIO
+
+from kos.comm import mpi_job
 
 LOSS_DIGITS = 4
 
@@ -38,22 +40,22 @@ class PlainConsole(Console):
 
 
 class RichConsole(Console):
-    """A progress bar that stays at the bottom, validation results above it."""
+    """A progress bar that stays at the bottom of ``terminal``, everything else above it."""
 
-    def __init__(self, steps: int, start: int) -> None:
+    def __init__(self, terminal: TextIO, steps: int, start: int) -> None:
         from rich.console import Console as Terminal
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        width = os.environ.get("COLUMNS")
-        terminal = Terminal(force_terminal=True, width=int(width) if width else None)
+        width = os.get_terminal_size(terminal.fileno()).columns
         columns = (
             TextColumn("training"),
-            BarColumn(),
+            BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
         )
-        self.progress = Progress(*columns, console=terminal, refresh_per_second=5)
+        console = Terminal(file=terminal, force_terminal=True, width=width)
+        self.progress = Progress(*columns, console=console, refresh_per_second=5)
         self.task = self.progress.add_task("", total=steps, completed=start)
 
     def say(self, text: str) -> None:
@@ -72,13 +74,28 @@ class RichConsole(Console):
 
 
 def make_console(rank: int, steps: int, start: int) -> Console:
-    """The console of this rank; KOS_PROGRESS=1 or 0 overrides the look at standard output."""
+    """The console of this rank."""
     if rank != 0:
         return Console()
-    wanted = os.environ.get("KOS_PROGRESS", "")
-    if wanted == "1" or (wanted != "0" and sys.stdout.isatty()):
-        return RichConsole(steps, start)
-    return PlainConsole(steps)
+    terminal = _terminal()
+    return PlainConsole(steps) if terminal is None else RichConsole(terminal, steps, start)
+
+
+def _terminal() -> TextIO | None:
+    """The terminal that the user looks at, if that is where this run's output goes.
+
+    Under mpirun a rank's standard output is a pseudo-terminal whose lines mpirun passes on, whole lines only:
+    no bar can be drawn there. The bar goes where mpirun's own output goes, if that is a terminal.
+    """
+    if not mpi_job.under_mpirun():
+        return sys.stdout if sys.stdout.isatty() else None
+    try:
+        target = os.readlink(f"/proc/{os.getppid()}/fd/1")
+        if not target.startswith(("/dev/pts/", "/dev/tty")):
+            return None
+        return open(os.open(target, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
+    except OSError:
+        return None
 
 
 def describe(row: Mapping[str, Any]) -> str:

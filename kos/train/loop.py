@@ -7,12 +7,9 @@ resumed run continues bit for bit.
 
 from __future__ import annotations
 
-import logging
 import math
-import signal
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -33,7 +30,6 @@ from kos.train.parallel.data import DataParallel, deal
 from kos.train.parameters import Parameters
 from kos.train.sample import sample_text
 
-_log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -108,12 +104,11 @@ class Trainer:
         return MetricsLog(self.out / "metrics.jsonl", self.start)
 
     def _run_description(self) -> dict[str, Any]:
-        return {**self.config.to_json(), "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
+        return {"config": self.config.to_json(), "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
 
     def run(self) -> None:
-        """Train from ``start`` to ``steps``, or until a signal asks to stop; then save, sample and say where."""
+        """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where."""
         config, comm = self.config, self.comm
-        handlers = {number: signal.signal(number, self._ask_stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._announce()
             if self.start == 0:
@@ -134,8 +129,6 @@ class Trainer:
             self.console.close()
             if self.metrics is not None:
                 self.metrics.close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One optimizer step; its row of metrics, and whether any rank was asked to stop."""
@@ -228,7 +221,7 @@ class Trainer:
             return
         say, out = self.console.say, self.out
         if stopped:
-            say(f"stopped by a signal after step {step}; go on with: --out {out} --resume auto")
+            say(f"stopped on request after step {step}; go on with: --out {out} --resume auto")
         elif self.config.sample_tokens:
             text = sample_text(
                 self.model,
@@ -247,6 +240,6 @@ class Trainer:
             say(f'more text:  python -m kos.train.sample {out} --prompt "def "')
             say(f"more steps: add --out {out} --resume auto --steps {2 * self.config.steps}")
 
-    def _ask_stop(self, number: int, frame: FrameType | None) -> None:
+    def ask_stop(self) -> None:
+        """Save and end after the step that is under way, on all ranks; safe to call in a signal handler."""
         self._stop_asked = True
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once

@@ -1,0 +1,179 @@
+"""Checkpoints come back whole, or are refused; nothing in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos.errors import CheckpointError
+from kos.train import checkpoint
+from kos.train.model import LlamaConfig
+from kos.train.optimizer import AdamW
+from kos.train.parameters import Parameters
+
+MODEL = LlamaConfig(
+    vocab_size=31,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=32,
+    tie_word_embeddings=True,
+)
+
+
+def _state(seed: int) -> tuple[Parameters, AdamW]:
+    rng = np.random.default_rng(seed)
+    weights = Parameters(MODEL.parameter_shapes(), groups=MODEL.fused_groups())
+    optimizer = AdamW(weights)
+    for state in (weights, optimizer.exp_avg, optimizer.exp_avg_sq):
+        state.flat[:] = rng.standard_normal(state.flat.size)
+    return weights, optimizer
+
+
+def _save(folder: Path, step: int, seed: int = 0, keep: int = 0) -> Path:
+    weights, optimizer = _state(seed)
+    return checkpoint.save(
+        folder,
+        step=step,
+        weights=weights,
+        optimizer=optimizer,
+        model=MODEL,
+        tokenizer={"name": "bytes"},
+        config={"seed": seed},
+        keep=keep,
+    )
+
+
+def test_round_trip_is_exact(tmp_path: Path) -> None:
+    _save(tmp_path, 7, seed=3)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 7 and found.config == {"seed": 3}
+    assert found.model_config() == MODEL and found.tokenizer() == {"name": "bytes"}
+    expected_weights, expected = _state(3)
+    weights, optimizer = _state(4)
+    found.load_weights(weights)
+    found.load_optimizer(optimizer)
+    assert optimizer.step_count == 7
+    assert weights.flat.tobytes() == expected_weights.flat.tobytes()
+    assert optimizer.exp_avg.flat.tobytes() == expected.exp_avg.flat.tobytes()
+    assert optimizer.exp_avg_sq.flat.tobytes() == expected.exp_avg_sq.flat.tobytes()
+
+
+def test_transformers_layout(tmp_path: Path) -> None:
+    path = _save(tmp_path, 1)
+    from safetensors.numpy import load_file
+
+    names = set(load_file(path / "model.safetensors"))
+    assert "model.layers.1.self_attn.q_proj.weight" in names and "lm_head.weight" not in names
+    settings = json.loads((path / "config.json").read_text())
+    assert settings["architectures"] == ["LlamaForCausalLM"] and settings["num_key_value_heads"] == 2
+
+
+def test_keep_deletes_the_oldest(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 9):
+        _save(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-9"]
+
+
+FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
+def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    _save(tmp_path, 1)
+    bad = _save(tmp_path, 2)
+    path = bad / name
+    content = bytearray(path.read_bytes())
+    if damage == "truncate":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        middle = len(content) // 2 if name != "manifest.json" else content.index(b'"format": 1') + 10
+        content[middle] ^= 1
+        path.write_bytes(content)
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match="expected"):
+        checkpoint.find(bad)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 1
+    replaced = _save(tmp_path, 2, seed=5)  # a run that resumed from 1 reaches 2 again
+    assert checkpoint.find(replaced).config == {"seed": 5}
+
+
+def test_find_names_what_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="expected a checkpoint or a run"):
+        checkpoint.find(tmp_path)
+    with pytest.raises(CheckpointError, match="expected a whole checkpoint"):
+        checkpoint.find(tmp_path / "step-3")
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    found = checkpoint.verify(_save(tmp_path, 1))
+    shapes = dict(MODEL.parameter_shapes())
+    name = "model.norm.weight"
+    shapes[name] = (17,)
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected shape \(17,\), got \(16,\)"):
+        found.load_weights(Parameters(shapes))
+    with pytest.raises(CheckpointError, match=r"expected shape \(17,\), got \(16,\)"):
+        found.load_optimizer(AdamW(Parameters(shapes)))
+    with pytest.raises(CheckpointError, match="got none named 'extra'"):
+        found.load_weights(Parameters({**MODEL.parameter_shapes(), "extra": (1,)}))
+
+
+def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))  # files larger than 1 KiB fail like on a full disk
+    try:
+        with pytest.raises(CheckpointError, match="step-2: expected to write a checkpoint"):
+            _save(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, previous)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+    assert checkpoint.find(tmp_path / "step-1").step == 1
+
+
+KILLED = """
+import sys; sys.path.insert(0, {tests!r})
+import os, itertools
+from pathlib import Path
+from test_checkpoint import _save
+print("ready", flush=True)
+for step in itertools.count(2):
+    _save(Path({folder!r}), step, keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_kill_at_any_moment_leaves_a_good_one(tmp_path: Path) -> None:
+    _save(tmp_path, 1)
+    script = KILLED.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(int(rng.integers(1, 6))):  # then at an unknown point of the next save
+            assert process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(timeout=30)
+        process.stdout.close()
+        assert checkpoint.latest(tmp_path) is not None
+    last = checkpoint.latest(tmp_path)
+    assert last is not None
+    _save(tmp_path, last.step + 1)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]

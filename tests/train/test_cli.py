@@ -1,0 +1,227 @@
+"""The main job as a user starts it: ``mpirun python -m kos.train``, with what goes wrong and what is pressed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos.train import checkpoint
+from kos.train.metrics import read_metrics
+
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX", "PRTE_"))},
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+SHAPE = "--hidden-size 32 --num-hidden-layers 2 --intermediate-size 48 --batch-size 8 --seq-len 32".split()
+MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+SECONDS = 60
+
+
+def _command(*flags: str | Path, ranks: int = 2) -> list[str]:
+    if ranks > 1 and MPIRUN is None:
+        pytest.skip("needs mpirun")
+    launcher = [str(MPIRUN), "-n", str(ranks)] if ranks > 1 else []
+    return [*launcher, sys.executable, "-m", "kos.train", *SHAPE, *map(str, flags)]
+
+
+def _run(*flags: str | Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(*flags, ranks=ranks), env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
+    )
+
+
+def _errors(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What kos said on stderr; mpirun's own box is none of it."""
+    return [line for line in done.stderr.splitlines() if line.startswith("kos: error:")]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run(text: Path, tmp_path: Path, ranks: int) -> None:
+    done = _run("--data", text, "--out", tmp_path, "--steps", "20", "--sample-tokens", "5", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert "step 20/20" in done.stdout and "a sample" in done.stdout and "Traceback" not in done.stderr
+    assert f"{ranks} rank" in done.stdout
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 20
+    assert checkpoint.find(tmp_path).step == 20
+
+
+def _bad_input(text: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], str]]:
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_bytes(b"")
+    binary.write_bytes(bytes(range(256)) * 10)
+    config = tmp_path / "config.toml"
+    config.write_text('stepz = 3\n')
+    (tmp_path / "file").write_text("")
+    data = ["--data", text]
+    return {
+        "preset": (["--preset", "huge"], "expected one of tiny, baby"),
+        "flag": (["--stepz", "3"], "--steps"),
+        "missing": (["--data", tmp_path / "nowhere.txt"], "nowhere.txt"),
+        "empty": (["--data", empty], "empty.txt"),
+        "binary": (["--data", binary], "binary.txt"),
+        "too long": ([*data, "--seq-len", "50000"], "50001"),
+        "heads": ([*data, "--num-attention-heads", "4", "--num-key-value-heads", "3"], "4 and 3"),
+        "batch": ([*data, "--batch-size", "7"], "expected a multiple of the 2 ranks, got 7"),
+        "out": ([*data, "--out", tmp_path / "file" / "run"], "expected a folder that can be written"),
+        "config": (["--config", config], "stepz"),
+        "resume": ([*data, "--resume", tmp_path], "expected a checkpoint or a run"),
+    }
+
+
+CASES = ("preset", "flag", "missing", "empty", "binary", "too long", "heads", "batch", "out", "config", "resume")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case: str) -> None:
+    flags, expected = _bad_input(text, tmp_path)[case]
+    began = time.monotonic()
+    done = _run("--out", tmp_path / "run", *flags)
+    assert time.monotonic() - began < 15
+    assert done.returncode != 0
+    errors = _errors(done)
+    assert len(errors) == 1, done.stderr
+    assert expected in errors[0] and ("expected" in errors[0]), errors
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    done = _run("--data", tmp_path / "nowhere", "--debug", ranks=1)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_a_damaged_checkpoint(text: Path, tmp_path: Path) -> None:
+    flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0", "--save-every", "2"]
+    assert _run(*flags, "--steps", "4", ranks=1).returncode == 0
+    weights = tmp_path / "checkpoints" / "step-4" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    done = _run(*flags, "--steps", "6", "--resume", tmp_path / "checkpoints" / "step-4")
+    assert done.returncode == 1
+    assert len(_errors(done)) == 1 and "model.safetensors: expected bytes" in _errors(done)[0]
+    done = _run(*flags, "--steps", "6", "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    assert "resuming after step 2" in done.stdout and "passing over a damaged checkpoint" in done.stderr
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+def _start(*flags: str | Path, ranks: int = 2) -> subprocess.Popen[str]:
+    """A long run, once it has made a few steps."""
+    command = _command(*flags, "--steps", "1000000", "--save-every", "5", "--eval-every", "0", ranks=ranks)
+    process = subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step") and " 7/" in line:
+            return process
+    raise AssertionError("the run ended before its seventh step")
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=SECONDS)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
+def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: signal.Signals) -> None:
+    process = _start("--data", text, "--out", tmp_path, ranks=ranks)
+    process.send_signal(number)
+    said = _end(process)
+    assert process.returncode == 0, said
+    assert "stopped on request after step" in said
+    found = checkpoint.find(tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert found.step == rows[-1]["step"] and f"after step {found.step};" in said
+
+
+def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children if b"kos.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("victim", ["rank", "mpirun"])
+def test_kill_leaves_a_checkpoint_to_resume(text: Path, tmp_path: Path, victim: str) -> None:
+    flags = ["--data", text, "--out", tmp_path, "--sample-tokens", "0"]
+    process = _start(*flags)
+    ranks = _ranks_of(process)
+    assert len(ranks) == 2
+    os.kill(ranks[1] if victim == "rank" else process.pid, signal.SIGKILL)
+    _end(process)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/fd").exists() and os.path.exists(f"/proc/{pid}/exe") for pid in ranks):
+        assert time.monotonic() < deadline, "a rank outlived its job"
+        time.sleep(0.05)
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None
+    done = _run(*flags, "--steps", str(found.step + 2), "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    steps = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert steps == list(range(1, found.step + 3))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not hasattr(os, "unshare"), reason="needs root to mount a small disk")
+def test_full_disk(text: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        done = _run("--data", text, "--out", disk, "--steps", "8", "--save-every", "1", "--keep", "9")
+        assert done.returncode == 1
+        assert len(_errors(done)) == 1 and "expected to write a checkpoint" in _errors(done)[0]
+        assert "No space left" in _errors(done)[0]
+        found = checkpoint.latest(disk / "checkpoints")
+        assert found is not None and not list((disk / "checkpoints").glob(".*"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom kos.train import loop, __main__ as main\n"
+        "step_of = loop.Trainer._step\n"
+        "def broken(self, step):\n"
+        "    if step == 3 and self.comm.rank == 1:\n        raise ZeroDivisionError('one rank only')\n"
+        "    return step_of(self, step)\n"
+        "loop.Trainer._step = broken\nsys.exit(main.main())\n"
+    )
+    command = _command("--data", text, "--out", tmp_path / "run", "--steps", "10")
+    at = command.index("-m")
+    command[at : at + 2] = [str(script)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode != 0 and "one rank only" in done.stderr
+
+
+def test_learns_the_text(text: Path, tmp_path: Path) -> None:
+    done = _run("--data", text, "--out", tmp_path, "--steps", "150", "--lr", "0.01", "--eval-every", "150")
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert rows[-1]["val_loss"] < 0.25 * np.log(256)
+    sampled = subprocess.run(
+        [sys.executable, "-m", "kos.train.sample", str(tmp_path), "--prompt", "the quick ", "--temperature", "0"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert "brown fox jumps over the lazy dog" in sampled.stdout

@@ -1,0 +1,106 @@
+"""Configurations and weights in the spellings of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos.errors import CheckpointError
+from kos.train.huggingface import from_huggingface, read_config, read_weights, to_huggingface
+from kos.train.model import LlamaConfig, RopeScaling
+from kos.train.parameters import Parameters
+
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+CONFIG = LlamaConfig(
+    vocab_size=40,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
+    rope_scaling=SCALING,
+    tie_word_embeddings=False,
+)
+V4 = ("rope_theta", "rope_scaling", "torch_dtype")
+V5 = ("rope_parameters", "dtype")
+
+
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, rope_scaling=None, tie_word_embeddings=True)])
+@pytest.mark.parametrize("dropped", [(), V4, V5])
+def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
+    settings = {key: value for key, value in to_huggingface(config).items() if key not in dropped}
+    assert from_huggingface(json.loads(json.dumps(settings))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gpt2"}, "expected model_type 'llama', got 'gpt2'"),
+        ({"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
+        ({"attention_bias": True}, "expected attention_bias false"),
+        ({"hidden_size": None}, "expected an integer hidden_size, got None"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "got 'yarn'"),
+    ],
+)
+def test_what_it_is_not(change: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        from_huggingface({**to_huggingface(CONFIG), **change})
+
+
+def test_sharded_weights(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    tensors = {n: rng.standard_normal(s).astype(np.float32) for n, s in CONFIG.parameter_shapes().items()}
+    shards: list[dict[str, np.ndarray]] = [{}, {}]
+    for i, (name, tensor) in enumerate(tensors.items()):
+        shards[i % 2][name] = tensor
+    shards[0]["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    weight_map = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        save_file(shard, tmp_path / file)
+        weight_map |= dict.fromkeys(shard, file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    weights = Parameters(CONFIG.parameter_shapes())
+    weights.flat[:] = np.nan
+    read_weights(tmp_path, weights)
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(weights[name], tensor)
+    index.write_text(json.dumps({"weight_map": {"x": "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match="expected file names"):
+        read_weights(tmp_path, weights)
+    index.unlink()
+    with pytest.raises(CheckpointError, match="expected readable safetensors"):
+        read_weights(tmp_path, weights)
+    with pytest.raises(CheckpointError, match=r"expected a Hugging Face config\.json"):
+        read_config(tmp_path)
+
+
+def test_transformers_reads_our_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
+    torch = pytest.importorskip("torch", reason="needs torch to compare with")
+    from safetensors.numpy import save_file
+
+    from kos.train.model import Llama
+    from kos.train.ops import numpy as numpy_ops
+
+    weights = Parameters(CONFIG.parameter_shapes(), groups=CONFIG.fused_groups())
+    CONFIG.init_weights(weights, seed=1)
+    save_file(dict(weights), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(to_huggingface(CONFIG)))
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 17)).astype(np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    ours = Llama(CONFIG, numpy_ops).logits(weights, tokens)
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,168 @@
+"""Whole runs: the same losses for any number of ranks, and on after an interruption as if there were none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.communicator import Communicator
+from kos.errors import CheckpointError, ConfigError, TrainingError
+from kos.testing import spawn
+from kos.train import checkpoint, loop
+from kos.train.config import TrainConfig
+from kos.train.loop import Trainer
+from kos.train.metrics import read_metrics
+
+SMALL: dict[str, Any] = {
+    "steps": 50,
+    "batch_size": 8,
+    "seq_len": 32,
+    "lr": 3e-3,
+    "warmup_steps": 5,
+    "eval_every": 25,
+    "eval_batches": 3,
+    "sample_tokens": 8,
+    "save_every": 20,
+    "model": {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Words drawn at random: enough to learn from."""
+    rng = np.random.default_rng(0)
+    words = ["ring ", "tree ", "one shot ", "two shot ", "all reduce\n", "barrier ", "rank "]
+    path = tmp_path_factory.mktemp("data") / "words.txt"
+    path.write_text("".join(rng.choice(words, 4000)))
+    return path
+
+
+def _train(text: Path, out: Path, ranks: int = 1, **changes: Any) -> list[dict[str, Any]]:
+    config = TrainConfig.from_preset("tiny", data=str(text), out=out, **{**SMALL, **changes})
+
+    def run(comm: Communicator) -> None:
+        Trainer(config, comm).run()
+
+    spawn(run, ranks, timeout=100)
+    return read_metrics(out / "metrics.jsonl")
+
+
+def _losses(rows: list[dict[str, Any]]) -> np.ndarray:
+    return np.array([row["loss"] for row in rows])
+
+
+def _weights(out: Path) -> bytes:
+    found = checkpoint.find(out)
+    return b"".join((found.path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
+
+
+def test_a_run_learns_and_leaves_what_it_promises(text: Path, tmp_path: Path, capsys: Any) -> None:
+    rows = _train(text, tmp_path)
+    assert [row["step"] for row in rows] == list(range(1, 51))
+    assert rows[0]["loss"] == pytest.approx(np.log(256), rel=0.05)
+    assert rows[-1]["val_loss"] < 0.5 * rows[0]["loss"]
+    for key in ("grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds"):
+        assert all(row[key] > 0 for row in rows), key
+    assert rows[-1]["tokens"] == 50 * 8 * 32
+    assert [row["step"] for row in rows if "val_loss" in row] == [25, 50]
+    described = json.loads((tmp_path / "config.json").read_text())
+    assert described["config"]["steps"] == 50 and described["versions"]["numpy"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-40", "step-50"]
+    said = capsys.readouterr().out
+    for expected in ("step  1/50", "a sample", "checkpoints/step-50", "metrics.jsonl", "--resume auto"):
+        assert expected in said, expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_number_of_ranks_does_not_matter(text: Path, tmp_path: Path, ranks: int) -> None:
+    one = _train(text, tmp_path / "one")
+    many = _train(text, tmp_path / "many", ranks)
+    np.testing.assert_allclose(_losses(many), _losses(one), rtol=1e-5)
+    assert many[-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=1e-5)
+
+
+def test_deterministic_is_bit_identical_for_any_number_of_ranks(text: Path, tmp_path: Path) -> None:
+    runs = {ranks: tmp_path / str(ranks) for ranks in (1, 2, 4)}
+    rows = {ranks: _train(text, out, ranks, deterministic=True, steps=20) for ranks, out in runs.items()}
+    for ranks in (2, 4):
+        assert _losses(rows[ranks]).tobytes() == _losses(rows[1]).tobytes()
+        assert rows[ranks][-1]["grad_norm"] == rows[1][-1]["grad_norm"]
+        assert rows[ranks][-1]["val_loss"] == rows[1][-1]["val_loss"]
+        assert _weights(runs[ranks]) == _weights(runs[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path, ranks: int, micro_batch_size: int | None) -> None:
+    settings = {"steps": 12, "save_every": 5, "micro_batch_size": micro_batch_size}
+    whole = _train(text, tmp_path / "whole", ranks, **settings)
+    out = tmp_path / "parts"
+    _train(text, out, ranks, **settings)
+    for path in (out / "checkpoints").glob("step-12"):  # as if killed after step 10 was saved
+        path.rename(out / "gone")
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 13, "lo')
+    parts = _train(text, out, ranks, **settings, resume="auto")
+    assert [row["step"] for row in parts] == list(range(1, 13))
+    assert _losses(parts).tobytes() == _losses(whole).tobytes()
+    assert _weights(out) == _weights(tmp_path / "whole")
+
+
+def test_resume_auto_starts_where_there_is_nothing(text: Path, tmp_path: Path) -> None:
+    assert len(_train(text, tmp_path, steps=2, resume="auto")) == 2
+
+
+def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
+    _train(text, tmp_path, steps=3, schedule="constant")
+    rows = _train(text, tmp_path, steps=6, schedule="constant", resume="auto")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    other = tmp_path / "other"
+    rows = _train(text, other, steps=8, schedule="constant", resume=str(tmp_path / "checkpoints" / "step-6"))
+    assert [row["step"] for row in rows] == [7, 8]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: int, monkeypatch: Any) -> None:
+    step_of = loop.Trainer._step
+
+    def poisoned(self: Trainer, step: int) -> Any:
+        if step == 7 and self.comm.rank == self.comm.size - 1:
+            self.weights.flat[0] = np.nan
+        return step_of(self, step)
+
+    monkeypatch.setattr(loop.Trainer, "_step", poisoned)
+    with pytest.raises(TrainingError, match="step 8: expected a finite loss, got nan"):
+        _train(text, tmp_path, ranks, save_every=5)
+    assert checkpoint.find(tmp_path).step == 5
+
+
+def test_what_is_refused(text: Path, tmp_path: Path) -> None:
+    _train(text, tmp_path / "run", steps=2)
+    with pytest.raises(ConfigError, match="expected a folder without checkpoints, or --resume auto"):
+        _train(text, tmp_path / "run", steps=2)
+    with pytest.raises(CheckpointError, match="expected the model of this run"):
+        _train(text, tmp_path / "run", 2, steps=4, resume="auto", model={**SMALL["model"], "intermediate_size": 64})
+    with pytest.raises(CheckpointError, match="expected a checkpoint or a run"):
+        _train(text, tmp_path / "new", steps=2, resume=str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="expected a folder that can be written"):
+        _train(text, tmp_path / "file" / "run", 2, steps=2)
+    with pytest.raises(ConfigError, match="expected a multiple of the 3 ranks, got 8"):
+        _train(text, tmp_path / "three", 3, steps=2)
+
+
+def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
+    trained = _train(text, tmp_path / "first", steps=30)
+    source = checkpoint.find(tmp_path / "first").path
+    rows = _train(text, tmp_path / "second", steps=2, init_from=str(source))
+    assert rows[0]["loss"] < 0.7 * trained[0]["loss"]

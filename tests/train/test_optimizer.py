@@ -1,0 +1,105 @@
+"""AdamW, the gradient norm and the schedules against PyTorch's, and against plain formulas."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from kos.train.optimizer import BLOCK, AdamW, Schedule, clip_coefficient, global_norm
+from kos.train.parameters import Parameters
+
+SHAPES = {"b.weight": (7, 2 * BLOCK // 7 + 5), "norm.weight": (33,), "a.weight": (3, 5), "other_norm.weight": (1,)}
+
+
+def _filled(rng: np.random.Generator) -> Parameters:
+    parameters = Parameters(SHAPES)
+    parameters.flat[:] = rng.standard_normal(parameters.flat.size)
+    return parameters
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adamw_is_torchs(weight_decay: float) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch to compare with")
+    rng = np.random.default_rng(1)
+    weights = _filled(rng)
+    optimizer = AdamW(weights, betas=(0.9, 0.99), eps=1e-6, weight_decay=weight_decay)
+    theirs = {name: torch.tensor(weights[name].copy(), dtype=torch.float64, requires_grad=True) for name in weights}
+    groups = [
+        {"params": [p for p in theirs.values() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in theirs.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-6)
+    for step in range(10):
+        gradients = _filled(rng)
+        for name, tensor in theirs.items():
+            tensor.grad = torch.tensor(gradients[name] * 0.5, dtype=torch.float64)
+        norm = float(torch.nn.utils.clip_grad_norm_(theirs.values(), 1.0))
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 / (step + 1)
+        reference.step()
+        assert global_norm(gradients.flat) * 0.5 == pytest.approx(norm, rel=1e-6)
+        scale = 0.5 * clip_coefficient(norm, 1.0)
+        optimizer.step(gradients, 1e-2 / (step + 1), scale)
+    for name, tensor in theirs.items():
+        np.testing.assert_allclose(weights[name], tensor.detach().numpy(), rtol=2e-5, atol=2e-6, err_msg=name)
+
+
+def test_clipping_leaves_small_gradients_alone() -> None:
+    assert clip_coefficient(0.5, 1.0) == 1.0
+    assert clip_coefficient(4.0, 1.0) == pytest.approx(0.25, rel=1e-6)
+    assert clip_coefficient(4.0, 0.0) == 1.0
+
+
+def _torch_rates(kind: str, lr: float, min_lr: float, steps: int, warmup: int, decay: int) -> list[float]:
+    torch = pytest.importorskip("torch", reason="needs torch to compare with")
+    schedulers = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+    parts = [schedulers.LinearLR(optimizer, 1 / warmup, 1.0, total_iters=warmup - 1)]
+    milestones = [warmup]
+    if kind == "cosine":
+        parts.append(schedulers.CosineAnnealingLR(optimizer, steps - warmup, eta_min=min_lr))
+    else:
+        parts.append(schedulers.ConstantLR(optimizer, 1.0, total_iters=1))
+        if kind == "wsd":
+            parts.append(schedulers.LinearLR(optimizer, 1.0, min_lr / lr, total_iters=decay))
+            milestones.append(steps - decay)
+    chain = schedulers.SequentialLR(optimizer, parts, milestones)
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        chain.step()
+    return rates
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant", "wsd"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_schedules_are_torchs(kind: str) -> None:
+    lr, min_lr, steps, warmup, decay = 3e-3, 3e-4, 60, 7, 20
+    schedule = Schedule(kind, lr, min_lr, steps, warmup, decay)
+    ours = [schedule(step) for step in range(steps)]
+    np.testing.assert_allclose(ours, _torch_rates(kind, lr, min_lr, steps, warmup, decay), rtol=1e-9)
+
+
+def test_schedule_ends() -> None:
+    for kind in ("cosine", "wsd"):
+        schedule = Schedule(kind, 1.0, 0.1, 100, 10, 30)
+        assert schedule(0) == 0.1
+        assert schedule(9) == schedule(10) == 1.0
+        assert schedule(100) == schedule(1000) == pytest.approx(0.1)
+    assert Schedule("cosine", 1.0, 0.0, 5, 0)(0) == 1.0
+
+
+def test_parameters_are_views_of_one_array() -> None:
+    shapes = {"q": (4, 3), "k": (2, 3), "n": (5,)}
+    parameters = Parameters(shapes, groups={"qk": ("q", "k")})
+    parameters.flat[:] = np.arange(parameters.flat.size)
+    assert list(parameters) == ["q", "k", "n"] and len(parameters) == 3
+    np.testing.assert_array_equal(parameters["qk"], np.arange(18).reshape(6, 3))
+    parameters["k"][...] = -1
+    assert (parameters["qk"][4:] == -1).all() and (parameters["qk"][:4] >= 0).all()
+    assert math.isclose(parameters["n"][-1], 22)
+    with pytest.raises(ValueError, match="neighbours"):
+        Parameters({"q": (4, 3), "n": (5,), "k": (2, 3)}, groups={"qk": ("q", "k")})
