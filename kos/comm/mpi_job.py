@@ -37,7 +37,7 @@ def under_mpirun() -> bool:
 
 
 def launched_rank() -> int:
-    """This process's rank by its launcher's environment (0 without one): for what is said before MPI starts."""
+    """This process's rank as its launcher's environment says it, before MPI starts; 0 without a launcher."""
     return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
 
 

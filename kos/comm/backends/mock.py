@@ -7,9 +7,9 @@ second of them starts, a collective ends only when every rank has come, and a ra
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,13 +20,18 @@ from kos.comm.work import Engine, Idle
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
+T = TypeVar("T")
+
+
+Key = tuple[int, int, int]  # source, destination, tag
 
 
 class _Room:
     """What the ranks of one group share; guarded by the lock of their world."""
 
     def __init__(self) -> None:
-        self.mailboxes: defaultdict[tuple[int, int, int], deque[Array]] = defaultdict(deque)
+        self.sent: dict[Key, deque[Array]] = {}
+        self.posted: dict[Key, deque[_Receive]] = {}
         self.calls: dict[int, dict[int, tuple[str, dict[str, Any]]]] = {}
 
 
@@ -40,7 +45,8 @@ class MockBackend(Backend):
         assert rendezvous.threads is not None
         self._group = rendezvous.threads
         self._room = self._group.shared("mock", _Room)
-        self.transport = _Mailboxes(self._group, self._room, self.rank)
+        self._mailboxes = _Mailboxes(self._group, self._room, self.rank)
+        self.transport = self._mailboxes
         self._idle = _WakeUp(self._group, self.rank)
 
     @classmethod
@@ -94,25 +100,55 @@ class MockBackend(Backend):
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if operation.collective and isinstance(error, CollectiveTimeout):
             self._group.fail(RankLost, f"rank {self.rank} gave up: {error}")
+        self._mailboxes.forget(self._tag(operation) if operation.collective else operation.recv_tag)
         return super().failed(operation, error)
 
 
 class _Mailboxes:
-    """The transport: a send is complete at once, its data copied."""
+    """The transport: a send is complete at once, its data copied; sends and receives meet in their order."""
 
     def __init__(self, group: ThreadGroup, room: _Room, rank: int) -> None:
         self._group, self._room, self._rank = group, room, rank
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        group = self._group
+        group, key = self._group, (self._rank, peer, tag)
         with group.world.lock:
             group.raise_failure()
-            self._room.mailboxes[self._rank, peer, tag].append(array.copy())
+            receive = _take(self._room.posted, key)
+            if receive is not None:
+                receive.deliver(array)
+            else:
+                self._room.sent.setdefault(key, deque()).append(array.copy())
             group.world.notify([group.members[peer]])
         return _SENT
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        return _Receive(self._group, self._room, (peer, self._rank, tag), array)
+        key = (peer, self._rank, tag)
+        receive = _Receive(self._group, key, array)
+        with self._group.world.lock:
+            message = _take(self._room.sent, key)
+            if message is not None:
+                receive.deliver(message)
+            else:
+                self._room.posted.setdefault(key, deque()).append(receive)
+        return receive
+
+    def forget(self, tag: int) -> None:
+        """Nobody waits any more for messages to this rank with that tag: their memory is given back."""
+        with self._group.world.lock:
+            for key in [key for key in self._room.posted if key[1:] == (self._rank, tag)]:
+                del self._room.posted[key]
+
+
+def _take(queues: dict[Key, deque[T]], key: Key) -> T | None:
+    """The first entry of that key's queue; an empty queue is not kept."""
+    queue = queues.get(key)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[key]
+    return first
 
 
 class _Sent:
@@ -124,37 +160,37 @@ _SENT = _Sent()
 
 
 class _Receive:
-    __slots__ = ("_array", "_done", "_group", "_key", "_room")
+    __slots__ = ("_array", "_done", "_group", "_key")
 
-    def __init__(self, group: ThreadGroup, room: _Room, key: tuple[int, int, int], array: Array) -> None:
-        self._group, self._room, self._key, self._array = group, room, key, array
+    def __init__(self, group: ThreadGroup, key: Key, array: Array) -> None:
+        self._group, self._key, self._array = group, key, array
         self._done = False
+
+    def deliver(self, message: Array) -> None:
+        """Take the message; the caller holds the lock of the world."""
+        array = self._array
+        if message.dtype != array.dtype or message.size != array.size:
+            src, dst, _ = self._key
+            self._group.fail(
+                CollectiveMismatch,
+                f"rank {dst} expected {array.size} elements of {array.dtype} from rank {src}, "
+                f"got {message.size} of {message.dtype}",
+            )
+            self._group.raise_failure()
+        np.copyto(array, message)
+        self._done = True
 
     def done(self) -> bool:
         if self._done:
             return True
-        group, key = self._group, self._key
+        group, src = self._group, self._key[0]
         with group.world.lock:
+            if self._done:
+                return True
             group.raise_failure()
-            mailbox = self._room.mailboxes.get(key)
-            if not mailbox:
-                if (why := group.departed(key[0])) is not None:
-                    raise RankLost(f"rank {key[0]} is gone: {why}")
-                return False
-            message = mailbox.popleft()
-            if not mailbox:
-                del self._room.mailboxes[key]
-            array = self._array
-            if message.dtype != array.dtype or message.size != array.size:
-                group.fail(
-                    CollectiveMismatch,
-                    f"rank {key[1]} expected {array.size} elements of {array.dtype} from rank {key[0]}, "
-                    f"got {message.size} of {message.dtype}",
-                )
-                group.raise_failure()
-        np.copyto(array, message)
-        self._done = True
-        return True
+            if (why := group.departed(src)) is not None:
+                raise RankLost(f"rank {src} is gone: {why}")
+        return False
 
 
 class _WakeUp:

@@ -1,9 +1,9 @@
 """The mpi backend: host memory by mpi4py's upper-case calls.
 
 Every call is non-blocking and polled, so that every wait can time out and all operations in flight progress
-together.  MPI reduces what it has types for; what only moves travels as bytes, so any dtype does.  Floating
-point MIN and MAX run as schedules: MPI_MAX of a NaN depends on the order of its arguments, which differs
-between ranks.
+together.  MPI reduces what it has types for; what only moves travels as bytes, so any dtype does.  Where its
+reductions would differ from other backends' or between ranks, schedules run: MPI_MAX of a NaN, for one,
+depends on the order of its arguments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Engine, Idle, Steps
-from kos.dtypes import dtype_of
+from kos.dtypes import DType, dtype_of
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
@@ -96,7 +96,7 @@ class MPIBackend(Backend):
         if o.reduction is None:
             return None
         carrier = dtype_of(o.reduction.carrier)
-        if not carrier.mpi or (o.reduction.op in (ReduceOp.MIN, ReduceOp.MAX) and carrier.is_float):
+        if not _same_everywhere(carrier, o.reduction.op):
             return None
         mpi_type, op = getattr(MPI, carrier.mpi), getattr(MPI, _MPI_OP[o.reduction.op])
         if collective == "all_reduce":
@@ -146,6 +146,16 @@ class MPIBackend(Backend):
             named.__cause__ = error
             error = named
         return super().failed(operation, error)
+
+
+def _same_everywhere(dtype: DType, op: ReduceOp) -> bool:
+    """Whether MPI's own reduction gives what every other backend gives, and the same bits on all ranks."""
+    if not dtype.mpi:
+        return False
+    if op in (ReduceOp.MIN, ReduceOp.MAX):
+        return not dtype.is_float
+    # Open MPI's vector code adds 8-bit and 16-bit integers with saturation; elsewhere they wrap.
+    return dtype.itemsize >= 4 or op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
 def _as_bytes(array: Array, MPI: Any) -> list[Any]:

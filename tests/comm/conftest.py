@@ -1,0 +1,42 @@
+"""Fixtures: groups of ranks on every backend that runs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import kos
+from tests.comm.ranks import MockRanks, MPIRanks
+
+_SEED = int(np.random.SeedSequence().generate_state(1)[0])
+
+
+@pytest.fixture(scope="session")
+def mpi_world() -> Iterator[kos.Communicator]:
+    """The communicator of the mpirun that runs this pytest."""
+    with kos.init("mpi") as world:
+        yield world
+
+
+@pytest.fixture(
+    params=[1, 2, 3, 4, pytest.param("mpi", marks=pytest.mark.mpi)],
+    ids=["mock-1", "mock-2", "mock-3", "mock-4", "mpi"],
+)
+def ranks(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
+    """``ranks.run(fn)`` runs fn(comm) on every rank."""
+    if request.param == "mpi":
+        return MPIRanks(request.getfixturevalue("mpi_world"))
+    return MockRanks(request.param)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A fresh seed, the same on all ranks; printed when the test fails."""
+    value = _SEED
+    if request.node.get_closest_marker("mpi"):
+        world = request.getfixturevalue("mpi_world")
+        value = int(world.rendezvous.allgather(str(_SEED).encode())[0])
+    print(f"seed {value}")
+    return value
