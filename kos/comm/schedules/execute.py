@@ -1,13 +1,13 @@
 """Run one rank's part of a schedule over any non-blocking point-to-point transport.
 
-The rank's steps are compiled once per (schedule, rank, size) into instructions over element ranges, with what
-each must wait for, and cached.  Long messages are cut into segments, and an instruction runs as soon as the ones
-whose data it touches are done, whatever their round: while one segment is reduced the next is on the wire, and a
-segment goes on to the next rank before its followers have arrived.
+The rank's steps are compiled once per (schedule, rank, size) into instructions over element ranges, with
+what each must wait for, and cached.  Long messages are cut into segments, and an instruction runs as soon as
+the ones whose data it touches are done, whatever their round: while one segment is reduced the next is on the
+wire, and a segment goes on to the next rank before its followers have arrived.
 
-No deadlock, even if a send completes only when it is received: messages between two ranks are posted in schedule
-order on both sides, an instruction waits only for earlier ones (by round, step and segment), and sends of a round
-never for anything that the same round brings.
+No deadlock, even if a send completes only when it is received: messages between two ranks are posted in
+schedule order on both sides, an instruction waits only for earlier ones (by round, step and segment), and
+sends of a round never for anything that the same round brings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Request(Protocol):
     """A send or receive in flight."""
 
     def done(self) -> bool:
-        """Whether the buffer may be reused (send) or read (receive); makes progress, never blocks; raises errors."""
+        """Whether the buffer may be reused (send) or read (receive).  Makes progress, never blocks."""
 
 
 class Transport(Protocol):
@@ -72,11 +72,11 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
             empty: Callable[..., np.ndarray] = np.empty) -> Iterator[None]:
     """Run ``rank``'s steps; yields whenever nothing can go on before a message has come or gone.
 
-    ``buffers`` maps each space in ``schedule.spaces(rank)`` to a contiguous 1-D array: "data" (reduced or filled
-    in place; after a ``reduce`` the contents on other ranks than the root are undefined) or "input" (only read)
-    and "output".  Spaces of several units hold one block per rank.  ``reduce(dst, src)`` does dst = op(dst, src)
-    in place.  ``empty(elements, dtype)`` provides scratch memory.  Input and output must not overlap, except that
-    an all_gather's or gather's input may be its own block of the output.
+    ``buffers`` maps each space in ``schedule.spaces(rank)`` to a contiguous 1-D array: "data" (reduced or
+    filled in place; after a ``reduce`` the contents on other ranks than the root are undefined) or "input"
+    (only read) and "output".  Spaces of several units hold one block per rank.  ``reduce(dst, src)`` does
+    dst = op(dst, src) in place.  ``empty(elements, dtype)`` provides scratch memory.  Input and output must
+    not overlap, except that an all_gather's or gather's input may be its own block of the output.
     Raises InvalidArgument when a buffer is missing or the sizes do not fit together.
     """
     elements, dtype = _unit(schedule, rank, buffers)
@@ -165,7 +165,7 @@ class _Compiler:
     def add(self, instruction: _Instruction, slots: list[tuple[str, int]], source_slots: list[tuple[str, int]]
             ) -> None:
         """Append it; ``slots`` are the keys under which its ranges are looked up for conflicts."""
-        kind, space, start, stop, peer, source_space, source = instruction
+        kind, _, start, stop, peer, source_space, source = instruction
         i = len(self.instructions)
         self.instructions.append(instruction)
         self.after_post.append([])
@@ -184,7 +184,8 @@ class _Compiler:
                 self.after_post[earlier].append(i)
                 self.waits[i] += 1
 
-    def _conflicts(self, slots: list[tuple[str, int]], start: int, stop: int, i: int, writes: bool) -> set[int]:
+    def _conflicts(self, slots: list[tuple[str, int]], start: int, stop: int, i: int, writes: bool
+                   ) -> set[int]:
         before: set[int] = set()
         for slot in slots:
             accesses = self.touched.setdefault(slot, [])
@@ -203,14 +204,14 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
     def offset(space: str, chunk: int) -> int:
         return place[chunk] if space == "scratch" else schedule.start(chunk, elements)
 
-    def slots(space: str, chunk: int, count: int, starts: list[int], a: int, b: int) -> list[tuple[str, int]]:
+    def slots(space: str, chunk: int, starts: list[int], a: int, b: int) -> list[tuple[str, int]]:
         first, last = bisect_right(starts, a) - 1, bisect_right(starts, b - 1)
         return [(space, chunk + k) for k in range(first, last)]
 
     out = _Compiler()
     staged, longest = 0, 0
-    for kind, space, chunk, count, peer, source_space, source_chunk in steps:
-        starts = [schedule.start(chunk + k, elements) for k in range(count + 1)]
+    for kind, space, chunk, span, peer, source_space, source_chunk in steps:
+        starts = [schedule.start(chunk + k, elements) for k in range(span + 1)]
         length = starts[-1] - starts[0]
         at = offset(space, chunk)
         starts = [at + s - starts[0] for s in starts]
@@ -218,15 +219,16 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
         segment = max(SEGMENT_BYTES // itemsize, -(-length // MAX_SEGMENTS), 1)
         for a in range(0, length, segment):
             b = min(a + segment, length)
-            mine = slots(space, chunk, count, starts, at + a, at + b)
+            mine = slots(space, chunk, starts, at + a, at + b)
             if kind == "recv_reduce":
                 slot = staged % STAGING_SLOTS
+                key = [("staging", slot)]
                 staged, longest = staged + 1, max(longest, b - a)
                 # Staging is addressed by slot here and by element below, once the longest segment is known.
-                out.add(_Instruction("recv", "staging", slot, slot + b - a, peer, "", 0), [("staging", slot)], [])
-                out.add(_Instruction("reduce", space, at + a, at + b, -1, "staging", slot), mine, [("staging", slot)])
+                out.add(_Instruction("recv", "staging", slot, slot + b - a, peer, "", 0), key, [])
+                out.add(_Instruction("reduce", space, at + a, at + b, -1, "staging", slot), mine, key)
             elif source_space:
-                theirs = slots(source_space, source_chunk, count, [s - at + source for s in starts],
+                theirs = slots(source_space, source_chunk, [s - at + source for s in starts],
                                source + a, source + b)
                 out.add(_Instruction(kind, space, at + a, at + b, -1, source_space, source + a), mine, theirs)
             else:
@@ -249,7 +251,7 @@ def _place_scratch(schedule: Schedule, steps: list, elements: int) -> tuple[dict
     """Where each scratch chunk that this rank uses lies, in order and without gaps; and the total."""
     used = {chunk + k for step in steps for space, chunk in
             ((step.space, step.chunk), (step.source_space, step.source_chunk)) if space == "scratch"
-            for k in range(step.count)}
+            for k in range(step.span)}
     place, total = {}, 0
     for chunk in sorted(used):
         place[chunk] = total

@@ -1,7 +1,8 @@
 """The algorithms that only move bytes: broadcast, all_gather, all_to_all, gather, scatter.
 
-Sources: Thakur, Rabenseifner, Gropp (2005); Bruck et al., "Efficient algorithms for all-to-all communications in
-multiport message-passing systems" (1997).
+Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005);
+Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems"
+(1997).
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ def tree_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
 
 @algorithm("broadcast", "double_tree", parts=lambda n, c: 2 * c)
 def double_tree_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
-    """Even chunks down one tree, odd ones down another with other inner ranks.  Sanders, Speck, Träff (2009)."""
+    """Even chunks down one tree, odd ones down another with other inner ranks.
+
+    Sanders, Speck, Träff (2009).
+    """
     first, second = two_trees(n)
     even = 2 * np.arange(c)
     yield from pipeline([(first, even), (second, even + 1)], (np.arange(n) + root) % n, up=False, down=True)
@@ -94,7 +98,10 @@ def doubling_all_gather(n: int, c: int) -> Iterator[Round]:
 
 @algorithm("all_gather", "bruck")
 def bruck_all_gather(n: int, c: int) -> Iterator[Round]:
-    """ceil(log2 n) rounds for any rank count: send the first 2^k blocks held to the rank 2^k before.  Bruck (1997)."""
+    """ceil(log2 n) rounds for any rank count: send the first 2^k blocks held to the rank 2^k before.
+
+    Bruck (1997).
+    """
     r = np.arange(n)
     yield [_own(r, c)]
     distance = 1
@@ -112,7 +119,7 @@ def one_shot_all_gather(n: int, c: int) -> Iterator[Round]:
 
 @algorithm("all_gather", "hierarchical")
 def hierarchical_all_gather(n: int, c: int, local: int) -> Iterator[Round]:
-    """A ring across nodes of equal places first, then a ring in the node, so that each block enters a node once."""
+    """A ring across nodes of equal places, then one in the node, so that each block enters a node once."""
     r = np.arange(n)
     node, place, nodes = r // local, r % local, n // local
     beside, across = node * local + (place + 1) % local, (r + local) % n
@@ -165,15 +172,15 @@ def bruck_all_to_all(n: int, c: int) -> Iterator[Round]:
 
 @algorithm("all_to_all", "hierarchical")
 def hierarchical_all_to_all(n: int, c: int, local: int) -> Iterator[Round]:
-    """In the node first, to the rank with the receiver's place; then across nodes, ``local`` blocks a message.
+    """In the node first, to the rank in the receiver's place; then across nodes, ``local`` blocks a message.
 
     The two-step all-to-all of MSCCL (Cowan et al., "MSCCLang", 2023).
     """
     r = np.arange(n)
     node, place, nodes = r // local, r % local, n // local
     every = np.arange(nodes) * local
-    yield [moves(r[:, None], (r - place + to)[:, None], (every + to[:, None]) * c, (every + place[:, None]) * c,
-                 count=c, space="input", to_space="scratch")
+    yield [moves(r[:, None], (r - place + to)[:, None], (every + to[:, None]) * c,
+                 (every + place[:, None]) * c, count=c, space="input", to_space="scratch")
            for to in ((place + s) % local for s in range(local))]
     yield [moves(r, to * local + place, to * local * c, node * local * c, count=local * c, space="scratch",
                  to_space="output")
@@ -189,13 +196,17 @@ def direct_gather(n: int, c: int, root: int) -> Iterator[Round]:
 
 @algorithm("gather", "tree")
 def tree_gather(n: int, c: int, root: int) -> Iterator[Round]:
-    """Up a binomial tree, blocks collecting on the way: ceil(log2 n) rounds.  Thakur, Rabenseifner, Gropp (2005)."""
+    """Up a binomial tree, blocks collecting on the way: ceil(log2 n) rounds.
+
+    Thakur, Rabenseifner, Gropp (2005).
+    """
     v = np.arange(n)
     rank = (v + root) % n
     yield [moves(root, root, 0, root * c, count=c, space="input", to_space="output"),
            moves(rank[1:], rank[1:], 0, rank[1:] * c, count=c, space="input", to_space="scratch")]
     for distance in (1 << k for k in range((n - 1).bit_length())):
-        for src, to_space in ((v[v % (2 * distance) == distance][1:], "scratch"), (v[distance:distance + 1], "output")):
+        last, *inner = np.split(v[v % (2 * distance) == distance], [1])
+        for src, to_space in ((last, "output"), (inner[0], "scratch")):
             yield wrapped(rank[src], rank[src - distance], rank[src], np.minimum(distance, n - src), n, c,
                           space="scratch", to_space=to_space)
 
@@ -209,11 +220,15 @@ def direct_scatter(n: int, c: int, root: int) -> Iterator[Round]:
 
 @algorithm("scatter", "tree")
 def tree_scatter(n: int, c: int, root: int) -> Iterator[Round]:
-    """Down a binomial tree, each message half as long as the one before.  Thakur, Rabenseifner, Gropp (2005)."""
+    """Down a binomial tree, each message half as long as the one before.
+
+    Thakur, Rabenseifner, Gropp (2005).
+    """
     v = np.arange(n)
     rank = (v + root) % n
     for distance in (1 << k for k in reversed(range((n - 1).bit_length()))):
-        for dst, space in ((v[v % (2 * distance) == distance][1:], "scratch"), (v[distance:distance + 1], "input")):
+        first, *inner = np.split(v[v % (2 * distance) == distance], [1])
+        for dst, space in ((first, "input"), (inner[0], "scratch")):
             yield wrapped(rank[dst - distance], rank[dst], rank[dst], np.minimum(distance, n - dst), n, c,
                           space=space, to_space="scratch")
     yield [moves(root, root, root * c, 0, count=c, space="input", to_space="output"),

@@ -51,7 +51,7 @@ def two_trees(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def node_tree(n: int, local: int, root: int) -> tuple[np.ndarray, np.ndarray]:
-    """A binary tree of nodes with a binary tree inside each: (parents, ranks in the tree's order, root first)."""
+    """A binary tree of nodes, a binary tree inside each: (parents, ranks in the tree's order, root first)."""
     v = np.arange(n)
     node, place = v // local, v % local
     parent = np.where(place == 0, np.maximum((node - 1) // 2, 0) * local, node * local + (place - 1) // 2)
@@ -137,8 +137,8 @@ def doubling(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Itera
         distance *= 2
 
 
-def wrapped(src: np.ndarray, dst: np.ndarray, start: np.ndarray, count: np.ndarray | int, n: int, width: int, *,
-            space: str, to_space: str | None = None) -> Round:
+def wrapped(src: np.ndarray, dst: np.ndarray, start: np.ndarray, count: np.ndarray | int, n: int, width: int,
+            *, space: str, to_space: str | None = None) -> Round:
     """Move ``count`` blocks of ``width`` chunks from block ``start`` on, going on at 0 after block n - 1."""
     first = np.minimum(count, n - start)
     return [moves(src, dst, start * width, count=first * width, space=space, to_space=to_space),

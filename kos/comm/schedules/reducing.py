@@ -30,7 +30,7 @@ from kos.comm.schedules.schedule import moves
 
 def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, count: int, space: str = "data",
                   to: np.ndarray | int | None = None, to_space: str | None = None) -> Iterator[Round]:
-    """Ranks ``r`` fetch ``chunk`` of every rank at once, add the n contributions in rank order, and store them.
+    """Ranks ``r`` fetch ``chunk`` of every rank at once, add the n contributions in rank order, and store.
 
     Contribution j waits in scratch at j * stride + chunk; the sum forms in the place of contribution 0.
     """
@@ -48,7 +48,7 @@ def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, coun
 
 @algorithm("all_reduce", "ring", parts=lambda n, c: n * c)
 def ring_all_reduce(n: int, c: int) -> Iterator[Round]:
-    """Reduce-scatter, then all-gather round one ring: 2 (n - 1) rounds, every link carries 2 (n - 1) / n bytes.
+    """Reduce-scatter, then all-gather round one ring: 2 (n - 1) rounds of 1 / n of the bytes.
 
     Block b is added in ring order from rank b on.  Patarasuk, Yuan (2009).
     """
@@ -82,7 +82,8 @@ def double_tree_all_reduce(n: int, c: int) -> Iterator[Round]:
 def halving_doubling_all_reduce(n: int, c: int) -> Iterator[Round]:
     """Recursive halving, then recursive doubling: 2 log2(n) rounds; other rank counts fold to a power of two.
 
-    Partners are added furthest first (distance p/2, ..., 2, 1), after the folded neighbour.  Rabenseifner (2004).
+    Partners are added furthest first (distance p/2, ..., 2, 1), after the folded neighbour.
+    Rabenseifner, "Optimization of collective reduction operations" (2004).
     """
     member, _ = fold(n)
     p = len(member)
@@ -103,7 +104,7 @@ def one_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
 
 @algorithm("all_reduce", "two_shot", parts=lambda n, c: n * c, ordered=True)
 def two_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
-    """Rank b fetches block b of every rank, adds in rank order, and sends the sum to all.  Two rounds of messages."""
+    """Rank b fetches block b of every rank, adds in rank order, sends the sum to all: two shots."""
     r = np.arange(n)
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
     yield [moves(r, (r + s) % n, r * c, count=c) for s in range(1, n)]
@@ -111,7 +112,7 @@ def two_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
 
 @algorithm("all_reduce", "hierarchical", parts=lambda n, c: n * c)
 def hierarchical_all_reduce(n: int, c: int, local: int) -> Iterator[Round]:
-    """Ring reduce-scatter in the node, ring all-reduce across nodes of each rank's part, ring all-gather in the node.
+    """Rings: reduce-scatter in the node, all-reduce of each rank's part across nodes, all-gather in the node.
 
     Added in ring order in the node, then in ring order of nodes.  As in Cho et al., "BlueConnect" (2019).
     """
@@ -140,7 +141,10 @@ def tree_reduce(n: int, c: int, root: int) -> Iterator[Round]:
 
 @algorithm("reduce", "double_tree", parts=lambda n, c: 2 * c)
 def double_tree_reduce(n: int, c: int, root: int) -> Iterator[Round]:
-    """Even chunks up one tree, odd ones up another; additions follow each tree.  Sanders, Speck, Träff (2009)."""
+    """Even chunks up one tree, odd ones up another; additions follow each tree.
+
+    Sanders, Speck, Träff (2009).
+    """
     first, second = two_trees(n)
     even = 2 * np.arange(c)
     yield from pipeline([(first, even), (second, even + 1)], (np.arange(n) + root) % n, up=True, down=False)
@@ -181,7 +185,8 @@ def ring_reduce_scatter(n: int, c: int) -> Iterator[Round]:
     for step in range(n - 1):
         to_space, to = ("output", 0 * r) if step == n - 2 else ("scratch", 0 * r + step % 2 * c)
         yield [moves(r, (r + 1) % n, chunk, to, count=c, space=space, to_space=to_space)]
-        yield [moves(r, r, (r - step - 2) % n * c, to, count=c, space="input", to_space=to_space, reduce=True)]
+        yield [moves(r, r, (r - step - 2) % n * c, to, count=c, space="input", to_space=to_space,
+                     reduce=True)]
         space, chunk = to_space, to
 
 
@@ -210,7 +215,7 @@ def one_shot_reduce_scatter(n: int, c: int) -> Iterator[Round]:
 
 @algorithm("reduce_scatter", "hierarchical")
 def hierarchical_reduce_scatter(n: int, c: int, local: int) -> Iterator[Round]:
-    """A ring in the node first, then a ring across nodes with 1 / local of the bytes; added in ring order of each."""
+    """A ring in the node first, then one across nodes with 1 / local of the bytes; added in ring order."""
     r = np.arange(n)
     node, place, nodes = r // local, r % local, n // local
     beside, across = node * local + (place + 1) % local, (r + local) % n

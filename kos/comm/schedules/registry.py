@@ -7,15 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kos.comm.schedules.schedule import IN_PLACE, Rounds, Schedule
+from kos.comm.schedules.schedule import IN_PLACE, ROOTED, Rounds, Schedule
 from kos.errors import InvalidArgument
-
-ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A registered algorithm: its rounds, the chunks it cuts a unit into, and whether it adds in rank order."""
+    """An algorithm: its rounds, the chunks it cuts a unit into, and whether it adds in rank order."""
 
     rounds: Callable[..., Rounds]
     parts: Callable[[int, int], int]
@@ -27,7 +25,8 @@ _REGISTRY: dict[str, dict[str, Algorithm]] = {}
 
 def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = lambda n, c: c,
               ordered: bool = False) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
-    """Register a pure function of (n ranks, c chunks) and, if it names them, root and local (ranks a node)."""
+    """Register a pure function of n ranks, c chunks and, if it names them, root and local (ranks a node)."""
+
     def register(rounds: Callable[..., Rounds]) -> Callable[..., Rounds]:
         _REGISTRY.setdefault(collective, {})[name] = Algorithm(rounds, parts, ordered)
         return rounds
@@ -60,13 +59,14 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int | None = None
     """The schedule of one algorithm.
 
     ``chunks`` says into how many pieces each of the algorithm's own blocks is cut, to travel one behind the
-    other (default 1: ``execute`` cuts long messages anyway).  ``root`` matters to broadcast, reduce, gather and
-    scatter; ``ranks_per_node`` to hierarchical ones (default: the largest divisor of ``ranks`` up to 8).
+    other (default 1: ``execute`` cuts long messages anyway).  ``root`` matters to broadcast, reduce, gather
+    and scatter; ``ranks_per_node`` to hierarchical ones (default: the largest divisor of ``ranks`` up to 8).
     Raises InvalidArgument for a name that is not known, naming those that are, and for numbers out of range.
     """
     known = algorithms(collective)
     if algorithm not in known:
-        raise InvalidArgument(f"unknown algorithm {algorithm!r} for {collective}, expected one of {', '.join(known)}")
+        raise InvalidArgument(f"unknown algorithm {algorithm!r} for {collective}, "
+                              f"expected one of {', '.join(known)}")
     chunks = 1 if chunks is None else chunks
     if ranks < 1:
         raise InvalidArgument(f"ranks must be at least 1, got {ranks}")

@@ -35,12 +35,15 @@ IN_PLACE = ("all_reduce", "broadcast", "reduce")
 """Collectives whose ranks all hold one vector in the space "data"; the others use "input" and "output"."""
 
 
+ROOTED = ("broadcast", "reduce", "gather", "scatter")
+
+
 class ScheduleError(KosError):
     """A schedule is wrong; the message names rank, round and chunk."""
 
 
 class Step(NamedTuple):
-    """What one rank does in one round with ``count`` chunks from ``chunk`` on in ``space``.
+    """What one rank does in one round with ``span`` chunks from ``chunk`` on in ``space``.
 
     ``send`` reads them, ``recv`` overwrites them, ``recv_reduce`` does chunk = op(chunk, received);
     ``copy`` and ``reduce`` do the same with ``source_space[source_chunk...]`` of the same rank.
@@ -49,7 +52,7 @@ class Step(NamedTuple):
     kind: Kind
     space: str
     chunk: int
-    count: int = 1
+    span: int = 1
     peer: int = -1
     source_space: str = ""
     source_chunk: int = -1
@@ -133,7 +136,7 @@ class Schedule:
         return other
 
     def __str__(self) -> str:
-        root = f", root {self.root}" if self.collective in ("broadcast", "reduce", "gather", "scatter") else ""
+        root = f", root {self.root}" if self.collective in ROOTED else ""
         return f"{self.collective}/{self.algorithm} on {self.ranks} ranks, {self.parts} chunks a unit{root}"
 
 
@@ -148,8 +151,9 @@ def _spell_out(families: Iterable[Moves], ranks: int) -> Round:
                 kind: Kind = "reduce" if m.reduce else "copy"
                 steps[dst].append(Step(kind, m.to_space, to_chunk, count, -1, m.space, chunk))
             else:
+                kind = "recv_reduce" if m.reduce else "recv"
                 steps[src].append(Step("send", m.space, chunk, count, dst))
-                steps[dst].append(Step("recv_reduce" if m.reduce else "recv", m.to_space, to_chunk, count, src))
+                steps[dst].append(Step(kind, m.to_space, to_chunk, count, src))
     return tuple(map(tuple, steps))
 
 
@@ -165,10 +169,10 @@ def _gather_up(rounds: tuple[Round, ...]) -> Rounds:
         for rank, mine in enumerate(steps):
             for s in mine:
                 if s.kind in ("copy", "reduce"):
-                    families.append(moves(rank, rank, s.source_chunk, s.chunk, count=s.count,
+                    families.append(moves(rank, rank, s.source_chunk, s.chunk, count=s.span,
                                           space=s.source_space, to_space=s.space, reduce=s.kind == "reduce"))
                 elif s.kind == "send":
                     r = arriving[rank, s.peer].pop(0)
-                    families.append(moves(rank, s.peer, s.chunk, r.chunk, count=s.count, space=s.space,
+                    families.append(moves(rank, s.peer, s.chunk, r.chunk, count=s.span, space=s.space,
                                           to_space=r.space, reduce=r.kind == "recv_reduce"))
         yield families

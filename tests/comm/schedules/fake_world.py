@@ -1,7 +1,7 @@
 """Ranks as generators over an in-memory transport that delivers in an order chosen by a seed.
 
-Sends are synchronous: done only once received.  Which pending message moves next, and which rank runs next, is
-drawn at random; only the order of one pair's messages is kept.  Used as the oracle for schedules: what a
+Sends are synchronous: done only once received.  Which pending message moves next, and which rank runs next,
+is drawn at random; only the order of one pair's messages is kept.  Used as the oracle for schedules: what a
 schedule leaves in the buffers is compared with NumPy.
 """
 
@@ -43,7 +43,7 @@ class Wire:
             return False
         pair = rng.choice(able)
         send, recv = self.sends[pair].popleft(), self.recvs[pair].popleft()
-        assert send.array.size == recv.array.size, f"{pair}: {send.array.size} sent, {recv.array.size} expected"
+        assert send.array.size == recv.array.size, f"{pair}: {send.array.size} sent, {recv.array.size} due"
         recv.array[...] = send.array
         send.finished = recv.finished = True
         return True
@@ -64,9 +64,9 @@ class Endpoint:
         return flight
 
 
-def run(schedule, buffers, reduce, seed=0, deliveries=1):
+def run(schedule, buffers, reduce, seed=0, deliveries=1, wire=None):
     """Execute every rank to its end; ``deliveries`` messages move between two turns of ranks."""
-    rng, wire = random.Random(seed), Wire()
+    rng, wire = random.Random(seed), wire or Wire()
     alive = {rank: execute(schedule, rank, wire.endpoint(rank), buffers[rank], reduce, tag=3, empty=poisoned)
              for rank in range(schedule.ranks)}
     while alive:
@@ -99,7 +99,9 @@ def make_buffers(schedule, elements, rng, dtype=np.float64):
         mine = {}
         for space in schedule.spaces(rank):
             size = schedule.units[space] * elements
-            mine[space] = poisoned(size, dtype) if space == "output" else rng.standard_normal(size).astype(dtype)
+            mine[space] = poisoned(size, dtype)
+            if space != "output":
+                mine[space][...] = rng.standard_normal(size)
         out.append(mine)
     return out
 

@@ -1,0 +1,173 @@
+"""The prover accepts every schedule that is built and rejects every mutant that gives a wrong result."""
+
+from __future__ import annotations
+
+import itertools
+
+import fake_world
+import numpy as np
+import pytest
+
+from kos.comm.schedules import ScheduleError, Step, algorithms, build, collectives
+from kos.comm.schedules.schedule import ROOTED
+from kos.comm.schedules.verify import verify
+
+CASES = [(c, a) for c in collectives() for a in algorithms(c)]
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+def test_proved_for_1_to_64_ranks(collective, algorithm):
+    for ranks in range(1, 65):
+        roots = {0, ranks - 1, ranks // 3} if ranks > 16 else range(ranks)
+        for root in roots if collective in ROOTED else (0,):
+            verify(build.__wrapped__(collective, algorithm, ranks, None, root))  # uncached: they are large
+        for chunks in (2, 5) if ranks <= 9 else (3,) if ranks in (16, 27) else ():
+            verify(build.__wrapped__(collective, algorithm, ranks, chunks, ranks // 2))
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), [c for c in CASES if c[1] == "hierarchical"])
+def test_hierarchical_proved_for_every_node_size(collective, algorithm):
+    for nodes, local in itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 5, 8)):
+        ranks = nodes * local
+        verify(build(collective, algorithm, ranks, 2, ranks - 1, ranks_per_node=local))
+
+
+def mutants(schedule):
+    """Every way to spoil one step: (what was done, the rounds)."""
+    rounds = schedule.rounds
+
+    def put(t, rank, steps):
+        changed = [*rounds[t]]
+        changed[rank] = tuple(steps)
+        return (*rounds[:t], tuple(changed), *rounds[t + 1:])
+
+    def move(t, rank, i, to):
+        out = [list(map(list, r)) for r in rounds]
+        out[to][rank].append(out[t][rank].pop(i))
+        return tuple(tuple(map(tuple, r)) for r in out)
+
+    other_kind = {"recv": "recv_reduce", "recv_reduce": "recv", "copy": "reduce", "reduce": "copy",
+                  "send": "recv"}
+    for t, row in enumerate(rounds):
+        for rank, steps in enumerate(row):
+            for i, step in enumerate(steps):
+                def alter(*replacement, t=t, rank=rank, i=i, steps=steps):
+                    return put(t, rank, [*steps[:i], *replacement, *steps[i + 1:]])
+
+                name = f"round {t}, rank {rank}, {step}"
+                yield f"drop {name}", alter()
+                yield f"duplicate {name}", alter(step, step)
+                yield f"change kind of {name}", alter(step._replace(kind=other_kind[step.kind]))
+                for chunk in {step.chunk - 1, step.chunk + 1, 0} - {step.chunk}:
+                    yield f"chunk {chunk} in {name}", alter(step._replace(chunk=chunk))
+                yield f"longer {name}", alter(step._replace(span=step.span + 1))
+                if step.source_space:
+                    yield f"source of {name}", alter(step._replace(source_chunk=step.source_chunk + 1))
+                else:
+                    for peer in set(range(schedule.ranks)) - {step.peer, rank}:
+                        yield f"peer {peer} in {name}", alter(step._replace(peer=peer))
+                if i + 1 < len(steps):
+                    yield f"swap with next {name}", put(t, rank,
+                                                        [*steps[:i], steps[i + 1], step, *steps[i + 2:]])
+                for to in {t - 1, t + 1} & set(range(len(rounds))):
+                    yield f"to round {to} {name}", move(t, rank, i, to)
+    for t in range(len(rounds) - 1):
+        yield f"swap rounds {t} and {t + 1}", (*rounds[:t], rounds[t + 1], rounds[t], *rounds[t + 2:])
+        for rank in range(schedule.ranks):
+            a, b = [*rounds[t]], [*rounds[t + 1]]
+            a[rank], b[rank] = b[rank], a[rank]
+            spoilt = (*rounds[:t], tuple(a), tuple(b), *rounds[t + 2:])
+            yield f"swap rounds {t} and {t + 1} of rank {rank}", spoilt
+
+
+def gives_right_result(schedule, elements, seed):
+    """The oracle: run it and compare with NumPy; bit for bit where rank order is promised."""
+    rng = np.random.default_rng(seed)
+    buffers = fake_world.make_buffers(schedule, elements, rng)
+    want = fake_world.expected(schedule, buffers, elements)
+    inputs = [b["input"].copy() if "input" in b else None for b in buffers]
+    try:
+        fake_world.run(schedule, buffers, lambda dst, src: np.add(dst, src, out=dst), seed)
+    except (AssertionError, LookupError, ValueError):  # stuck, left over, or out of its space
+        return False
+    close = np.array_equal if schedule.ordered else np.allclose
+    results = [fake_world.result(schedule, buffers, r) for r in range(schedule.ranks)]
+    same = schedule.collective != "all_reduce" or all(np.array_equal(results[0], r) for r in results)
+    return same and all(w is None or close(g, w) for g, w in zip(results, want, strict=True)) and all(
+        i is None or np.array_equal(i, b["input"]) for i, b in zip(inputs, buffers, strict=True))
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_mutants_that_change_the_result_are_rejected(collective, algorithm, ranks):
+    schedule = build(collective, algorithm, ranks, 1 if ranks > 3 else 2, ranks // 2)
+    killed = survived = 0
+    for what, rounds in mutants(schedule):
+        mutant = schedule.with_rounds(rounds)
+        try:
+            verify(mutant)
+        except ScheduleError:
+            killed += 1
+        else:
+            survived += 1
+            for elements in (24, 35):
+                assert gives_right_result(mutant, elements, seed=survived), what
+    assert killed > 2 * survived, f"{killed} killed, {survived} survived: is the prover asleep?"
+
+
+def one_rank_all_reduce(*steps):
+    return build("all_reduce", "tree", 2).with_rounds(steps)
+
+
+send, recv = Step("send", "data", 0, 1, 1), Step("recv", "data", 0, 1, 0)
+add = Step("recv_reduce", "data", 0, 1, 0)
+back = Step("send", "data", 0, 1, 0), Step("recv", "data", 0, 1, 1)
+
+
+@pytest.mark.parametrize(("rounds", "message"), [
+    ([((send,), (recv,))], "rank 0, after the last round, data chunk 0 holds chunk 0 of rank 0, exp.* 0,1"),
+    ([((send,), (add,))], "rank 0, after the last round, data chunk 0 holds chunk 0 of rank 0"),
+    ([((send,), ())], "rank 0, round 0, send of data chunk 0: rank 1 does not receive it"),
+    ([((), (recv,))], "rank 1, round 0, recv of data chunk 0: rank 0 sends nothing to it"),
+    ([((send, back[1]), (add, back[0]))], "rank 0, round 0, recv of data chunk 0: writes chunk 0 while"),
+    ([((send,), (add,)), ((send,), (add,))], "rank 1, round 1, recv_reduce .*: adds .* of rank 0 a second"),
+    ([((send._replace(space="scratch"),), (add,))], "rank 0, round 0, send of scratch chunk 0: .* is empty"),
+    ([((send._replace(peer=2),), (add,))], "rank 0, round 0, send of data chunk 0: 2 is no peer"),
+    ([((send._replace(span=2),), (add,))], "reads data chunk 1, it is empty"),
+])
+def test_the_message_names_rank_round_and_chunk(rounds, message):
+    with pytest.raises(ScheduleError, match=message):
+        verify(one_rank_all_reduce(*rounds))
+
+
+@pytest.mark.parametrize(("collective", "chunks", "steps", "message"), [
+    ("all_reduce", 1, ((add._replace(peer=1), send), (send._replace(peer=0), add)),
+     "rank 0, round 0, send of data chunk 0: reads data chunk 0 in flight"),
+    ("all_gather", 1, ((Step("recv", "input", 0, 1, 1),), (Step("send", "input", 0, 1, 0),)),
+     "rank 0, round 0, recv of input chunk 0: writes an input"),
+    ("all_gather", 2, ((Step("copy", "output", 0, 1, -1, "input", 1),), ()),
+     "rank 0, round 0, copy of output chunk 0: input chunk 1 has another length"),
+    ("all_gather", 1, ((Step("copy", "output", 2, 1, -1, "input", 0),), ()),
+     "rank 0, round 0, copy of output chunk 2: outside 'output', which has 2 chunks"),
+    ("gather", 1, ((), (Step("copy", "output", 0, 1, -1, "input", 0),)), "rank 1, .* which has 0 chunks"),
+])
+def test_what_no_round_may_do(collective, chunks, steps, message):
+    with pytest.raises(ScheduleError, match=message):
+        verify(build(collective, algorithms(collective)[-1], 2, chunks).with_rounds((steps,)))
+
+
+def test_a_right_schedule_made_by_hand_is_accepted():
+    verify(one_rank_all_reduce(((send,), (add,)), ((back[1],), (back[0],))))
+    verify(build("all_reduce", "ring", 5).with_rounds(build("all_reduce", "ring", 5).rounds))
+
+
+def test_ranks_that_add_in_another_order_are_rejected():
+    """Three ranks, (0+1)+2 on one and 0+(1+2) on another: right to rounding, not bit for bit."""
+    with pytest.raises(ScheduleError, match="added in another order"):
+        verify(build("all_reduce", "tree", 3).with_rounds((
+            tuple(tuple(Step(kind, space, chunk, 1, peer) for peer in range(3) if peer != r
+                        for kind, space, chunk in (("send", "data", 0), ("recv", "scratch", peer)))
+                  for r in range(3)),
+            *(tuple((Step("reduce", "data", 0, 1, -1, "scratch", (r + k) % 3),) for r in range(3))
+              for k in (1, 2)),
+        )))
