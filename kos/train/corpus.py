@@ -74,8 +74,8 @@ def read_corpus(data: str) -> TextCorpus | TokenCorpus:
             f"--data: expected stdlib, {TINYSHAKESPEARE.name}, or the path of a file or folder, got {data!r} "
             "(no such file)"
         )
-    if not any(is_token_file(match) for match in matches):
-        raise DataError(f"--data: expected a pattern of token files, got {data!r} ({matches[0]} is none)")
+    if other := next((match for match in matches if not is_token_file(match)), None):
+        raise DataError(f"--data: expected a pattern of token files, got {data!r} ({other} is none)")
     return _token_corpus(data, matches)
 
 

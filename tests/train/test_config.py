@@ -132,6 +132,7 @@ def test_derived_values_follow_what_was_given() -> None:
     assert config.min_lr == pytest.approx(0.05) and config.decay_steps == 5
     assert parse(["--lr", "0.5", "--min-lr", "0"]).min_lr == 0
     assert parse(["--steps", "50", "--decay-steps", "7"]).decay_steps == 7
+    assert parse(["--steps", "50"]).decay_steps == 10
 
 
 def test_from_preset_changes_only_what_it_names() -> None:

@@ -123,7 +123,9 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
         path.write_bytes(content)
         refusal(path, str(path), *parts)
     refusal("/dev/zero", "/dev/zero", "regular file")
-    refusal(tmp_path / "fil?", "fil?", "token files")
+    (tmp_path / "file_train.bin").write_bytes(token_bytes([1]))
+    (tmp_path / "file_val.txt").write_text("text")
+    refusal(tmp_path / "file_*", "file_*", "pattern of token files", "file_val.txt is none")
 
 
 def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,6 +321,7 @@ def test_a_damaged_file_in_the_cache_is_replaced(
     assert requests["/good"] == 1
 
 
+@pytest.mark.timeout(20)  # the stalled server lets go after 30
 @pytest.mark.parametrize(
     ("path", "parts"),
     [

@@ -47,6 +47,9 @@ def huggingface_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     bpe.train_from_iterator([TEXT, "return return def def the the\n" * 20], trainer)
     path = tmp_path_factory.mktemp("hf") / "tokenizer.json"
+    bpe.post_processor = library.processors.TemplateProcessing(
+        "<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
     bpe.save(str(path))
     settings = {"bos_token": {"content": "<|begin|>", "special": True}, "eos_token": "<|end|>"}
     path.with_name("tokenizer_config.json").write_text(json.dumps(settings))
@@ -101,7 +104,7 @@ def test_an_unknown_character_is_named(prompt: str, char: str, place: int) -> No
 
 def test_start_is_a_token_that_text_starts_with() -> None:
     assert ByteTokenizer().decode([ByteTokenizer().start]) == "\n"
-    assert CharTokenizer("b\na").decode([CharTokenizer("b\na").start]) == "\n"
+    assert CharTokenizer("b\n\ta").decode([CharTokenizer("b\n\ta").start]) == "\n"
     assert CharTokenizer("ab").start == 0
     assert NumberTokenizer(9).start == 0
 
@@ -126,6 +129,7 @@ def test_huggingface_is_the_library(huggingface_file: Path) -> None:
     assert tokenizer.decode(ids) == TEXT
     assert (tokenizer.bos, tokenizer.eos, tokenizer.start) == (0, 1, 0)
     assert tokenizer.encode("").size == 0
+    assert tokenizer.decode([0, *ids, 1]) == f"<|begin|>{TEXT}<|end|>"
     assert make_tokenizer(str(huggingface_file.parent)).encode(TEXT).tolist() == ids.tolist()
 
 
