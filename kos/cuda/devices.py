@@ -106,13 +106,19 @@ def device_info(index: int) -> DeviceInfo:
 
 def peer_links() -> list[list[PeerLink | None]]:
     """``links[i][j]``: device i's access to device j's memory; None on the diagonal."""
-    kind = cu.CUdevice_P2PAttribute if cu else None
 
     def link(i: int, j: int) -> PeerLink | None:
         if i == j:
             return None
         access, atomics, rank = (
-            int(call(cu.cuDeviceGetP2PAttribute, getattr(kind, f"CU_DEVICE_P2P_ATTRIBUTE_{name}"), i, j))
+            int(
+                call(
+                    cu.cuDeviceGetP2PAttribute,
+                    getattr(cu.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}"),
+                    i,
+                    j,
+                )
+            )
             for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED", "PERFORMANCE_RANK")
         )
         return PeerLink(bool(access), bool(atomics), rank)

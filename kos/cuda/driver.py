@@ -12,32 +12,30 @@ from typing import Any
 
 from kos.errors import BackendUnavailable, CudaError
 
-cu: Any
-try:
-    from cuda.bindings import driver as cu
-except ImportError:
-    cu = None
 
-__all__ = [
-    "call",
-    "cu",
-    "error_of",
-    "on_device",
-    "primary_context",
-    "require",
-    "set_device",
-    "synchronize",
-    "unavailable",
-]
+class _Driver:
+    """``cuda.bindings.driver``, imported when the first name of it is used: it takes a tenth of a second."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            from cuda.bindings import driver
+        except ImportError as error:
+            reason = "the CUDA packages are not installed: pip install 'kos[cuda]'"
+            raise BackendUnavailable(f"CUDA: {reason}") from error
+        self.__dict__.update(vars(driver))
+        return getattr(driver, name)
+
+
+cu: Any = _Driver()
 
 
 @functools.cache
 def unavailable() -> str | None:
     """Why CUDA cannot be used in this process, or None if it can."""
-    if cu is None:
-        return "the CUDA packages are not installed: pip install 'kos[cuda]'"
     try:
         status, *_ = cu.cuInit(0)
+    except BackendUnavailable as error:
+        return str(error).removeprefix("CUDA: ")
     except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError
         return "no CUDA driver (libcuda.so.1) on this machine"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -156,8 +156,9 @@ class MemoryPool:
         largest = ", ".join(f"{_size(size)} by {name}" for name, size in self.holders()[:5]) or "none"
         return (
             f"out of memory on cuda:{self.device} ({device_info(self.device).name}): "
-            f"asked for {_size(nbytes)} by {label}, {_size(free)} of {_size(total)} free; this pool holds {_size(own.reserved)}, "
-            f"{_size(own.current)} of it in {own.live} allocations; the largest: {largest}"
+            f"asked for {_size(nbytes)} by {label}, {_size(free)} of {_size(total)} free; "
+            f"this pool holds {_size(own.reserved)}, {_size(own.current)} of it in {own.live} allocations; "
+            f"the largest: {largest}"
         )
 
 

@@ -193,7 +193,8 @@ class SymmetricMemory:
             held = ", ".join(f"{x.nbytes:,} by {x.label}" for x in holders)
             raise OutOfMemory(
                 f"symmetric memory of {self.nbytes:,} bytes on cuda:{self.device}: "
-                f"asked for {room:,} by {label}, {self._offsets.largest:,} free in one piece; held: {held or 'nothing'}"
+                f"asked for {room:,} by {label}, {self._offsets.largest:,} free in one piece; "
+                f"held: {held or 'nothing'}"
             )
         allocation = SymmetricAllocation(self, offset, nbytes, label)
         self._live[offset] = allocation

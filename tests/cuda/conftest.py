@@ -1,0 +1,37 @@
+"""What the CUDA tests share: skipping without a GPU, a seed that is printed, a device, a stream."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+import numpy as np
+import pytest
+
+from kos import cuda
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = cuda.unavailable()
+    for item in items:
+        if reason is not None and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    seed = int(os.environ.get("KOS_TEST_SEED") or secrets.randbits(32))
+    print(f"KOS_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def device() -> int:
+    """The GPU of single-rank tests, current on this thread."""
+    cuda.set_device(0)
+    return 0
+
+
+@pytest.fixture
+def stream(device: int):
+    return cuda.create_stream(device)

@@ -1,0 +1,136 @@
+"""Discovery: which rank takes which GPU, what sysfs says, and what is said where CUDA cannot be used."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kos import cuda
+from kos.cuda import devices
+from kos.cuda.devices import DeviceInfo, assign_devices
+from kos.errors import BackendUnavailable
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "expected"),
+    [
+        ([None] * 4, [None] * 4, [0, 1, 2, 3]),
+        ([None] * 4, [None], [0, 0, 0, 0]),
+        ([None] * 5, [None] * 2, [0, 1, 0, 1, 0]),
+        ([1, 1, 0, 0], [0, 0, 1, 1], [2, 3, 0, 1]),
+        ([1, 1, 1, 0], [0, 0, 1, 1], [2, 3, 0, 1]),
+        ([None, 0, 1], [0, 0, 1, 1], [0, 1, 2]),
+        ([7, 0], [0, 1], [0, 1]),
+    ],
+)
+def test_assign_devices(ranks: list[int | None], nodes: list[int | None], expected: list[int]) -> None:
+    assert assign_devices(ranks, nodes) == expected
+
+
+def test_assign_devices_without_any() -> None:
+    with pytest.raises(BackendUnavailable, match="a device for 2 ranks, got none"):
+        assign_devices([None, None], [])
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two nodes, one GPU on the second, and one network card there."""
+    mine = sorted(os.sched_getaffinity(0))
+    files = {
+        "devices/system/node/node0/cpulist": "1000-1003",
+        "devices/system/node/node1/cpulist": f"{','.join(map(str, mine))},900-902",
+        "bus/pci/devices/0000:1b:00.0/numa_node": "1\n",
+        "bus/pci/devices/0000:1b:00.0/local_cpulist": f"{mine[0]},900-902\n",
+        "bus/pci/devices/0000:1c:00.0/numa_node": "-1\n",
+        "class/infiniband/mlx5_0/device/numa_node": "1\n",
+        "class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+        "class/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.setattr(devices, "SYSFS", tmp_path)
+    return tmp_path
+
+
+def _info(address: str) -> DeviceInfo:
+    return DeviceInfo(0, "a GPU", "00", (9, 0), 1 << 30, 132, address, 1, False)
+
+
+def test_sysfs(sysfs: Path) -> None:
+    assert devices.process_numa_node() == 1
+    assert devices._numa_node(sysfs / "bus/pci/devices/0000:1b:00.0") == 1
+    assert devices._numa_node(sysfs / "bus/pci/devices/0000:1c:00.0") is None
+    assert devices._cpu_list(sysfs / "devices/system/node/node0/cpulist") == {1000, 1001, 1002, 1003}
+    (nic,) = devices.rdma_nics()
+    assert (nic.name, nic.state, nic.rate, nic.numa_node) == ("mlx5_0", "ACTIVE", "400 Gb/sec (4X NDR)", 1)
+
+
+def test_bind_cpu(sysfs: Path) -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        assert devices.bind_cpu(_info("0000:1c:00.0")) == before == os.sched_getaffinity(0)
+        assert devices.bind_cpu(_info("0000:1b:00.0")) == {min(before)} == os.sched_getaffinity(0)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def test_arch() -> None:
+    assert [devices.arch_of(cc) for cc in ((8, 0), (8, 9), (9, 0), (10, 0))] == [
+        "sm_80",
+        "sm_89",
+        "sm_90a",
+        "sm_100a",
+    ]
+
+
+def _say(code: str, **environment: str) -> str:
+    """What a fresh process prints."""
+    code = f"from kos import cuda, errors\n{code}\nprint(cuda.unavailable(), cuda.visible_devices())\n"
+    code += "try: cuda.require()\nexcept errors.BackendUnavailable as error: print(error)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_the_cuda_packages() -> None:
+    said = _say("import sys; sys.modules['cuda.bindings'] = None")
+    assert said.count("the CUDA packages are not installed: pip install 'kos[cuda]'") == 2
+    assert " ()" in said
+
+
+@pytest.mark.skipif("no CUDA driver" not in (cuda.unavailable() or ""), reason="there is a CUDA driver")
+def test_without_a_driver() -> None:
+    assert _say("").count("no CUDA driver (libcuda.so.1) on this machine") == 2
+
+
+@pytest.mark.gpu
+def test_all_gpus_hidden() -> None:
+    assert "CUDA_VISIBLE_DEVICES=''" in _say("", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+def test_discovery() -> None:
+    found = cuda.visible_devices()
+    for index, info in enumerate(found):
+        print(info, f"NVLinks {devices.nvlinks(index)}")
+        assert info.index == index and info.name and len(info.uuid) == 32
+        assert info.memory > 1 << 30 and info.multiprocessors > 0
+        assert Path("/sys/bus/pci/devices", info.pci_address).exists()
+    links = devices.peer_links()
+    assert [len(row) for row in links] == [len(found)] * len(found)
+    assert all((links[i][j] is None) == (i == j) for i in range(len(found)) for j in range(len(found)))
+    print(links, devices.rdma_nics(), devices.gpu_direct_rdma(), devices.process_numa_node())
+    with pytest.raises(BackendUnavailable, match="expected a device in 0"):
+        cuda.device_info(len(found))

@@ -1,0 +1,69 @@
+"""Graphs: recorded work runs on replay and only then, on the data of that moment, and keeps its operands."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from cuda_ranks import KERNELS
+
+from kos import cuda
+from kos.errors import CudaError, InvalidArgument
+from kos.memory.array import Array
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def saxpy(device: int):
+    return cuda.load_kernel(KERNELS / "saxpy.cu", "saxpy", device, DTYPE="float", OP="sum")
+
+
+def test_replay(device: int, stream, saxpy, rng: np.random.Generator) -> None:
+    x = Array.zeros(1000, np.float32, device, stream=stream)
+    y = Array.zeros(1000, np.float32, device, stream=stream)
+    with cuda.capture(stream, keep=[x, y]) as graph:
+        for _ in range(3):
+            saxpy(stream, 8, 128, x.pointer, y.pointer, np.float32(0.5), x.size)
+    assert not y.numpy(stream).any()
+    expected = np.zeros(1000, np.float32)
+    for _ in range(5):
+        values = rng.integers(-8, 8, 1000).astype(np.float32)
+        x.copy_from(values, stream)
+        graph.replay(stream)
+        expected += 3 * (values / 2)
+        np.testing.assert_array_equal(y.numpy(stream), expected)
+
+
+def test_operands_live_as_long_as_the_graph(device: int, stream, saxpy) -> None:
+    x = Array.zeros(100, np.float32, device, stream=stream)
+    alive = weakref.ref(x)
+    with cuda.capture(stream) as graph:
+        saxpy(stream, 1, 32, x.pointer, x.pointer, np.float32(1), x.size)
+        graph.keep(x)
+    del x
+    gc.collect()
+    assert alive() is not None
+    graph.replay(stream)
+    graph.close()
+    gc.collect()
+    assert alive() is None
+    with pytest.raises(InvalidArgument, match="closed"):
+        graph.replay(stream)
+
+
+def test_exceptions_end_the_capture(device: int, stream, saxpy) -> None:
+    x = Array.zeros(100, np.float32, device, stream=stream)
+    with pytest.raises(InvalidArgument), cuda.capture(stream):
+        x.reshape(7)
+    with pytest.raises(CudaError), cuda.capture(stream):
+        cuda.streams.synchronize(stream, device)
+    x.fill_bytes(0, stream)
+    assert not x.numpy(stream).any()
+
+
+def test_default_stream_is_refused(device: int) -> None:
+    with pytest.raises(InvalidArgument, match="a stream of its own"):
+        cuda.capture(None)

@@ -1,0 +1,123 @@
+"""IPC handles: real bytes between processes, users counted, and a cause in every error."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+from cuda_ranks import PipeExchange, run_processes
+
+from kos import cuda
+from kos.cuda.driver import call, cu
+from kos.errors import InvalidArgument, OutOfMemory, PeerMemoryError
+from kos.memory import ipc
+from kos.memory.array import Array
+from kos.memory.ipc import DeviceMemory, IpcHandle, Mapping, Origin
+
+HERE = Origin.here()
+
+
+def test_records_survive_the_wire() -> None:
+    handle = IpcHandle(bytes(range(64)), bytes(16), 2**40, 2**41, 2**47, HERE)
+    assert IpcHandle.from_bytes(handle.to_bytes()) == handle
+    assert HERE.pid > 0 and HERE.boot and HERE.obstacle() is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "cause"),
+    [
+        ("boot", "elsewhere", r"on another machine \(.*; this is .*\)"),
+        ("pid_namespace", "pid:[1]", "another pid namespace .*--pid=host"),
+        ("ipc_namespace", "ipc:[1]", "another ipc namespace .*--ipc=host"),
+    ],
+)
+def test_obstacles(field: str, value: str, cause: str) -> None:
+    assert re.search(cause, dataclasses.replace(HERE, **{field: value}).obstacle() or "")
+
+
+def test_refused_before_the_driver_is_asked() -> None:
+    with pytest.raises(PeerMemoryError, match="on another machine"):
+        Mapping(IpcHandle(bytes(64), bytes(16), 0, 1, 0, dataclasses.replace(HERE, boot="x")), 0)
+    with pytest.raises(PeerMemoryError, match="cannot open its own handle"):
+        Mapping(IpcHandle(bytes(64), bytes(16), 0, 1, 0, HERE), 0)
+
+
+def read(pointer: int, nbytes: int, device: int) -> bytes:
+    data = bytearray(nbytes)
+    with cuda.on_device(device):
+        call(cu.cuMemcpyDtoH, data, pointer, nbytes)
+    return bytes(data)
+
+
+def write(pointer: int, data: bytes, device: int) -> None:
+    with cuda.on_device(device):
+        call(cu.cuMemcpyHtoD, pointer, data, len(data))
+        call(cu.cuCtxSynchronize)
+
+
+def exporter_and_importer(exchange: PipeExchange) -> None:
+    """Rank 0 exports two parts of one allocation, rank 1 maps both, writes, and unmaps one by one."""
+    if exchange.rank == 0:
+        memory = DeviceMemory(1 << 20, 0)
+        write(memory.pointer + 1000, b"from rank 0", 0)
+        handles = [ipc.export(memory.pointer + offset, 500, 0).to_bytes() for offset in (1000, 2000)]
+        exchange.allgather(handles[0])
+        exchange.allgather(handles[1])
+        exchange.barrier()
+        assert read(memory.pointer + 2000, 11, 0) == b"from rank 1"
+        exchange.barrier()
+        memory.close()
+        exchange.barrier()
+        return
+    first = Mapping(IpcHandle.from_bytes(exchange.allgather(b"")[0]), 0)
+    handle = IpcHandle.from_bytes(exchange.allgather(b"")[0])
+    second = Mapping(handle, 0)
+    assert second.pointer == first.pointer + 1000 and len(ipc._mapped) == 1
+    assert read(first.pointer, 11, 0) == b"from rank 0"
+    first.close()
+    first.close()
+    write(second.pointer, b"from rank 1", 0)
+    exchange.barrier()
+    second.close()
+    assert not ipc._mapped
+    exchange.barrier()
+    exchange.barrier()
+    with pytest.raises(PeerMemoryError, match="it has ended or freed the memory"):
+        Mapping(handle, 0)
+    other_gpu = dataclasses.replace(handle, uuid=b"\1" * 16)
+    with pytest.raises(PeerMemoryError, match="its GPU is not visible here"):
+        Mapping(other_gpu, 0)
+    namespace = dataclasses.replace(
+        handle, origin=dataclasses.replace(handle.origin, pid_namespace="pid:[1]")
+    )
+    with pytest.raises(PeerMemoryError, match="another pid namespace"):
+        Mapping(namespace, 0)
+
+
+@pytest.mark.gpu
+def test_between_processes() -> None:
+    run_processes(exporter_and_importer, 2)
+
+
+@pytest.mark.gpu
+def test_exports_that_are_refused(device: int) -> None:
+    memory = DeviceMemory(4096, device)
+    assert read(memory.pointer, 4096, device) == bytes(4096)
+    with pytest.raises(PeerMemoryError, match=r"expected at most \d+ bytes"):
+        ipc.export(memory.pointer, 1 << 40, device)
+    memory.close()
+    with pytest.raises(PeerMemoryError, match="expected memory of cuda:0"):
+        ipc.export(1 << 20, 16, device)
+    pooled = Array.zeros(1000, np.float32, device)
+    with pytest.raises(PeerMemoryError, match=r"expected memory of cuMemAlloc .* from a stream-ordered pool"):
+        ipc.export(pooled.pointer, pooled.nbytes, device)
+    host = ctypes.create_string_buffer(100)
+    with pytest.raises(PeerMemoryError, match="expected memory of cuda:0"):
+        ipc.export(ctypes.addressof(host), 100, device)
+    with pytest.raises(InvalidArgument, match="above 0 bytes, got 0"):
+        DeviceMemory(0, device)
+    with pytest.raises(OutOfMemory, match=r"asked for [\d,]+ bytes to share"):
+        DeviceMemory(1 << 50, device)

@@ -1,0 +1,280 @@
+"""Kernels: compiled for every architecture without a GPU, errors, the cache on disk, launches on a GPU."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cuda_ranks import KERNELS
+
+from kos import cuda
+from kos.cuda import kernels
+from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.errors import BackendUnavailable, CompileError, InvalidArgument
+from kos.memory.array import Array
+
+SAXPY = KERNELS / "saxpy.cu"
+FLOAT = {"DTYPE": "float", "OP": "sum"}
+
+try:
+    kernels.nvrtc_version()
+except BackendUnavailable as error:
+    pytestmark = pytest.mark.skip(reason=str(error))
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> KernelCache:
+    return KernelCache(tmp_path / "kernels")
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The compilations that really happened."""
+    done: list[Path] = []
+    compile_ = kernels._compile
+    monkeypatch.setattr(
+        kernels, "_compile", lambda path, *rest: (done.append(path), compile_(path, *rest))[1]
+    )
+    return done
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize("dtype", ["float", "bfloat16", "int"])
+def test_compiles_without_a_gpu(cache: KernelCache, arch: str, dtype: str) -> None:
+    cubin = compile_kernels(SAXPY, arch, {"DTYPE": dtype, "OP": "larger"}, cache)
+    assert cubin[:4] == b"\x7fELF"
+    assert b"saxpy" in cubin and b"reverse" in cubin
+    architecture = int.from_bytes(cubin[48:52], "little") >> 8 & 0xFF  # in e_flags of the ELF header
+    assert architecture == int(arch.strip("sm_a"))
+
+
+def test_error_names_file_line_and_log(cache: KernelCache) -> None:
+    with pytest.raises(CompileError) as caught:
+        compile_kernels(SAXPY, "sm_90a", {"DTYPE": "float"}, cache)
+    first, log = str(caught.value).split("\n", 1)
+    line = next(
+        i for i, text in enumerate(SAXPY.read_text().splitlines(), 1) if "OP(" in text and "//" not in text
+    )
+    assert f'{SAXPY}:{line}: identifier "OP" is undefined' in first and "sm_90a" in first
+    assert "1 error detected" in log
+
+
+def test_error_in_an_included_file_names_it(cache: KernelCache, tmp_path: Path) -> None:
+    (tmp_path / "part.cuh").write_text("\n__device__ int broken() { return absent; }\n")
+    (tmp_path / "whole.cu").write_text('#include "part.cuh"\n')
+    with pytest.raises(CompileError, match=r"part\.cuh:2: identifier \"absent\""):
+        compile_kernels(tmp_path / "whole.cu", "sm_90a", {}, cache)
+
+
+def test_missing_include_and_unknown_architecture(cache: KernelCache, tmp_path: Path) -> None:
+    (tmp_path / "whole.cu").write_text('#include "absent.cuh"\n')
+    with pytest.raises(CompileError, match=r"cannot read .*absent\.cuh"):
+        compile_kernels(tmp_path / "whole.cu", "sm_90a", {}, cache)
+    with pytest.raises(CompileError, match="gpu-architecture"):
+        compile_kernels(SAXPY, "sm_1", FLOAT, cache)
+
+
+def test_second_use_comes_from_the_cache(cache: KernelCache, compilations: list[Path]) -> None:
+    first = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
+    assert compile_kernels(SAXPY, "sm_90a", FLOAT, KernelCache(cache.directory)) == first
+    assert len(compilations) == 1
+
+
+def test_everything_that_matters_is_in_the_key(
+    cache: KernelCache, compilations: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, header = tmp_path / "a.cu", tmp_path / "a.cuh"
+    source.write_text('#include "a.cuh"\nextern "C" __global__ void f(int* x) { *x = VALUE + OTHER; }\n')
+    header.write_text("#define OTHER 1\n")
+    compile_kernels(source, "sm_90a", {"VALUE": 1}, cache)
+    compile_kernels(source, "sm_90a", {"VALUE": 2}, cache)
+    compile_kernels(source, "sm_80", {"VALUE": 1}, cache)
+    header.write_text("#define OTHER 2\n")
+    compile_kernels(source, "sm_90a", {"VALUE": 1}, cache)
+    source.write_text(source.read_text() + "// another text\n")
+    compile_kernels(source, "sm_90a", {"VALUE": 1}, cache)
+    monkeypatch.setattr(kernels, "nvrtc_version", lambda: (99, 0))
+    compile_kernels(source, "sm_90a", {"VALUE": 1}, cache)
+    assert len(compilations) == 6
+    compile_kernels(source, "sm_90a", {"VALUE": 1}, cache)
+    assert len(compilations) == 6
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "flipped"])
+def test_damaged_entry_is_compiled_anew(
+    cache: KernelCache, compilations: list[Path], caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    good = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
+    (entry,) = cache.directory.glob("*.cubin")
+    data = bytearray(entry.read_bytes())
+    data[len(data) // 2] ^= 1
+    entry.write_bytes({"empty": b"", "cut": bytes(data[:-100]), "flipped": bytes(data)}[damage])
+    assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == good
+    assert len(compilations) == 2 and "damaged" in caplog.text
+    assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == good
+    assert len(compilations) == 2
+
+
+def test_unusable_directory_warns_once(
+    tmp_path: Path, compilations: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    cache = KernelCache(tmp_path / "file" / "kernels")
+    for _ in range(2):
+        assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache)[:4] == b"\x7fELF"
+    assert len(compilations) == 2
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert str(cache.directory) in caplog.text
+
+
+def test_read_only_file_system_still_reads(
+    cache: KernelCache,
+    compilations: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = compile_kernels(SAXPY, "sm_90a", FLOAT, cache)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    monkeypatch.setattr(kernels.tempfile, "NamedTemporaryFile", refuse)
+    assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == first
+    assert len(compilations) == 1 and not caplog.records
+    compile_kernels(SAXPY, "sm_80", FLOAT, cache)
+    assert len(compilations) == 2 and "Read-only" in caplog.text
+
+
+RACER = """
+import sys
+from pathlib import Path
+from kos.cuda import kernels
+source, directory, record = map(Path, sys.argv[1:])
+compile_ = kernels._compile
+def counted(*arguments):
+    with record.open("a") as file:
+        file.write("compiled\\n")
+    return compile_(*arguments)
+kernels._compile = counted
+kernels.nvrtc_version()
+print("ready", flush=True)
+sys.stdin.readline()
+macros = {"DTYPE": "float", "OP": "sum"}
+cubin = kernels.compile_kernels(source, "sm_90a", macros, kernels.KernelCache(directory))
+assert cubin[:4] == b"\\x7fELF"
+"""
+
+
+def test_one_process_compiles_while_the_others_wait(cache: KernelCache, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    command = [sys.executable, "-c", RACER, str(SAXPY), str(cache.directory), str(record)]
+    racers = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    try:
+        for racer in racers:
+            assert racer.stdout and racer.stdout.readline() == "ready\n"
+        for racer in racers:
+            assert racer.stdin
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        assert [racer.wait(60) for racer in racers] == [0] * 4
+    finally:
+        for racer in racers:
+            racer.kill()
+            racer.communicate()
+    assert record.read_text() == "compiled\n"
+
+
+HOLDER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_lock_of_a_killed_process_is_free(cache: KernelCache) -> None:
+    cache.directory.mkdir()
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(cache.directory / "ab.lock")], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout and holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.communicate()
+    started = time.monotonic()
+    with cache.lock("abcd", timeout=30):
+        assert time.monotonic() - started < 10
+
+
+def test_lock_that_is_held_too_long_is_passed_over(
+    cache: KernelCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.directory.mkdir()
+    with (cache.directory / "ab.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with cache.lock("abcd", timeout=0.1):
+            pass
+    assert "held for over 0.1 s" in caplog.text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("float", np.float32), ("bfloat16", ml_dtypes.bfloat16), ("int", np.int32)]
+)
+@pytest.mark.parametrize("count", [1, 31, 4099])
+def test_launch(device: int, stream, rng: np.random.Generator, name: str, dtype: type, count: int) -> None:
+    x, y = (rng.integers(-40, 40, count).astype(dtype) for _ in range(2))
+    a, b = (Array.from_numpy(v, device, stream=stream) for v in (x, y))
+    kernel = cuda.load_kernel(SAXPY, "saxpy", device, DTYPE=name, OP="larger")
+    kernel(stream, 4, 128, a.pointer, b.pointer, np.float32(2), count)
+    expected = np.maximum(2 * x.astype(np.float64), y.astype(np.float64))
+    np.testing.assert_array_equal(b.numpy(stream).astype(np.float64), expected)
+    assert cuda.load_kernel(SAXPY, "saxpy", device, DTYPE=name, OP="larger") is kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kilobytes", [4, 60, 200])
+def test_dynamic_shared_memory(device: int, stream, rng: np.random.Generator, kilobytes: int) -> None:
+    count = kilobytes * 256
+    x = rng.standard_normal(count, np.float32)
+    a, b = Array.from_numpy(x, device, stream=stream), Array.empty(count, np.float32, device, stream=stream)
+    b.fill_bytes(255, stream)
+    kernel = cuda.load_kernel(SAXPY, "reverse", device, **FLOAT)
+    kernel.bind(stream, 1, 1024, a.pointer, b.pointer, count, shared=4 * count, cooperative=True)()
+    np.testing.assert_array_equal(b.numpy(stream), x[::-1])
+
+
+@pytest.mark.gpu
+def test_unknown_kernel_and_device(device: int) -> None:
+    with pytest.raises(InvalidArgument, match="absent"):
+        cuda.load_kernel(SAXPY, "absent", device, **FLOAT)
+    with pytest.raises(BackendUnavailable, match="expected a device in 0"):
+        cuda.load_kernel(SAXPY, "saxpy", 99, **FLOAT)
+
+
+@pytest.mark.gpu
+def test_launch_cost(device: int, stream) -> None:
+    """Not a bound: the figure is printed."""
+    x = Array.zeros(1, np.float32, device, stream=stream)
+    kernel = cuda.load_kernel(SAXPY, "saxpy", device, **FLOAT)
+    arguments = x.pointer, x.pointer, np.float32(0), 1
+    bound = kernel.bind(stream, 1, 32, *arguments)
+    for name, launch in (("call", lambda: kernel(stream, 1, 32, *arguments)), ("bound", bound)):
+        best = 1e9
+        for _ in range(20):
+            started = time.perf_counter()
+            for _ in range(100):
+                launch()
+            best = min(best, (time.perf_counter() - started) / 100)
+            cuda.synchronize(device)
+        print(f"launch by {name}: {1e6 * best:.2f} us of CPU")

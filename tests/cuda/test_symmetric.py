@@ -1,0 +1,183 @@
+"""SymmetricMemory between processes and between threads, all on one GPU or on one each."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import secrets
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from cuda_ranks import KERNELS, run_processes, run_threads
+
+from kos import cuda
+from kos.errors import InvalidArgument, OutOfMemory, PeerMemoryError
+from kos.memory import ipc
+from kos.memory.array import Array
+from kos.memory.symmetric import FreeList, SymmetricMemory
+
+
+def test_free_list_against_a_map_of_bytes() -> None:
+    seed = secrets.randbits(32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    nbytes, free = 1000, FreeList(1000)
+    used = bytearray(nbytes)
+    live: list[tuple[int, int]] = []
+    for _ in range(3000):
+        if live and draw.random() < 0.5:
+            offset, size = live.pop(draw.randrange(len(live)))
+            used[offset : offset + size] = bytes(size)
+            free.give_back(offset, size)
+        else:
+            size = draw.randint(1, 200)
+            offset = free.take(size)
+            first_fit = used.find(bytes(size))
+            assert offset == (None if first_fit < 0 else first_fit)
+            if offset is not None:
+                used[offset : offset + size] = b"\1" * size
+                live.append((offset, size))
+        assert free.largest == max(map(len, used.split(b"\1")))
+    for offset, size in live:
+        free.give_back(offset, size)
+    assert free.largest == nbytes
+
+
+def push_to_all(exchange: Any, devices: int) -> None:
+    """Every rank's kernel writes to every slab through the device's table; each finds what all have sent."""
+    rank, size = exchange.rank, exchange.size
+    device = rank % devices
+    cuda.set_device(device)
+    stream = cuda.create_stream(device)
+    count = 1003
+    with SymmetricMemory(exchange, 1 << 20, device) as memory:
+        assert not Array(memory.pointer, (1 << 20,), "uint8", device).numpy().any()
+        unused = memory.allocate(100)
+        slots = memory.array((size, count), "float32", label="slots")
+        flags = memory.array(size, "uint32", label="flags")
+        slots.fill_bytes(255)
+        flags.fill_bytes(0)
+        assert [a.owner.offset for a in (slots, flags)] == [256, 256 + -(-size * count * 4 // 256) * 256]
+        assert slots.pointer == slots.owner.pointers[rank] == memory.pointers[rank] + slots.owner.offset
+        np.testing.assert_array_equal(memory.peer_pointers.numpy(), np.array(memory.pointers, np.uint64))
+        cuda.synchronize(device)
+        exchange.barrier()
+        kernel = cuda.load_kernel(KERNELS / "push.cu", "push", device)
+        for epoch in range(1, 4):
+            values = Array.from_numpy(np.arange(count, dtype=np.float32) + 1000 * rank + epoch, device)
+            cuda.synchronize(device)
+            kernel(
+                stream, size, 256, memory.peer_pointers.pointer, slots.owner.offset, values.pointer, count,
+                rank, size, flags.owner.offset, epoch,
+            )  # fmt: skip
+            cuda.streams.synchronize(stream, device)
+            exchange.barrier()
+            expected = np.arange(count) + 1000 * np.arange(size)[:, None] + epoch
+            np.testing.assert_array_equal(slots.numpy(stream), expected)
+            np.testing.assert_array_equal(flags.numpy(stream), np.full(size, epoch))
+            exchange.barrier()
+        memory.free(unused)
+        assert memory.allocate(200).offset == 0
+        assert memory.offset_of(slots.pointer, slots.nbytes) == 256
+        assert memory.offset_of(memory.pointer + (1 << 20) - 1, 2) is None
+        assert memory.offset_of(memory.pointer - 1, 1) is None
+    assert not memory.pointers
+
+
+def misuse(exchange: Any, devices: int) -> None:
+    """Wrong calls raise on every rank, and the memory works after them."""
+    rank, size = exchange.rank, exchange.size
+    device = rank % devices
+    cuda.set_device(device)
+    with pytest.raises(InvalidArgument, match=r"one size on all ranks, got \[\d+, "):
+        SymmetricMemory(exchange, 4096 * (rank + 1), device)
+    with pytest.raises((PeerMemoryError, OutOfMemory), match="out of memory"):
+        SymmetricMemory(exchange, 1 << 50 if rank == size - 1 else 1 << 20, device)
+    memory = SymmetricMemory(exchange, 4096, device)
+    with pytest.raises(InvalidArgument, match=r"one size on all ranks, got \[100, "):
+        memory.allocate(100 + rank)
+    one, two = memory.allocate(1024, label="one"), memory.allocate(1024, label="two")
+    with pytest.raises(
+        OutOfMemory, match=r"asked for 4,096 by more, 2,048 free in one piece; held: 1,024 by"
+    ):
+        memory.allocate(4000, label="more")
+    with pytest.raises(InvalidArgument, match="one live allocation on all ranks"):
+        memory.free(one if rank else two)
+    memory.free(one)
+    with pytest.raises(InvalidArgument, match="one live allocation"):
+        memory.free(one)
+    memory.close()
+    memory.close()
+    SymmetricMemory(exchange, 4096, device).close()
+    assert not ipc._mapped
+
+
+def other_machine(exchange: Any) -> None:
+    """Rank 1 says that it runs elsewhere: both ranks hear why they cannot share memory."""
+    if exchange.rank == 1:
+        elsewhere = dataclasses.replace(ipc.Origin.here(), boot="elsewhere")
+        ipc.Origin.here = staticmethod(lambda: elsewhere)
+    with pytest.raises(PeerMemoryError, match="on another machine"):
+        SymmetricMemory(exchange, 4096, 0)
+
+
+def bytes_that_do_not_arrive(exchange: Any) -> None:
+    """A mapping that leads elsewhere is found by moving bytes, on every rank."""
+    if exchange.rank == 1:
+        stray = ipc.DeviceMemory(1 << 20, 0)
+        map_ = SymmetricMemory._map
+        SymmetricMemory._map = lambda self, peer, handle: (map_(self, peer, handle), stray.pointer)[peer == 0]
+    with pytest.raises(PeerMemoryError, match="reads differently"):
+        SymmetricMemory(exchange, 4096, 0)
+
+
+def killed_peer(exchange: Any) -> None:
+    """A rank is killed; the other frees its side and the device works on."""
+    memory = SymmetricMemory(exchange, 1 << 20, 0)
+    if exchange.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange.barrier()
+    memory.abort()
+    assert not ipc._mapped and not memory.pointers
+    array = Array.zeros(100, np.float32, 0)
+    assert not array.numpy().any()
+
+
+def gpus() -> int:
+    return len(cuda.visible_devices())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("run", [run_processes, run_threads])
+def test_ranks_that_share_one_gpu(run: Any, size: int) -> None:
+    run(push_to_all, size, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [run_processes, run_threads])
+def test_one_gpu_for_each_rank(run: Any) -> None:
+    if gpus() < 2:
+        pytest.skip("needs 2 GPUs")
+    run(push_to_all, gpus(), gpus())
+    run(misuse, gpus(), gpus())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", [run_processes, run_threads])
+def test_misuse(run: Any) -> None:
+    run(misuse, 2, 1)
+
+
+@pytest.mark.gpu
+def test_peers_that_cannot_be_mapped() -> None:
+    run_processes(other_machine, 2)
+    run_processes(bytes_that_do_not_arrive, 2)
+
+
+@pytest.mark.gpu
+def test_killed_peer() -> None:
+    run_processes(killed_peer, 2, killed={1: -signal.SIGKILL})
