@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,13 +76,19 @@ class LayerNames:
     @classmethod
     def of(cls, layer: int) -> LayerNames:
         prefix = f"model.layers.{layer}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         return cls(
-            *(f"{prefix}.self_attn.{name}_proj.weight" for name in "qkvo"),
-            *(f"{prefix}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
-            f"{prefix}.input_layernorm.weight",
-            f"{prefix}.post_attention_layernorm.weight",
-            f"{prefix}.self_attn.qkv_proj.weight",
-            f"{prefix}.mlp.gate_up_proj.weight",
+            q=f"{attention}.q_proj.weight",
+            k=f"{attention}.k_proj.weight",
+            v=f"{attention}.v_proj.weight",
+            o=f"{attention}.o_proj.weight",
+            gate=f"{mlp}.gate_proj.weight",
+            up=f"{mlp}.up_proj.weight",
+            down=f"{mlp}.down_proj.weight",
+            input_norm=f"{prefix}.input_layernorm.weight",
+            post_attention_norm=f"{prefix}.post_attention_layernorm.weight",
+            qkv=f"{attention}.qkv_proj.weight",
+            gate_up=f"{mlp}.gate_up_proj.weight",
         )
 
 
@@ -127,7 +133,9 @@ class LlamaConfig:
                 f"num_attention_heads: expected a multiple of num_key_value_heads = {kv_heads}, got {heads}"
             )
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim: expected an even number, as rotary embeddings need, got {self.head_dim}")
+            raise ConfigError(
+                f"head_dim: expected an even number, as rotary embeddings need, got {self.head_dim}"
+            )
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape, in the order in which the backward finishes the gradients."""
@@ -163,9 +171,11 @@ class LlamaConfig:
         return sum(math.prod(shape) for shape in self.parameter_shapes().values())
 
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
-        """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts the matrices that multiply, so no lookup and no norm."""
+        """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""
         shapes = self.parameter_shapes()
-        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
+        matmul = sum(
+            math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING
+        )
         if self.tie_word_embeddings:
             matmul += math.prod(shapes[EMBEDDING])
         scores = self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
@@ -177,8 +187,8 @@ class LlamaConfig:
         frequencies = [self.rope_theta ** (-2 * i / d) for i in range(d // 2)]
         return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
 
-    def init_weights(self, weights: MutableMapping[str, np.ndarray] | Mapping[str, np.ndarray], seed: int) -> None:
-        """Norms at 1, the rest normal(0, initializer_range), divided by sqrt(2 L) where a layer ends (as GPT-2).
+    def init_weights(self, weights: Mapping[str, np.ndarray], seed: int) -> None:
+        """Norms at 1, the rest normal(0, initializer_range); o_proj and down_proj over sqrt(2 L), as in GPT-2.
 
         A tensor's values depend on ``seed``, its name and its shape alone.
         """
@@ -312,17 +322,19 @@ class Llama:
         self.ops.embedding_backward(dx_ND, tokens_N, gradients[EMBEDDING], after_head, self.arena)
         final(EMBEDDING)
 
-    def block(self, layer: int, weights: Weights, x_ND: Array, seq_len: int) -> tuple[Array, BlockActivations]:
+    def block(
+        self, layer: int, weights: Weights, x_ND: Array, seq_len: int
+    ) -> tuple[Array, BlockActivations]:
         """x + attention(norm(x)), then the same with the MLP."""
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         N, (B, T) = len(x_ND), (len(x_ND) // seq_len, seq_len)
         H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
         normed_in_ND, rstd_in_N = self._norm(weights, names.input_norm, x_ND)
-        qkv_NW = ops.empty_heads(arena, N, (H + 2 * K) * d, x_ND.dtype)
+        qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, x_ND.dtype)
         ops.linear(normed_in_ND, weights[names.qkv], qkv_NW)
         ops.rope(qkv_NW, self._rope_tables(T, x_ND.dtype), d, H + K, arena)
-        heads_NA = ops.empty_heads(arena, N, H * d, x_ND.dtype)
+        heads_NA = ops.empty_columns(arena, N, H * d, x_ND.dtype)
         lse_BHT = self._take(weights, B, H, T)
         ops.attention(qkv_NW, H, K, heads_NA, lse_BHT, arena)
         mid_ND = self._take(weights, *x_ND.shape)
@@ -330,8 +342,8 @@ class Llama:
         ops.add(mid_ND, x_ND, mid_ND)
 
         normed_mid_ND, rstd_mid_N = self._norm(weights, names.post_attention_norm, mid_ND)
-        gate_up_N2F = self._take(weights, N, 2 * config.intermediate_size)
-        hidden_NF = self._take(weights, N, config.intermediate_size)
+        gate_up_N2F = ops.empty_columns(arena, N, 2 * config.intermediate_size, x_ND.dtype)
+        hidden_NF = ops.empty_columns(arena, N, config.intermediate_size, x_ND.dtype)
         ops.linear(normed_mid_ND, weights[names.gate_up], gate_up_N2F)
         ops.swiglu(gate_up_N2F, hidden_NF, arena)
         out_ND = self._take(weights, *x_ND.shape)
@@ -364,7 +376,7 @@ class Llama:
         """``dx_ND`` comes as the gradient of the block's output and goes as that of its input."""
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        (B, _, T), (N, D) = kept.lse_BHT.shape, dx_ND.shape
+        T, (N, D), F = kept.lse_BHT.shape[-1], dx_ND.shape, config.intermediate_size
 
         def linear_backward(d_out: Array, x: Array, name: str, dx: Array) -> None:
             ops.linear_backward(d_out, x, weights[name], dx, gradients[name], accumulate, arena)
@@ -374,10 +386,10 @@ class Llama:
             final(name)
 
         with arena.scope():
-            d_hidden_NF = self._take(weights, *kept.hidden_NF.shape)
+            d_hidden_NF = ops.empty_columns(arena, N, F, dx_ND.dtype)
             linear_backward(dx_ND, kept.hidden_NF, names.down, d_hidden_NF)
             final(names.down)
-            d_gate_up_N2F = self._take(weights, *kept.gate_up_N2F.shape)
+            d_gate_up_N2F = ops.empty_columns(arena, N, 2 * F, dx_ND.dtype)
             ops.swiglu_backward(d_hidden_NF, kept.gate_up_N2F, kept.hidden_NF, d_gate_up_N2F, arena)
             d_normed_ND = self._take(weights, N, D)
             linear_backward(d_gate_up_N2F, kept.normed_mid_ND, names.gate_up, d_normed_ND)
@@ -386,10 +398,10 @@ class Llama:
             norm_backward(d_normed_ND, kept.mid_ND, kept.rstd_mid_N, names.post_attention_norm)
 
         with arena.scope():
-            d_heads_NA = ops.empty_heads(arena, N, H * d, dx_ND.dtype)
+            d_heads_NA = ops.empty_columns(arena, N, H * d, dx_ND.dtype)
             linear_backward(dx_ND, kept.heads_NA, names.o, d_heads_NA)
             final(names.o)
-            d_qkv_NW = ops.empty_heads(arena, N, (H + 2 * K) * d, dx_ND.dtype)
+            d_qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, dx_ND.dtype)
             ops.attention_backward(
                 d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena
             )
@@ -412,7 +424,7 @@ class Llama:
         accumulate: bool,
         final: OnGradient,
     ) -> None:
-        """Forward and backward in one, so that no more than ``HEAD_ROWS`` rows of logits exist.  Writes ``dx_ND``."""
+        """Forward and backward in one, so that only ``HEAD_ROWS`` rows of logits exist.  Writes ``dx_ND``."""
         ops, arena = self.ops, self.arena
         with arena.scope():
             normed_ND, rstd_N = self._norm(weights, FINAL_NORM, x_ND)
@@ -434,7 +446,14 @@ class Llama:
                 final(HEAD)
             ops.zero(dx_ND)
             ops.rms_norm_backward(
-                d_normed_ND, x_ND, weights[FINAL_NORM], rstd_N, dx_ND, gradients[FINAL_NORM], accumulate, arena
+                d_normed_ND,
+                x_ND,
+                weights[FINAL_NORM],
+                rstd_N,
+                dx_ND,
+                gradients[FINAL_NORM],
+                accumulate,
+                arena,
             )
             final(FINAL_NORM)
 
@@ -442,7 +461,9 @@ class Llama:
 
     def _flatten(self, tokens: Array, targets: Array) -> tuple[Array, Array]:
         if len(tokens.shape) != 2 or tokens.shape != targets.shape:
-            raise InvalidArgument(f"expected tokens and targets of one shape (B, T), got {tokens.shape} and {targets.shape}")
+            raise InvalidArgument(
+                f"expected tokens and targets of one shape (B, T), got {tokens.shape} and {targets.shape}"
+            )
         return tokens.reshape(-1), targets.reshape(-1)
 
     def _take(self, weights: Weights, *shape: int) -> Array:

@@ -12,7 +12,9 @@ from kos.train.model import Llama, LlamaConfig, RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
 
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+)
 SMALL = {
     "vocab_size": 37,
     "hidden_size": 24,
@@ -109,7 +111,11 @@ def torch_reference(config, weights, tokens, targets):
         logits.flatten(0, 1), torch.tensor(targets, dtype=torch.int64).flatten(), ignore_index=-1
     )
     loss.backward()
-    return logits.detach().numpy(), loss.item(), {name: tensor.grad.numpy() for name, tensor in tensors.items()}
+    return (
+        logits.detach().numpy(),
+        loss.item(),
+        {name: tensor.grad.numpy() for name, tensor in tensors.items()},
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -140,7 +146,9 @@ def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
-    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == pytest.approx(loss)
+    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == pytest.approx(
+        loss
+    )
     assert model.loss(weights, tokens, targets) == pytest.approx(loss)
     np.testing.assert_allclose(model.logits(weights, tokens), logits, rtol=1e-9, atol=1e-9)
     for name, gradient in expected.items():
@@ -191,7 +199,9 @@ def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
 def test_next_logits_are_the_last_of_logits():
     config, model, weights, _ = make("tied", np.float64)
     tokens, _ = make_batch(config, 1, 11, seed=8)
-    np.testing.assert_allclose(model.next_logits(weights, tokens), model.logits(weights, tokens)[0, -1], rtol=1e-12)
+    np.testing.assert_allclose(
+        model.next_logits(weights, tokens), model.logits(weights, tokens)[0, -1], rtol=1e-12
+    )
 
 
 def test_later_tokens_change_no_earlier_logits():
@@ -224,9 +234,12 @@ def test_wrong_inputs_are_named():
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "message"),
     [
-        ({"num_attention_heads": 5, "num_key_value_heads": 5}, "hidden_size: expected a multiple of .* 5, got 24"),
+        (
+            {"num_attention_heads": 5, "num_key_value_heads": 5},
+            "hidden_size: expected a multiple of .* 5, got 24",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of .* 3, got 4"),
         ({"head_dim": 5}, "head_dim: expected an even number.* got 5"),
         ({"num_hidden_layers": 0}, "num_hidden_layers: expected at least 1, got 0"),

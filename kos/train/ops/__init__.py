@@ -6,7 +6,7 @@ and gives it back before it returns, and has its backward spelled out beside it.
 
 Shapes: N tokens of a micro-batch (B samples of T), D hidden, F features out of a linear, V vocabulary,
 H query heads, K key/value heads, d head size, W = (H + 2K) d.  Linears are (out, in) as in Hugging Face.
-Arrays are C-contiguous, except those of ``empty_heads``: their memory order is the dialect's own.
+Arrays are C-contiguous, except those of ``empty_columns``: their memory order is the dialect's own.
 
 ``accumulate`` adds to a weight's gradient instead of writing it.  Nothing reads an output before it is
 written, so outputs may start as NaN.
@@ -32,8 +32,8 @@ class Ops(Protocol):
     def step(self, arena: Arena) -> AbstractContextManager[None]:
         """Brackets one pass: gives back all of ``arena``, keeps inf and nan from warning."""
 
-    def empty_heads(self, arena: Arena, tokens: int, width: int, dtype: Any) -> Array:
-        """Uninitialised (N, W) in the memory order that suits ``rope`` and ``attention``."""
+    def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
+        """Uninitialised, in the memory order that ``rope``, ``attention`` and ``swiglu`` want."""
 
     def copy(self, source: Array, out: Array) -> None:
         """out = source."""
@@ -47,14 +47,23 @@ class Ops(Protocol):
     def embedding(self, tokens: Array, table: Array, out: Array) -> None:
         """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D); InvalidArgument for a token outside."""
 
-    def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
+    def embedding_backward(
+        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena
+    ) -> None:
         """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token."""
 
     def linear(self, x: Array, weight: Array, out: Array) -> None:
         """out (N, F) = x (N, D) weight^T, weight (F, D)."""
 
     def linear_backward(
-        self, d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        dx: Array,
+        d_weight: Array,
+        accumulate: bool,
+        arena: Arena,
     ) -> None:
         """dx (N, D) = d_out (N, F) weight; d_weight (F, D) = d_out^T x."""
 
@@ -74,13 +83,17 @@ class Ops(Protocol):
     ) -> None:
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
 
-    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-        """cos and sin of position x frequency, for ``rope``.  ``frequencies`` are d / 2 in radians a token."""
+    def rope_tables(
+        self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any
+    ) -> tuple[Array, Array]:
+        """cos and sin of position x frequency, for ``rope``; d / 2 ``frequencies``, in radians a token."""
 
     def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
-        """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, as two halves (Hugging Face's order)."""
+        """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, by halves (Hugging Face's order)."""
 
-    def rope_backward(self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+    def rope_backward(
+        self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena
+    ) -> None:
         """Rotate back, in place."""
 
     def attention(
@@ -88,7 +101,7 @@ class Ops(Protocol):
     ) -> None:
         """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
-        ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_heads``.
+        ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_columns``.
         ``log_sum_exp`` (B, H, T), of the scaled scores, is kept for the backward.
         """
 
@@ -108,7 +121,9 @@ class Ops(Protocol):
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
         """out (N, F) = silu(gate) up; ``gate_up`` (N, 2F) holds gate, then up."""
 
-    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+    def swiglu_backward(
+        self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena
+    ) -> None:
         """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote."""
 
     def count_targets(self, targets: Array, out: Array) -> None:

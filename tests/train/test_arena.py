@@ -1,0 +1,114 @@
+"""The stack allocator: addresses, growth, planning, and any backing memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kos.errors import InvalidArgument, OutOfMemory
+from kos.memory.arena import ALIGNMENT, Arena
+
+
+def address(array):
+    return array.ctypes.data
+
+
+def one_pass(arena):
+    """A pass with nested scopes; the arrays' values must survive each other."""
+    with arena.scope():
+        a = arena.take((3, 5), np.float64)
+        a[:] = 1
+        with arena.scope():
+            b = arena.take((1000,), np.float32)
+            b[:] = 2
+        c = arena.take((7,), np.int8)
+        c[:] = 3
+        assert (a == 1).all() and (c == 3).all()
+        return [address(x) for x in (a, b, c)]
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 1 << 20])
+def test_arrays_are_aligned_and_apart(nbytes):
+    arena = Arena(nbytes)
+    shapes = [(1,), (3, 7), (0,), (65,), (2, 3, 5)]
+    arrays = [arena.take(shape, dtype) for shape in shapes for dtype in (np.float32, np.float64, np.uint8)]
+    for value, array in enumerate(arrays):
+        array.fill(value)
+    for value, array in enumerate(arrays):
+        assert (array == value).all() and array.flags.c_contiguous
+        assert address(array) % ALIGNMENT == 0 or array.size == 0
+
+
+def test_after_one_pass_the_slab_holds_the_next_at_the_same_addresses():
+    arena = Arena()
+    one_pass(arena)
+    assert arena.capacity == arena.peak > 0
+    second = one_pass(arena)
+    assert one_pass(arena) == second
+    assert all(second[0] <= at < second[0] + arena.capacity for at in second)
+
+
+def test_released_memory_is_taken_again():
+    arena = Arena(1 << 12)
+    mark = arena.mark()
+    first = address(arena.take((10,), np.float32))
+    arena.release(mark)
+    assert address(arena.take((5, 2), np.float32)) == first
+    assert arena.in_use == 64
+
+
+def test_no_allocation_in_the_steady_state():
+    calls = []
+
+    def allocate(nbytes):
+        calls.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    arena = Arena(0, allocate)
+    one_pass(arena)
+    before = len(calls)
+    for _ in range(3):
+        one_pass(arena)
+    assert len(calls) == before
+
+
+def test_any_backing_memory():
+    arena = Arena(256, lambda nbytes: f"slab of {nbytes}", lambda *described: described)
+    assert arena.take((4,), "float32") == ("slab of 256", 0, (4,), "float32")
+    assert arena.take((17,), "float64") == ("slab of 256", 64, (17,), "float64")
+    assert arena.take((1,), "float32") == ("slab of 64", 0, (1,), "float32")  # on its own: the slab is full
+    arena.release(0)
+    assert arena.take((1,), "float32") == ("slab of 320", 0, (1,), "float32")
+
+
+def test_a_fixed_arena_does_not_grow():
+    arena = Arena(128)
+    with arena.scope():
+        arena.take((1,), np.uint8)
+        with pytest.raises(InvalidArgument, match="expected an empty arena to fix, got 64 bytes"):
+            arena.fix()
+    arena.fix()
+    arena.take((16,), np.float32)
+    with pytest.raises(OutOfMemory, match="expected at most 128 bytes in use, got 192"):
+        arena.take((17,), np.float32)
+    assert arena.in_use == 64
+
+
+def test_a_mark_above_the_stack_is_refused():
+    arena = Arena(128)
+    arena.take((1,), np.float32)
+    with pytest.raises(InvalidArgument, match="expected a mark between 0 and 64, got 128"):
+        arena.release(128)
+
+
+def test_an_exception_gives_the_scope_back():
+    arena = Arena(0)
+
+    def fail():
+        with arena.scope():
+            arena.take((100,), np.float32)
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert arena.in_use == 0

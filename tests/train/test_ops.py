@@ -1,0 +1,273 @@
+"""Each operation of a dialect: forward against a plain formula, backward against finite differences.
+
+Everything runs in float64 on odd sizes.  Outputs and scratch start as NaN, so that reading what was not
+written shows.  A gradient is checked along random directions: with a random d_out, d_out . (f(x + h u) -
+f(x - h u)) / 2h must be dx . u.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import pytest
+
+from kos.errors import InvalidArgument
+from kos.memory.arena import Arena
+from kos.train.ops import numpy as ops
+
+SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
+
+
+def poisoned_slab(nbytes):
+    return np.full(-(-nbytes // 8), np.nan).view(np.uint8)
+
+
+@pytest.fixture
+def rng():
+    print(f"KOS_TEST_SEED={SEED}")
+    return np.random.default_rng(SEED)
+
+
+@pytest.fixture
+def arena():
+    return Arena(0, poisoned_slab)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks so small that every loop over them turns more than once, with a rest."""
+    monkeypatch.setattr(ops, "BLOCK", 40)
+    monkeypatch.setattr(ops, "QUERY_BLOCK", 4)
+
+
+def nan(*shape):
+    return np.full(shape, np.nan)
+
+
+def columns(array):
+    """``array`` in the memory order of ``empty_columns``."""
+    return np.asfortranarray(array)
+
+
+def nan_columns(*shape):
+    return columns(nan(*shape))
+
+
+def check_gradients(rng, function, inputs, gradients, d_out, h=1e-6):
+    """``function(*inputs) -> out`` against ``gradients`` of sum(d_out * out), in three directions each."""
+    for index, gradient in enumerate(gradients):
+        assert np.isfinite(gradient).all()
+        for _ in range(3):
+            direction = rng.normal(size=gradient.shape)
+            moved = [list(inputs), list(inputs)]
+            moved[0][index] = inputs[index] + h * direction
+            moved[1][index] = inputs[index] - h * direction
+            slope = np.sum(d_out * (function(*moved[0]) - function(*moved[1]))) / (2 * h)
+            assert np.sum(gradient * direction) == pytest.approx(slope, rel=1e-5, abs=1e-7), f"input {index}"
+
+
+def both_ways(backward, shape, rng):
+    """A weight's gradient, written over NaN; added to something, it must give the sum."""
+    written = nan(*shape)
+    backward(written, False)
+    start = rng.normal(size=shape)
+    added = start.copy()
+    backward(added, True)
+    np.testing.assert_allclose(added, start + written, rtol=1e-12, atol=1e-12)
+    return written
+
+
+def test_embedding(rng, arena):
+    tokens = rng.integers(0, 11, 23).astype(np.int32)
+    tokens[tokens == 4] = 5  # one row that no token asks for
+    table, out = rng.normal(size=(11, 7)), nan(23, 7)
+    ops.embedding(tokens, table, out)
+    assert np.array_equal(out, np.array([table[t] for t in tokens]))
+    d_out = rng.normal(size=out.shape)
+    expected = np.zeros_like(table)
+    for token, row in zip(tokens, d_out, strict=True):
+        expected[token] += row
+    got = both_ways(lambda d, add: ops.embedding_backward(d_out, tokens, d, add, arena), table.shape, rng)
+    np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+def test_embedding_refuses_a_token_outside(wrong):
+    with pytest.raises(InvalidArgument, match="expected tokens from 0 to 10, got"):
+        ops.embedding(np.array([3, wrong], np.int32), np.zeros((11, 2)), np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("order", [np.ascontiguousarray, columns])
+def test_linear(rng, arena, order):
+    x, weight, out = rng.normal(size=(13, 5)), rng.normal(size=(9, 5)), order(nan(13, 9))
+
+    def formula(x, weight):
+        return np.array([[sum(a * b for a, b in zip(row, w, strict=True)) for w in weight] for row in x])
+
+    ops.linear(x, weight, out)
+    np.testing.assert_allclose(out, formula(x, weight), rtol=1e-12, atol=1e-12)
+    d_out, dx = order(rng.normal(size=out.shape)), order(nan(13, 5))
+    d_weight = both_ways(lambda d, add: ops.linear_backward(d_out, x, weight, dx, d, add, arena), (9, 5), rng)
+    check_gradients(rng, formula, (x, weight), (dx, d_weight), d_out)
+
+
+def test_rms_norm(rng, arena):
+    x, weight, eps = rng.normal(size=(13, 11)), rng.normal(size=11), 0.1
+    out, rstd = nan(13, 11), nan(13)
+
+    def formula(x, weight):
+        return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * weight
+
+    ops.rms_norm(x, weight, eps, out, rstd)
+    np.testing.assert_allclose(out, formula(x, weight), rtol=1e-12)
+    d_out, residual = rng.normal(size=out.shape), rng.normal(size=x.shape)
+
+    def backward(d_weight, accumulate):
+        backward.dx = residual.copy()
+        ops.rms_norm_backward(d_out.copy(), x, weight, rstd, backward.dx, d_weight, accumulate, arena)
+
+    d_weight = both_ways(backward, (11,), rng)
+    check_gradients(rng, formula, (x, weight), (backward.dx - residual, d_weight), d_out)
+
+
+def rotated(x, frequencies, length, head_dim, heads):
+    """Each pair (i, i + d/2) of the first ``heads`` heads, as a complex number, turned by its angle."""
+    out, half = x.copy(), head_dim // 2
+    for n in range(len(x)):
+        for head in range(heads):
+            at = head * head_dim
+            z = x[n, at : at + half] + 1j * x[n, at + half : at + head_dim]
+            z = z * np.exp(1j * (n % length) * np.asarray(frequencies))
+            out[n, at : at + half], out[n, at + half : at + head_dim] = z.real, z.imag
+    return out
+
+
+def test_rope(rng, arena):
+    head_dim, heads, length, frequencies = 6, 3, 5, [1.0, 0.3, 0.01]
+    x = rng.normal(size=(2 * length, 4 * head_dim))  # the last head is not rotated
+    tables = ops.rope_tables(frequencies, range(length), np.float64)
+    out = columns(x.copy())
+    ops.rope(out, tables, head_dim, heads, arena)
+    np.testing.assert_allclose(out, rotated(x, frequencies, length, head_dim, heads), rtol=1e-12, atol=1e-12)
+    d_out = rng.normal(size=x.shape)
+    dx = columns(d_out.copy())
+    ops.rope_backward(dx, tables, head_dim, heads, arena)
+    check_gradients(rng, lambda x: rotated(x, frequencies, length, head_dim, heads), (x,), (dx,), d_out)
+
+
+def attention_formula(qkv, samples, heads, kv_heads):
+    """One query at a time, by the definition."""
+    length = len(qkv) // samples
+    d = qkv.shape[1] // (heads + 2 * kv_heads)
+    x = qkv.reshape(samples, length, -1, d)
+    out, lse = np.empty((samples, length, heads, d)), np.empty((samples, heads, length))
+    for b, h, t in np.ndindex(samples, heads, length):
+        kv = h // (heads // kv_heads)
+        scores = x[b, : t + 1, heads + kv] @ x[b, t, h] / math.sqrt(d)
+        lse[b, h, t] = np.log(np.exp(scores).sum())
+        out[b, t, h] = np.exp(scores - lse[b, h, t]) @ x[b, : t + 1, heads + kv_heads + kv]
+    return out.reshape(len(qkv), -1), lse
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1), (8, 2)])
+@pytest.mark.parametrize(("length", "query_block"), [(1, 4), (4, 4), (7, 4), (13, 5), (9, 64)])
+def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block):
+    monkeypatch.setattr(ops, "QUERY_BLOCK", query_block)
+    samples, d = 2, 3
+    qkv = rng.normal(size=(samples * length, (heads + 2 * kv_heads) * d))
+    out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
+    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena)
+    expected, expected_lse = attention_formula(qkv, samples, heads, kv_heads)
+    np.testing.assert_allclose(out, expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-10, atol=1e-12)
+    d_out, d_qkv = rng.normal(size=out.shape), nan_columns(*qkv.shape)
+    ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena)
+    check_gradients(rng, lambda x: attention_formula(x, samples, heads, kv_heads)[0], (qkv,), (d_qkv,), d_out)
+
+
+def test_attention_stands_large_scores(rng, arena):
+    """Scores in the thousands: the softmax is one-hot, nothing overflows, future keys do not count."""
+    length, d = 9, 2
+    qkv = rng.normal(size=(length, 3 * d)) * 100
+    qkv[-1, d : 2 * d] = 1e4  # a key that only the last query may see
+    out, lse = nan_columns(length, d), nan(1, 1, length)
+    ops.attention(columns(qkv), 1, 1, out, lse, arena)
+    d_qkv = nan_columns(*qkv.shape)
+    ops.attention_backward(columns(np.ones((length, d))), columns(qkv), out, lse, 1, 1, d_qkv, arena)
+    assert np.isfinite(d_qkv).all()
+    for t in range(length):
+        scores = qkv[: t + 1, d : 2 * d] @ qkv[t, :d] / math.sqrt(d)
+        p = np.exp(scores - scores.max())
+        np.testing.assert_allclose(out[t], p / p.sum() @ qkv[: t + 1, 2 * d :], rtol=1e-9, atol=1e-9)
+
+
+def test_swiglu(rng, arena):
+    gate_up = rng.normal(size=(13, 14)) * 3
+    out = nan_columns(13, 7)
+
+    def formula(gate_up):
+        gate, up = gate_up[:, :7], gate_up[:, 7:]
+        return gate / (1 + np.exp(-gate)) * up
+
+    ops.swiglu(columns(gate_up), out, arena)
+    np.testing.assert_allclose(out, formula(gate_up), rtol=1e-10, atol=1e-14)
+    d_out, d_gate_up = rng.normal(size=out.shape), nan_columns(13, 14)
+    ops.swiglu_backward(columns(d_out), columns(gate_up), out, d_gate_up, arena)
+    check_gradients(rng, formula, (gate_up,), (d_gate_up,), d_out)
+
+
+def test_swiglu_stands_large_gates(arena):
+    gate_up = np.array([[-1e4, 2.0], [1e4, 2.0]])
+    out, d_gate_up = nan_columns(2, 1), nan_columns(2, 2)
+    ops.swiglu(columns(gate_up), out, arena)
+    ops.swiglu_backward(columns(np.ones((2, 1))), columns(gate_up), out, d_gate_up, arena)
+    assert np.array_equal(out, [[0], [2e4]])
+    assert np.array_equal(d_gate_up, [[0, 0], [2, 1e4]])
+
+
+def test_cross_entropy(rng, arena):
+    logits, targets = rng.normal(size=(13, 17)) * 5, rng.integers(0, 17, 13).astype(np.int32)
+    targets[[2, 12]] = -1
+
+    def formula(logits):
+        log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        return np.array([0.0 if t < 0 else -row[t] for row, t in zip(log_p, targets, strict=True)])
+
+    losses, count = nan(13), nan(1)
+    ops.count_targets(targets, count)
+    assert count[0] == 11
+    ops.cross_entropy(logits.copy(), targets, losses, arena)
+    np.testing.assert_allclose(losses, formula(logits), rtol=1e-10)
+    assert ops.mean_loss(losses, count) == pytest.approx(formula(logits).sum() / 11)
+    gradient, again = logits.copy(), nan(13)
+    ops.cross_entropy_with_gradient(gradient, targets, count, again, arena)
+    assert np.array_equal(again, losses)
+    assert not gradient[[2, 12]].any()
+    check_gradients(rng, formula, (logits,), (gradient,), np.full(13, 1 / 11))
+
+
+def test_cross_entropy_of_nothing_is_zero(rng, arena):
+    targets, losses, count = np.full(3, -1, np.int32), nan(3), nan(1)
+    logits = rng.normal(size=(3, 5))
+    ops.count_targets(targets, count)
+    ops.cross_entropy_with_gradient(logits, targets, count, losses, arena)
+    assert ops.mean_loss(losses, count) == 0 and not logits.any()
+
+
+def test_small_things(rng):
+    a, b = rng.normal(size=(2, 5, 3))
+    out = nan(5, 3)
+    ops.add(a, b, out)
+    assert np.array_equal(out, a + b)
+    ops.copy(a, out)
+    assert np.array_equal(out, a)
+    ops.zero(out)
+    assert not out.any()
+
+
+def test_columns_are_asked_for_by_name(arena):
+    with pytest.raises(InvalidArgument, match="expected an array of empty_columns, got strides"):
+        ops.swiglu(np.zeros((4, 6)), np.zeros((4, 3)), arena)
+    assert ops.empty_columns(arena, 4, 6, np.float32).shape == (4, 6)
