@@ -35,10 +35,10 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "variables: PYTHON=$(PYTHON)  RANKS=$(RANKS)  ARGS='--steps 100 …'  SYSTEM_MPI=1 (use the system's mpirun)"
 
-# mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where
-# the terminal's Ctrl-C does not reach it: the first becomes SIGUSR1, which it forwards (save and stop), the next SIGTERM.
+# mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where the
+# terminal's Ctrl-C does not reach it: the first becomes SIGUSR1, which it forwards (save and stop), the next SIGTERM.
 train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; settings go in ARGS
-	@trap 'kill -$${signal:=USR1} $$job; signal=TERM' INT HUP; trap 'kill -TERM $$job' TERM; \
+	@trap 'kill -$${signal:=USR1} $$job; signal=TERM' INT TERM HUP; \
 	echo "$(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS)"; \
 	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & job=$$!; \
 	while kill -0 $$job 2>/dev/null; do wait $$job; code=$$?; done; exit $$code

@@ -1,4 +1,4 @@
-"""Run every test: serially, then those marked `mpi` under mpirun; print the totals.  ``make test`` calls this.
+"""Run every test: serially, then those marked `mpi` under mpirun; print the totals (``make test``).
 
 usage: python tests/run.py [pytest arguments]
 

@@ -1,0 +1,149 @@
+"""What may import what: nothing optional, no torch and no pickle, and down the floors only."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = sorted((ROOT / "kos").rglob("*.py"))
+
+# The floors of docs/architecture.md: a room may import itself and rooms of lower floors, nothing else of kos.
+FLOORS = {
+    "errors": 0,
+    "dtypes": 0,
+    "cuda": 1,
+    "memory": 1,
+    "comm": 2,
+    "": 2,  # kos/__init__.py, the face of comm
+    "testing": 3,
+    "doctor": 3,
+    "interop": 3,
+    "train": 3,
+}
+SAME_FLOOR = {("memory", "cuda"), ("dtypes", "errors"), ("", "comm"), ("errors", "")}
+
+ALLOWED_BY_CORE = {"numpy", "ml_dtypes", "kos"}
+ADDED_BY_TRAIN = {"pydantic", "pydantic_core", "rich", "safetensors", "threadpoolctl"}
+DEPENDENCIES_OF_THOSE = {
+    "annotated_types", "markdown_it", "mdurl", "pygments", "typing_extensions", "typing_inspection"
+}  # fmt: skip
+NEVER_AT_IMPORT = ("mpi4py.MPI", "torch", "tokenizers", "nccl.core", "matplotlib")
+NEVER_BY_KOS_ALONE = (*NEVER_AT_IMPORT, "cuda.bindings", "cuda.core", "pydantic", "rich", "safetensors")
+
+BLOCKER = """
+import importlib, importlib.abc, importlib.machinery, sys
+
+class Blocker(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        where = [spec.origin or "", *(spec.submodule_search_locations or [])] if spec else []
+        installed = any("site-packages" in place or "dist-packages" in place for place in where)
+        if installed and name.partition(".")[0] not in {allowed!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked by the test)", name=name)
+
+sys.meta_path.insert(0, Blocker())
+for module in {modules!r}:
+    importlib.import_module(module)
+"""
+
+
+def module_name(file: Path) -> str:
+    parts = list(file.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """The part of kos that a module belongs to: kos.comm.work -> comm, kos -> ''."""
+    return [*module.split("."), ""][1]
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import statement, those inside functions too."""
+    for node in ast.walk(ast.parse(file.read_text(), filename=str(file))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: a relative import"
+            yield node.lineno, node.module or ""
+            if node.module == "kos":  # `from kos import comm` names a room, `from kos import init` the face
+                for alias in node.names:
+                    if alias.name in FLOORS:
+                        yield node.lineno, f"kos.{alias.name}"
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def importable(rooms_of_train: bool) -> list[str]:
+    return [name for name in map(module_name, FILES) if (room(name) == "train") == rooms_of_train]
+
+
+@pytest.mark.parametrize(
+    ("train", "allowed"),
+    [
+        pytest.param(False, ALLOWED_BY_CORE, id="core"),
+        pytest.param(True, ALLOWED_BY_CORE | ADDED_BY_TRAIN | DEPENDENCIES_OF_THOSE, id="train"),
+    ],
+)
+def test_every_module_imports_without_mpi_gpu_torch_or_optional_packages(
+    train: bool, allowed: set[str]
+) -> None:
+    modules = importable(rooms_of_train=train)
+    assert modules
+    done = run_python(BLOCKER.format(allowed=allowed, modules=modules))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("modules", "never"),
+    [
+        pytest.param(["kos"], NEVER_BY_KOS_ALONE, id="kos"),
+        pytest.param([module_name(file) for file in FILES], NEVER_AT_IMPORT, id="everything"),
+    ],
+)
+def test_an_import_loads_nothing_heavy(modules: list[str], never: tuple[str, ...]) -> None:
+    code = "import importlib, sys\n" + "\n".join(f"importlib.import_module({name!r})" for name in modules)
+    done = run_python(code + f"\nprint([name for name in {never!r} if name in sys.modules])")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_imports_go_down_the_floors_only() -> None:
+    wrong = []
+    for file in FILES:
+        importer = room(module_name(file))
+        assert importer in FLOORS, f"{file.relative_to(ROOT)}: {importer!r} has no floor"
+        for line, module in imports(file):
+            if module.partition(".")[0] != "kos":
+                continue
+            imported = room(module)
+            ok = (
+                imported == importer
+                or (importer, imported) in SAME_FLOOR
+                or FLOORS.get(imported, 99) < FLOORS[importer]
+            )
+            if not ok:
+                wrong.append(f"{file.relative_to(ROOT)}:{line}: {importer or 'kos'} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_kos_imports_neither_torch_nor_pickle() -> None:
+    banned = {"torch", "pickle", "cloudpickle", "dill", "marshal", "shelve"}
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line}: {module}"
+        for file in FILES
+        if room(module_name(file)) != "interop"
+        for line, module in imports(file)
+        if module.partition(".")[0] in banned
+    ]
+    assert not wrong, "\n".join(wrong)

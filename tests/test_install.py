@@ -1,0 +1,180 @@
+"""The Makefile and pyproject.toml: clear errors, repaired installs, and a Ctrl-C that lets the ranks save."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = ".kos-train-wheel-mpi"
+
+pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+def make_command(venv: Path, *words: str) -> list[str]:
+    return ["make", "--no-print-directory", f"VENV={venv}", *words]
+
+
+def environment() -> dict[str, str]:
+    """Ours without what an outer make passes down, which would override the variables given here."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+
+
+def run_make(venv: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        make_command(venv, *words), cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60
+    )
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text))
+    path.chmod(0o755)
+    return path
+
+
+def fake_python(path: Path, version_ok: bool = True, venv_ok: bool = True) -> Path:
+    """A python that answers the Makefile's questions and writes down everything that it is asked to do."""
+    return script(
+        path,
+        f"""\
+        #!/bin/sh
+        echo "$*" >>{path}.log
+        case "$*" in
+            *version_info*) exit {0 if version_ok else 1} ;;
+            *ensurepip*) exit {0 if venv_ok else 1} ;;
+            -V) echo "Python 3.9.1" ;;
+        esac
+        """,
+    )
+
+
+def test_help_is_the_default_and_names_every_target(tmp_path: Path) -> None:
+    done = run_make(tmp_path / "venv")
+    assert done.returncode == 0, done.stderr
+    for target in ("help", "train", "test", "lint", "clean"):
+        assert re.search(rf"^  make {target} +\w", done.stdout, re.MULTILINE), done.stdout
+    assert not (tmp_path / "venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (None, "not found: install Python 3.11 or newer"),
+        ({"version_ok": False}, "needs Python 3.11 or newer, {python} is Python 3.9.1"),
+        ({"venv_ok": False}, "apt install python3-venv"),
+    ],
+    ids=["missing", "old", "without venv"],
+)
+def test_an_unusable_python_is_one_clear_line(
+    tmp_path: Path, answers: dict[str, bool] | None, expected: str
+) -> None:
+    python = tmp_path / "python3"
+    if answers is not None:
+        fake_python(python, **answers)
+    done = run_make(tmp_path / "venv", f"PYTHON={python}", "train")
+    assert done.returncode != 0
+    said, failed = done.stderr.splitlines()  # our line, and make's own "*** … Error 1"
+    assert expected.format(python=python) in said
+    assert failed.startswith("make: ***")
+    assert not (tmp_path / "venv").exists()
+
+
+def test_an_interrupted_install_starts_from_an_empty_venv(tmp_path: Path) -> None:
+    python, venv = fake_python(tmp_path / "python3"), tmp_path / "venv"
+    inner = fake_python(venv / "bin" / "python")
+    stamp = str(venv / STAMP)
+
+    (venv / ".installing").touch()
+    done = run_make(venv, f"PYTHON={python}", stamp)
+    assert done.returncode == 0, done.stderr
+    assert f"-m venv --clear {venv}" in python.with_name("python3.log").read_text()
+    assert (venv / STAMP).exists()
+    assert not (venv / ".installing").exists()
+
+    for log in (python.with_name("python3.log"), inner.with_name("python.log")):
+        log.unlink()
+    done = run_make(venv, f"PYTHON={python}", stamp)
+    assert done.returncode == 0, done.stderr
+    assert not python.with_name("python3.log").exists(), "the second run asked python something"
+    assert not inner.with_name("python.log").exists(), "the second run called pip"
+
+
+def test_a_failed_install_leaves_no_stamp(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    script(venv / "bin" / "python", '#!/bin/sh\ncase "$*" in *install*) exit 1 ;; esac\n')
+    done = run_make(venv, f"PYTHON={fake_python(tmp_path / 'python3')}", str(venv / STAMP))
+    assert done.returncode != 0
+    assert not (venv / STAMP).exists()
+    assert (venv / ".installing").exists()
+
+
+MPIRUN = """\
+    #!{python}
+    # Stands in for mpirun and its ranks: says which signals arrive; the first means save, the second die.
+    import signal, sys, time
+    def said(name, code):
+        def handler(*_):
+            print(name, flush=True)
+            if code is not None:
+                sys.exit(code)
+        return handler
+    signal.signal(signal.SIGUSR1, said("USR1", None if {stubborn} else 0))
+    signal.signal(signal.SIGTERM, said("TERM", 7))
+    signal.signal(signal.SIGINT, said("INT", 8))
+    print("READY", *sys.argv[1:], flush=True)
+    time.sleep(30)
+    """
+
+
+@pytest.mark.parametrize("stubborn", [False, True], ids=["saves", "stubborn"])
+def test_ctrl_c_asks_the_ranks_to_save_and_a_second_one_ends_them(tmp_path: Path, stubborn: bool) -> None:
+    venv = tmp_path / "venv"
+    script(venv / "bin" / "mpirun", MPIRUN.format(python=sys.executable, stubborn=stubborn))
+    (venv / STAMP).touch()
+    with subprocess.Popen(
+        make_command(venv, "train", "RANKS=3", "ARGS=--steps 5"),
+        cwd=ROOT,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith(f"/mpirun -n 3 {venv}/bin/python -m kos.train --steps 5\n")
+        ready = process.stdout.readline().split()
+        assert ready == ["READY", "-n", "3", f"{venv}/bin/python", "-m", "kos.train", "--steps", "5"]
+        os.killpg(process.pid, signal.SIGINT)  # what a terminal does: to make, its shell and nobody else
+        assert process.stdout.readline() == "USR1\n"
+        if stubborn:
+            os.killpg(process.pid, signal.SIGINT)  # make and its shell are still there to be told
+            assert process.stdout.readline() == "TERM\n"
+        assert process.stdout.read() == ""
+        assert process.wait(20) == -signal.SIGINT
+
+
+def test_every_extra_that_a_message_or_the_readme_names_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [
+        *(ROOT / "kos").rglob("*.py"),
+        ROOT / "README.md",
+        ROOT / "Makefile",
+        *(ROOT / "docs").glob("*.md"),
+    ]
+    named = {
+        extra
+        for file in files
+        for group in re.findall(r"\bkos\[([a-z,]+)\]", file.read_text())
+        for extra in group.split(",")
+    }
+    assert named, "no message names an extra: the test looks for the wrong thing"
+    assert named <= set(extras), f"unknown extras: {sorted(named - set(extras))}"
