@@ -24,7 +24,9 @@ def create_stream(device: int, *, priority: int | None = None) -> Stream:
     from cuda.core import Device, StreamOptions
 
     with driver.on_device(device):
-        return Device(device).create_stream(options=StreamOptions(nonblocking=True, priority=priority))
+        owner = Device(device)
+        owner.set_current()  # cuda.core wants it said by itself, once on each thread
+        return owner.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
 
 
 def as_stream(stream: Any) -> Stream:
