@@ -1,9 +1,10 @@
 """Checkpoints that are either whole or not there.
 
-``step-N/`` holds ``model.safetensors`` and ``config.json`` (loadable by transformers), ``tokenizer.json``,
-``optimizer.safetensors`` (both Adam moments) and ``manifest.json`` (step, run configuration, the size and
-SHA-256 of every file). It is written under a temporary name, every file and folder is fsynced, and one
-rename makes it appear; a kill at any moment leaves the checkpoints before it as they were.
+``step-N/`` holds ``model.safetensors`` and ``config.json`` (loadable by transformers; ``tokenizer.json`` too where
+the run has a Hugging Face one), ``kos_tokenizer.json`` (a tokenizer of any kind), ``optimizer.safetensors`` (both
+Adam moments) and ``manifest.json`` (step, run configuration, the size and SHA-256 of every file). It is written
+under a temporary name, every file and folder is fsynced, and one rename makes it appear; a kill at any moment
+leaves the checkpoints before it as they were.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kos.train.parameters import Parameters
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+TOKENIZER = "kos_tokenizer.json"
 _NAME = re.compile(r"step-(\d+)")
 _log = logging.getLogger(__name__)
 
@@ -50,7 +52,7 @@ class Checkpoint:
         return self.manifest["config"]
 
     def tokenizer(self) -> Mapping[str, Any]:
-        return json.loads((self.path / "tokenizer.json").read_text(encoding="utf-8"))
+        return json.loads((self.path / TOKENIZER).read_text(encoding="utf-8"))
 
     def model_config(self) -> LlamaConfig:
         return huggingface.read_config(self.path)
@@ -94,7 +96,9 @@ def save(
         _write_tensors(temporary / "model.safetensors", dict(weights))
         _write_tensors(temporary / "optimizer.safetensors", moments)
         write_json(temporary / "config.json", huggingface.to_huggingface(model))
-        write_json(temporary / "tokenizer.json", tokenizer)
+        write_json(temporary / TOKENIZER, tokenizer)
+        if "tokenizer" in tokenizer:
+            write_json(temporary / "tokenizer.json", tokenizer["tokenizer"])
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "step": step, "config": config, "files": files}
         write_json(temporary / MANIFEST, manifest)

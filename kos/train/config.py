@@ -37,7 +37,13 @@ class TrainConfig(Section):
     steps: int = option("Run", "optimizer steps of the whole run", ge=1)
     seed: int = option("Run", "seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
     deterministic: bool = option("Run", "bit-identical for any number of ranks (slower)", False)
-    out: Path = option("Run", "folder of metrics and checkpoints; default: runs/PRESET", strict=False)
+    out: Path | None = option(
+        "Run",
+        "folder of metrics and checkpoints; default: the first free of runs/PRESET, runs/PRESET-2, … "
+        "(with --resume auto: the last one used)",
+        None,
+        strict=False,
+    )
     resume: str | None = option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None)
     init_from: str | None = option("Run", "take weights from a Hugging Face folder", None)
     debug: bool = option("Run", "show tracebacks", False)
@@ -99,7 +105,6 @@ class TrainConfig(Section):
     def _derive(cls, values: dict[str, Any]) -> dict[str, Any]:
         """Defaults that follow from other values; what is of the wrong type is left to be refused."""
         derived = dict(values)
-        derived.setdefault("out", f"runs/{values.get('preset', 'tiny')}")
         lr, steps = values.get("lr"), values.get("steps")
         fraction = values.get("decay_fraction", cls.model_fields["decay_fraction"].default)
         if isinstance(lr, int | float):

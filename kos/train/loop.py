@@ -8,7 +8,9 @@ resumed run continues bit for bit.
 from __future__ import annotations
 
 import math
+import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from kos.train.config import TrainConfig
 from kos.train.console import make_console
 from kos.train.data import load_data
 from kos.train.failures import together
+from kos.train.folders import run_folder
 from kos.train.machine import limit_threads, provenance
 from kos.train.metrics import MetricsLog
 from kos.train.model import Llama
@@ -31,17 +34,17 @@ from kos.train.parameters import Parameters
 from kos.train.sample import sample_text
 
 
-
 class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
     def __init__(self, config: TrainConfig, comm: Communicator) -> None:
         self.comm = comm
-        self.out = Path(config.out)
-        self.checkpoints = self.out / "checkpoints"
         self.config = config = config.for_world(comm.size)
         limit_threads(1 if config.deterministic else None, comm.local_size)
         self.data = together(comm, lambda: load_data(config))
+        folder = together(comm, lambda: run_folder(config) if comm.rank == 0 else Path())
+        self.out = Path(os.fsdecode(comm.all_gather_bytes(os.fsencode(folder))[0]))
+        self.checkpoints = self.out / "checkpoints"
         found = together(comm, self._find_checkpoint)
         model_config = config.model_config_for(self.data.tokenizer.vocab_size)
         self.model = Llama(model_config, numpy_ops)
@@ -55,6 +58,7 @@ class Trainer:
             config.schedule, config.lr, config.min_lr, config.steps, config.warmup_steps, config.decay_steps
         )
         self.parallel = DataParallel(comm, self.gradients, deterministic=config.deterministic)
+        assert config.micro_batch_size is not None  # for_world has chosen it
         self.rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
         together(comm, lambda: self._fill_weights(found))
         for state in (self.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
@@ -122,7 +126,7 @@ class Trainer:
                     row["val_loss"] = self.evaluate()
                 self._record(row, log=step % config.log_every == 0 or last)
                 if last or (config.save_every and step % config.save_every == 0):
-                    together(comm, lambda step=step: self._save(step))
+                    together(comm, partial(self._save, step))
             self.console.close()
             self._conclude(step, stopped)
         finally:

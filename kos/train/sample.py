@@ -69,7 +69,7 @@ def sample_text(
     top_k: int,
 ) -> str:
     """``prompt`` and up to ``count`` generated tokens, as text."""
-    ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.bos or 0]
+    ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.start]
     drawn = generate(
         model, weights, ids, count, seed=seed, temperature=temperature, top_k=top_k, stop=tokenizer.eos
     )
@@ -79,7 +79,7 @@ def sample_text(
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kos.train.sample", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
-    parser.add_argument("--prompt", default="\n", help="text to go on from (default: a line break)")
+    parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=500, help="tokens to generate (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
     parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all (default)")

@@ -86,7 +86,7 @@ def test_keep_deletes_the_oldest(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-9"]
 
 
-FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "tokenizer.json", "manifest.json"]
+FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "kos_tokenizer.json", "manifest.json"]
 
 
 @pytest.mark.parametrize("name", FILES)

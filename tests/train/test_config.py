@@ -57,7 +57,7 @@ def test_presets_have_the_published_shapes(
     assert (shape.num_attention_heads, shape.num_key_value_heads) == (heads, kv_heads)
     assert (shape.vocab_size, shape.tie_word_embeddings) == (vocab, tied)
     assert (config.preset, config.seq_len, config.batch_size) == (preset, context, batch)
-    assert config.out == Path("runs") / preset
+    assert config.out is None
 
 
 def test_rope_scaling_of_llama_3() -> None:

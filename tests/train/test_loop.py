@@ -166,3 +166,18 @@ def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
     source = checkpoint.find(tmp_path / "first").path
     rows = _train(text, tmp_path / "second", steps=2, init_from=str(source))
     assert rows[0]["loss"] < 0.7 * trained[0]["loss"]
+
+
+def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+
+    def train(**changes: Any) -> None:
+        config = TrainConfig.from_preset("tiny", data=str(text), **{**SMALL, "steps": 2, **changes})
+        spawn(lambda comm: Trainer(config, comm).run(), 2, timeout=100)
+
+    train(resume="auto")
+    train()
+    assert sorted(path.name for path in runs.iterdir()) == ["tiny", "tiny-2"]
+    train(resume="auto", steps=3)
+    assert checkpoint.find(runs / "tiny").step == 2 and checkpoint.find(runs / "tiny-2").step == 3
