@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import kos
 from kos.comm.mpi_job import launched_rank
 from kos.errors import ConfigError, KosError
-from kos.train.config import parse
 
 if TYPE_CHECKING:
     from kos.train.loop import Trainer
@@ -32,10 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     rank = launched_rank()
     logging.basicConfig(format=f"kos: rank {rank}: %(message)s", level=logging.WARNING, stream=sys.stderr)
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if rank != 0 and {"-h", "--help"} & set(arguments):
+        return 0
     try:
+        try:
+            from kos.train.config import parse
+            from kos.train.loop import Trainer
+        except ImportError as error:
+            raise ConfigError(f"expected the packages of 'pip install kos[train]', got: {error}") from error
         config = parse(arguments)
-        from kos.train.loop import Trainer
-
         with kos.init(config.backend, timeout=config.timeout) as comm:
             trainer = Trainer(config, comm)
             for number in STOP_SIGNALS:
