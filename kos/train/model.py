@@ -133,9 +133,7 @@ class LlamaConfig:
                 f"num_attention_heads: expected a multiple of num_key_value_heads = {kv_heads}, got {heads}"
             )
         if self.head_dim % 2:
-            raise ConfigError(
-                f"head_dim: expected an even number, as rotary embeddings need, got {self.head_dim}"
-            )
+            raise ConfigError(f"head_dim: expected an even number, as rotary embeddings need, got {self.head_dim}")
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape, in the order in which the backward finishes the gradients."""
@@ -173,9 +171,7 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""
         shapes = self.parameter_shapes()
-        matmul = sum(
-            math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING
-        )
+        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
         if self.tie_word_embeddings:
             matmul += math.prod(shapes[EMBEDDING])
         scores = self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
@@ -188,7 +184,7 @@ class LlamaConfig:
         return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
 
     def init_weights(self, weights: Mapping[str, np.ndarray], seed: int) -> None:
-        """Norms at 1, the rest normal(0, initializer_range); o_proj and down_proj over sqrt(2 L), as in GPT-2.
+        """Norms at 1, the rest normal(0, initializer_range); o_proj and down_proj over sqrt(2 L), as GPT-2.
 
         A tensor's values depend on ``seed``, its name and its shape alone.
         """
@@ -259,18 +255,14 @@ class Llama:
             dx_ND = self._take(weights, len(tokens_N), self.config.hidden_size)
             losses_N, count = self._loss_arrays(weights, targets_N)
             x_ND = self.embed(weights, tokens_N)
-            kept: list[tuple[int, BlockActivations]] = []
+            kept: list[BlockActivations] = []
             for layer in range(self.config.num_hidden_layers):
-                mark = self.arena.mark()
                 x_ND, activations = self.block(layer, weights, x_ND, tokens.shape[1])
-                kept.append((mark, activations))
-            self.head_loss_and_gradients(
-                weights, x_ND, targets_N, count, losses_N, dx_ND, gradients, accumulate, final
-            )
-            while kept:
-                mark, activations = kept.pop()
-                self.block_backward(len(kept), weights, activations, dx_ND, gradients, accumulate, final)
-                self.arena.release(mark)
+                kept.append(activations)
+            self.head_loss_and_gradients(weights, x_ND, targets_N, count, losses_N, dx_ND, gradients, accumulate, final)
+            for layer in reversed(range(self.config.num_hidden_layers)):
+                activations = kept.pop()
+                self.block_backward(layer, weights, activations, dx_ND, gradients, accumulate, final)
             self.embed_backward(tokens_N, dx_ND, gradients, accumulate, final)
             return self.ops.mean_loss(losses_N, count)
 
@@ -322,9 +314,7 @@ class Llama:
         self.ops.embedding_backward(dx_ND, tokens_N, gradients[EMBEDDING], after_head, self.arena)
         final(EMBEDDING)
 
-    def block(
-        self, layer: int, weights: Weights, x_ND: Array, seq_len: int
-    ) -> tuple[Array, BlockActivations]:
+    def block(self, layer: int, weights: Weights, x_ND: Array, seq_len: int) -> tuple[Array, BlockActivations]:
         """x + attention(norm(x)), then the same with the MLP."""
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         N, (B, T) = len(x_ND), (len(x_ND) // seq_len, seq_len)
@@ -402,9 +392,7 @@ class Llama:
             linear_backward(dx_ND, kept.heads_NA, names.o, d_heads_NA)
             final(names.o)
             d_qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, dx_ND.dtype)
-            ops.attention_backward(
-                d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena
-            )
+            ops.attention_backward(d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena)
             ops.rope_backward(d_qkv_NW, self._rope_tables(T, dx_ND.dtype), d, H + K, arena)
             d_normed_ND = self._take(weights, N, D)
             linear_backward(d_qkv_NW, kept.normed_in_ND, names.qkv, d_normed_ND)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument, OutOfMemory
-from kos.memory.arena import ALIGNMENT, Arena
+from kos.memory.arena import ALIGNMENT, Arena, view_host
 
 
 def address(array):
@@ -64,12 +66,34 @@ def test_no_allocation_in_the_steady_state():
         calls.append(nbytes)
         return np.empty(nbytes, np.uint8)
 
-    arena = Arena(0, allocate)
+    def view(*arguments):
+        calls.append(arguments)
+        return view_host(*arguments)
+
+    arena = Arena(0, allocate, view)
+    one_pass(arena)
     one_pass(arena)
     before = len(calls)
     for _ in range(3):
         one_pass(arena)
     assert len(calls) == before
+
+
+def test_overflow_is_freed_with_its_scope():
+    live = weakref.WeakSet()
+
+    class Slab:
+        def __init__(self, nbytes):
+            live.add(self)
+
+    arena = Arena(64, Slab, lambda *described: None)
+    arena.take((64,), np.uint8)
+    for _ in range(3):
+        with arena.scope():
+            arena.take((64,), np.uint8)
+            arena.take((64,), np.uint8)
+            assert len(live) == 3
+    assert len(live) == 1
 
 
 def test_any_backing_memory():

@@ -12,9 +12,7 @@ from kos.train.model import Llama, LlamaConfig, RopeScaling
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
 
-SCALING = RopeScaling(
-    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-)
+SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 SMALL = {
     "vocab_size": 37,
     "hidden_size": 24,
@@ -126,17 +124,13 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
     tolerance = 1e-10 if dtype is np.float64 else 2e-4
     finished = []
-    got = model.loss_and_gradients(
-        weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append
-    )
+    got = model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False, on_gradient=finished.append)
     assert finished == list(config.parameter_shapes())
     assert got == pytest.approx(loss, rel=tolerance)
     assert model.loss(weights, tokens, targets) == pytest.approx(loss, rel=tolerance)
     np.testing.assert_allclose(model.logits(weights, tokens), logits, atol=tolerance * np.abs(logits).max())
     for name, gradient in expected.items():
-        np.testing.assert_allclose(
-            gradients[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name
-        )
+        np.testing.assert_allclose(gradients[name], gradient, atol=tolerance * np.abs(gradient).max(), err_msg=name)
 
 
 def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
@@ -146,9 +140,7 @@ def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
-    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == pytest.approx(
-        loss
-    )
+    assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == pytest.approx(loss)
     assert model.loss(weights, tokens, targets) == pytest.approx(loss)
     np.testing.assert_allclose(model.logits(weights, tokens), logits, rtol=1e-9, atol=1e-9)
     for name, gradient in expected.items():
@@ -199,9 +191,7 @@ def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
 def test_next_logits_are_the_last_of_logits():
     config, model, weights, _ = make("tied", np.float64)
     tokens, _ = make_batch(config, 1, 11, seed=8)
-    np.testing.assert_allclose(
-        model.next_logits(weights, tokens), model.logits(weights, tokens)[0, -1], rtol=1e-12
-    )
+    np.testing.assert_allclose(model.next_logits(weights, tokens), model.logits(weights, tokens)[0, -1], rtol=1e-12)
 
 
 def test_later_tokens_change_no_earlier_logits():

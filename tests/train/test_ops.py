@@ -248,6 +248,13 @@ def test_cross_entropy(rng, arena):
     check_gradients(rng, formula, (logits,), (gradient,), np.full(13, 1 / 11))
 
 
+def test_cross_entropy_stands_large_logits(arena):
+    logits, losses = np.array([[1e4, 0.0], [-1e4, 0.0]]), nan(2)
+    ops.cross_entropy_with_gradient(logits, np.array([1, 1], np.int32), np.array([2.0]), losses, arena)
+    assert np.array_equal(losses, [1e4, 0])
+    assert np.array_equal(logits, [[0.5, -0.5], [0, 0]])
+
+
 def test_cross_entropy_of_nothing_is_zero(rng, arena):
     targets, losses, count = np.full(3, -1, np.int32), nan(3), nan(1)
     logits = rng.normal(size=(3, 5))
