@@ -129,12 +129,13 @@ def peer_links() -> list[list[PeerLink | None]]:
 
 def nvlinks(index: int) -> int | None:
     """How many NVLinks of this device are up; None if NVML does not say."""
-    try:
-        from cuda.core import Device
+    if driver.unavailable() is not None:
+        return None
+    from cuda.core import Device, system
 
-        links = Device(index).to_system_device().get_nvlinks()
-        return sum(link.state for link in links)
-    except (ImportError, RuntimeError, AttributeError):  # NVML's errors are RuntimeErrors
+    try:
+        return sum(link.state for link in Device(index).to_system_device().get_nvlinks())
+    except (system.NvmlError, RuntimeError):
         return None
 
 

@@ -87,9 +87,7 @@ class KernelCache:
             deadline = time.monotonic() + timeout
             while not _try_lock(file.fileno()):
                 if time.monotonic() > deadline:
-                    log.warning(
-                        "kernel cache: %s held for over %g s, compiling without it", file.name, timeout
-                    )
+                    log.warning("kernel cache: %s held for over %g s, compiling without it", file.name, timeout)
                     break
                 time.sleep(0.005)
             yield
@@ -210,9 +208,7 @@ def _compile(path: Path, source: str, headers: Mapping[str, str], options: list[
 
 def _compile_error(path: Path, text: str, options: list[str]) -> CompileError:
     found = _ERROR.search(text)
-    where = (
-        f"{found['file']}:{found['line']}: {found['text']}" if found else f"{path}: {text.splitlines()[0]}"
-    )
+    where = f"{found['file']}:{found['line']}: {found['text']}" if found else f"{path}: {text.splitlines()[0]}"
     return CompileError(f"{where} ({' '.join(options)})\n{text}")
 
 
@@ -231,7 +227,7 @@ class Kernel:
         with driver.on_device(device):
             try:
                 self.handle = ObjectCode.from_cubin(cubin).get_kernel(name)
-            except RuntimeError as error:
+            except Exception as error:  # cuda.core gives its CUDAError no public name
                 raise InvalidArgument(f"kernel {name!r} does not load on cuda:{device}: {error}") from error
         self.name = name
         self.device = device

@@ -61,9 +61,7 @@ class Array:
         self.readonly = readonly
 
     @classmethod
-    def empty(
-        cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None
-    ) -> Array:
+    def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:
         """Uninitialised memory from the device's pool; ``label`` names its holder in errors."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in shape):
@@ -73,9 +71,7 @@ class Array:
         return cls(memory.pointer, shape, dtype, device, owner=memory, stream=stream)
 
     @classmethod
-    def zeros(
-        cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None
-    ) -> Array:
+    def zeros(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:
         array = cls.empty(shape, dtype, device, stream=stream, label=label)
         array.fill_bytes(0, stream)
         return array
@@ -185,9 +181,7 @@ class Array:
         return self.shape[0]
 
     def _view(self, pointer: int, shape: tuple[int, ...], dtype: DType) -> Array:
-        return Array(
-            pointer, shape, dtype, self.device, owner=self.owner, stream=self.stream, readonly=self.readonly
-        )
+        return Array(pointer, shape, dtype, self.device, owner=self.owner, stream=self.stream, readonly=self.readonly)
 
     def copy_from(self, source: Any, stream: Any = None) -> Array:
         """Queue a copy into this of ``source``: an Array on any device, or an ndarray; returns this."""

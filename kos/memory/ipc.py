@@ -29,11 +29,11 @@ class DeviceMemory:
     """Plain device memory, zero-initialised: the kind that other processes can map."""
 
     def __init__(self, nbytes: int, device: int) -> None:
-        if nbytes <= 0:
-            raise InvalidArgument(f"device memory: expected a size above 0 bytes, got {nbytes}")
         self.nbytes = nbytes
         self.device = device
         self.pointer = 0
+        if nbytes <= 0:
+            raise InvalidArgument(f"device memory: expected a size above 0 bytes, got {nbytes}")
         with driver.on_device(device):
             status, pointer = cu.cuMemAlloc(nbytes)
             if status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -136,25 +136,16 @@ def export(pointer: int, nbytes: int, device: int) -> IpcHandle:
         try:
             base, size = call(cu.cuMemGetAddressRange, pointer)
         except CudaError as error:
-            raise PeerMemoryError(
-                f"IPC: expected memory of cuda:{device}, got 0x{pointer:x}: {error}"
-            ) from error
+            raise PeerMemoryError(f"IPC: expected memory of cuda:{device}, got 0x{pointer:x}: {error}") from error
         if not call(cu.cuPointerGetAttribute, kind.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, pointer):
-            pooled = int(
-                call(cu.cuPointerGetAttribute, kind.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer) or 0
-            )
-            source = (
-                "a stream-ordered pool" if pooled else "virtual memory management or a managed allocation"
-            )
+            pooled = int(call(cu.cuPointerGetAttribute, kind.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, pointer) or 0)
+            source = "a stream-ordered pool" if pooled else "virtual memory management or a managed allocation"
             raise PeerMemoryError(
-                f"IPC: expected memory of cuMemAlloc (SymmetricMemory, DeviceMemory), "
-                f"got 0x{pointer:x} from {source}"
+                f"IPC: expected memory of cuMemAlloc (SymmetricMemory, DeviceMemory), got 0x{pointer:x} from {source}"
             )
         offset = pointer - int(base)
         if offset + nbytes > size:
-            raise PeerMemoryError(
-                f"IPC: expected at most {size - offset} bytes from 0x{pointer:x}, got {nbytes}"
-            )
+            raise PeerMemoryError(f"IPC: expected at most {size - offset} bytes from 0x{pointer:x}, got {nbytes}")
         handle = call(cu.cuIpcGetMemHandle, base)
     return IpcHandle(
         ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), bytes.fromhex(device_info(device).uuid),
@@ -202,9 +193,7 @@ class Mapping:
 
 def _open(handle: IpcHandle, device: int) -> int:
     if handle.origin.boot != Origin.here().boot:
-        raise PeerMemoryError(
-            f"IPC: cannot map memory of process {handle.origin.pid}: {handle.origin.obstacle()}"
-        )
+        raise PeerMemoryError(f"IPC: cannot map memory of process {handle.origin.pid}: {handle.origin.obstacle()}")
     raw = cu.CUipcMemHandle()
     ctypes.memmove(raw.getPtr(), handle.handle, _HANDLE_BYTES)
     with driver.on_device(device):

@@ -146,9 +146,7 @@ class MemoryPool:
             left = [entry for serial, entry in self._live.items() if serial not in before]
         if left:
             names = ", ".join(f"{_size(nbytes)} by {label}" for nbytes, label in left[:5])
-            raise KosError(
-                f"expected no memory of cuda:{self.device} left, got {len(left)} allocations: {names}"
-            )
+            raise KosError(f"expected no memory of cuda:{self.device} left, got {len(left)} allocations: {names}")
 
     def _exhausted(self, nbytes: int, label: str) -> str:
         free, total = call(cu.cuMemGetInfo)

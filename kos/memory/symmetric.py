@@ -169,9 +169,7 @@ class SymmetricMemory:
                 for writer in range(size):
                     got = bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES])
                     if got != tokens[writer]:
-                        raise PeerMemoryError(
-                            f"what rank {writer} wrote to rank {peer} reads differently here"
-                        )
+                        raise PeerMemoryError(f"what rank {writer} wrote to rank {peer} reads differently here")
         self.exchange.barrier()
         with driver.on_device(self.device):
             call(cu.cuMemsetD8, self.pointer, 0, len(slot))

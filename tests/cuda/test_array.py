@@ -40,9 +40,7 @@ def same_bytes(a: np.ndarray, b: np.ndarray) -> None:
 @pytest.mark.parametrize("versioned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_capsule_says_what_was_put_in(dtype: str, versioned: bool) -> None:
-    capsule = dlpack.export_capsule(
-        4096, (3, 1, 5), DTYPES[dtype], 2, Owner(), readonly=versioned, versioned=versioned
-    )
+    capsule = dlpack.export_capsule(4096, (3, 1, 5), DTYPES[dtype], 2, Owner(), readonly=versioned, versioned=versioned)
     tensor = dlpack.import_capsule(capsule)
     assert (tensor.pointer, tensor.shape, tensor.dtype.name) == (4096, (3, 1, 5), dtype)
     assert (tensor.device, tensor.readonly) == (2, versioned)
@@ -127,9 +125,7 @@ def test_shape_rules_need_no_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (0, 3), (17, 3, 5)])
-def test_numpy_there_and_back(
-    device: int, rng: np.random.Generator, dtype: str, shape: tuple[int, ...]
-) -> None:
+def test_numpy_there_and_back(device: int, rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> None:
     values = random_array(rng, shape, dtype)
     array = Array.from_numpy(values, device)
     same_bytes(array.numpy(), values)

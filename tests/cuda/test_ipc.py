@@ -90,9 +90,7 @@ def exporter_and_importer(exchange: PipeExchange) -> None:
     other_gpu = dataclasses.replace(handle, uuid=b"\1" * 16)
     with pytest.raises(PeerMemoryError, match="its GPU is not visible here"):
         Mapping(other_gpu, 0)
-    namespace = dataclasses.replace(
-        handle, origin=dataclasses.replace(handle.origin, pid_namespace="pid:[1]")
-    )
+    namespace = dataclasses.replace(handle, origin=dataclasses.replace(handle.origin, pid_namespace="pid:[1]"))
     with pytest.raises(PeerMemoryError, match="another pid namespace"):
         Mapping(namespace, 0)
 

@@ -39,9 +39,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The compilations that really happened."""
     done: list[Path] = []
     compile_ = kernels._compile
-    monkeypatch.setattr(
-        kernels, "_compile", lambda path, *rest: (done.append(path), compile_(path, *rest))[1]
-    )
+    monkeypatch.setattr(kernels, "_compile", lambda path, *rest: (done.append(path), compile_(path, *rest))[1])
     return done
 
 
@@ -59,9 +57,7 @@ def test_error_names_file_line_and_log(cache: KernelCache) -> None:
     with pytest.raises(CompileError) as caught:
         compile_kernels(SAXPY, "sm_90a", {"DTYPE": "float"}, cache)
     first, log = str(caught.value).split("\n", 1)
-    line = next(
-        i for i, text in enumerate(SAXPY.read_text().splitlines(), 1) if "OP(" in text and "//" not in text
-    )
+    line = next(i for i, text in enumerate(SAXPY.read_text().splitlines(), 1) if "OP(" in text and "//" not in text)
     assert f'{SAXPY}:{line}: identifier "OP" is undefined' in first and "sm_90a" in first
     assert "1 error detected" in log
 
@@ -176,9 +172,7 @@ assert cubin[:4] == b"\\x7fELF"
 def test_one_process_compiles_while_the_others_wait(cache: KernelCache, tmp_path: Path) -> None:
     record = tmp_path / "record"
     command = [sys.executable, "-c", RACER, str(SAXPY), str(cache.directory), str(record)]
-    racers = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
-    ]
+    racers = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     try:
         for racer in racers:
             assert racer.stdout and racer.stdout.readline() == "ready\n"
@@ -216,9 +210,7 @@ def test_lock_of_a_killed_process_is_free(cache: KernelCache) -> None:
         assert time.monotonic() - started < 10
 
 
-def test_lock_that_is_held_too_long_is_passed_over(
-    cache: KernelCache, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lock_that_is_held_too_long_is_passed_over(cache: KernelCache, caplog: pytest.LogCaptureFixture) -> None:
     cache.directory.mkdir()
     with (cache.directory / "ab.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -100,9 +100,7 @@ def misuse(exchange: Any, devices: int) -> None:
     with pytest.raises(InvalidArgument, match=r"one size on all ranks, got \[100, "):
         memory.allocate(100 + rank)
     one, two = memory.allocate(1024, label="one"), memory.allocate(1024, label="two")
-    with pytest.raises(
-        OutOfMemory, match=r"asked for 4,096 by more, 2,048 free in one piece; held: 1,024 by"
-    ):
+    with pytest.raises(OutOfMemory, match=r"asked for 4,096 by more, 2,048 free in one piece; held: 1,024 by"):
         memory.allocate(4000, label="more")
     with pytest.raises(InvalidArgument, match="one live allocation on all ranks"):
         memory.free(one if rank else two)
