@@ -205,10 +205,10 @@ def tree_gather(n: int, c: int, root: int) -> Iterator[Round]:
     yield [moves(root, root, 0, root * c, count=c, space="input", to_space="output"),
            moves(rank[1:], rank[1:], 0, rank[1:] * c, count=c, space="input", to_space="scratch")]
     for distance in (1 << k for k in range((n - 1).bit_length())):
-        last, *inner = np.split(v[v % (2 * distance) == distance], [1])
-        for src, to_space in ((last, "output"), (inner[0], "scratch")):
-            yield wrapped(rank[src], rank[src - distance], rank[src], np.minimum(distance, n - src), n, c,
-                          space="scratch", to_space=to_space)
+        last, inner = np.split(v[v % (2 * distance) == distance], [1])
+        yield [m for src, to_space in ((last, "output"), (inner, "scratch"))
+               for m in wrapped(rank[src], rank[src - distance], rank[src], np.minimum(distance, n - src),
+                                n, c, space="scratch", to_space=to_space)]
 
 
 @algorithm("scatter", "direct")
@@ -227,9 +227,9 @@ def tree_scatter(n: int, c: int, root: int) -> Iterator[Round]:
     v = np.arange(n)
     rank = (v + root) % n
     for distance in (1 << k for k in reversed(range((n - 1).bit_length()))):
-        first, *inner = np.split(v[v % (2 * distance) == distance], [1])
-        for dst, space in ((first, "input"), (inner[0], "scratch")):
-            yield wrapped(rank[dst - distance], rank[dst], rank[dst], np.minimum(distance, n - dst), n, c,
-                          space=space, to_space="scratch")
+        first, inner = np.split(v[v % (2 * distance) == distance], [1])
+        yield [m for dst, space in ((first, "input"), (inner, "scratch"))
+               for m in wrapped(rank[dst - distance], rank[dst], rank[dst], np.minimum(distance, n - dst),
+                                n, c, space=space, to_space="scratch")]
     yield [moves(root, root, root * c, 0, count=c, space="input", to_space="output"),
            moves(rank[1:], rank[1:], rank[1:] * c, 0, count=c, space="scratch", to_space="output")]

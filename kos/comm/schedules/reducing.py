@@ -34,8 +34,8 @@ def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, coun
 
     Contribution j waits in scratch at j * stride + chunk; the sum forms in the place of contribution 0.
     """
-    yield [*(moves((d := r[r != j]) * 0 + j, d, (at := chunk[r != j]), at + j * stride, count=count,
-                   space=space, to_space="scratch", reduce=False) for j in range(n)),
+    yield [*(moves((r + s) % n, r, chunk, chunk + (r + s) % n * stride, count=count, space=space,
+                   to_space="scratch") for s in range(1, n)),
            moves(r[r == 0], r[r == 0], chunk[r == 0], count=count, space=space, to_space="scratch")]
     for j in range(1, n):
         others, own = r != j, r == j

@@ -1,0 +1,94 @@
+"""The model against a slow one that walks every step, against arithmetic, and against what was measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kos.comm.schedules import algorithms, build, collectives
+from kos.comm.schedules.simulate import Level, Topology, calibration, cost, simulate, topology
+from kos.errors import InvalidArgument
+
+CASES = [(c, a) for c in collectives() for a in algorithms(c)]
+ODD = Topology("odd", (Level(1, 1e-6, 100e9, 80e9), Level(3, 4e-6, 50e9, 45e9), Level(6, 9e-6, 20e9, 15e9)),
+               launch=2e-6, message=3e-7, memory_bandwidth=1e12)
+
+
+def walk(schedule, topology, nbytes):
+    """The same model, one step at a time."""
+    chunk = nbytes / schedule.parts / max(schedule.units.values())
+    total = topology.launch
+    for steps in schedule.rounds:
+        latency, memory, posted = 0.0, Counter(), Counter()
+        messages, load = Counter(), Counter()
+        for rank, mine in enumerate(steps):
+            for s in mine:
+                if s.kind in ("copy", "recv_reduce", "reduce"):
+                    memory[rank] += s.span * chunk * (2 if s.kind == "copy" else 3)
+                if s.kind != "send":
+                    continue
+                posted["send", rank] += 1
+                posted["recv", s.peer] += 1
+                for level in topology.levels:
+                    a, b = rank // level.ranks, s.peer // level.ranks
+                    if a != b:
+                        latency = max(latency, level.latency)
+                        for link in ((level, "up", a), (level, "down", b)):
+                            messages[link] += 1
+                            load[link] += s.span * chunk
+        slowest = max((load[x] / (x[0].bandwidth_to_many if messages[x] > 1 else x[0].bandwidth) for x in load),
+                      default=0.0)
+        total += (latency + topology.message * max(posted.values(), default=0) + slowest
+                  + max(memory.values(), default=0.0) / topology.memory_bandwidth)
+    return total
+
+
+@pytest.mark.parametrize(("collective", "algorithm"), CASES)
+def test_equals_the_slow_walk(collective, algorithm):
+    for ranks, local, chunks in ((1, 1, 1), (2, 1, 3), (5, 5, 1), (12, 3, 2), (13, 1, 1), (16, 4, 3)):
+        schedule = build(collective, algorithm, ranks, chunks, ranks // 2, ranks_per_node=local)
+        for nbytes in (0, 1000, 10**8):
+            assert simulate(schedule, ODD, nbytes) == pytest.approx(walk(schedule, ODD, nbytes), rel=1e-12)
+
+
+def test_ring_by_hand():
+    """2 (n - 1) rounds of latency, message and 1 / n of the bytes; half of them reduce as well."""
+    n, nbytes = 8, 1 << 20
+    flat = Topology("flat", (Level(1, 1e-6, 100e9, 1.0),), launch=5e-6, message=1e-7, memory_bandwidth=1e12)
+    by_hand = 5e-6 + 14 * (1e-6 + 1e-7 + nbytes / n / 100e9) + 7 * 3 * nbytes / n / 1e12
+    assert simulate(build("all_reduce", "ring", n), flat, nbytes) == pytest.approx(by_hand, rel=1e-12)
+
+
+def test_shared_links_slow_down_what_goes_through_them():
+    """Eight ranks of one node that all send to another node share its one link."""
+    two_nodes = Topology("two", (Level(1, 1e-6, 100e9, 100e9), Level(8, 1e-6, 100e9, 100e9)))
+    ring, exchange = build("all_gather", "ring", 16), build("all_to_all", "one_shot", 16)
+    assert cost(ring, two_nodes).seconds_per_byte == pytest.approx(15 / 16 / 100e9)
+    assert cost(exchange, two_nodes).seconds_per_byte == pytest.approx(8 * 8 / 16 / 100e9, rel=1e-6)
+
+
+def test_calibration_is_near_what_was_measured():
+    """NCCL's ring on 8 GPUs: every measured point within a quarter, though only latency was fitted."""
+    measured = calibration()["h200"]["measured"]["all_reduce"]
+    ring = build("all_reduce", "ring", 8)
+    for nbytes, seconds in measured:
+        assert simulate(ring, topology("h200"), nbytes) == pytest.approx(seconds, rel=0.25), nbytes
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "double_tree", "halving_doubling", "hierarchical"])
+def test_16384_ranks(algorithm):
+    line = cost(build("all_reduce", algorithm, 16384), topology("h200-cluster"))
+    assert line.rounds == {"ring": 32766, "double_tree": 28, "halving_doubling": 28,
+                           "hierarchical": 14 + 2 * 2047}[algorithm]
+    assert line.seconds_per_byte * 400e9 > 2 * 16383 / 16384 / 1.01, "faster than a node's link"
+
+
+def test_every_topology_says_where_its_numbers_come_from():
+    for name, entry in calibration().items():
+        assert {"hardware", "versions", "date", "method"} <= entry["provenance"].keys()
+        assert topology(name).levels[0].ranks == 1
+    with pytest.raises(InvalidArgument, match="unknown topology 'h300', expected one of h200"):
+        topology("h300")
+    with pytest.raises(InvalidArgument, match="levels must grow from 1 rank"):
+        Topology("bad", (Level(8, 0.0, 1.0, 1.0),))
