@@ -1,0 +1,99 @@
+"""Text, pictures and the command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from kos.comm.schedules import build
+from kos.comm.schedules.__main__ import main
+from kos.comm.schedules.draw import draw, text
+from kos.errors import InvalidArgument
+
+
+def test_text_of_a_small_ring():
+    assert text(build("all_reduce", "ring", 3)).splitlines() == [
+        "all_reduce/ring on 3 ranks, 3 chunks a unit",
+        "round 0", "  0 -> 1  data[0] +   1 -> 2  data[1] +   2 -> 0  data[2] +",
+        "round 1", "  0 -> 1  data[2] +   1 -> 2  data[0] +   2 -> 0  data[1] +",
+        "round 2", "  0 -> 1  data[1]   1 -> 2  data[2]   2 -> 0  data[0]",
+        "round 3", "  0 -> 1  data[0]   1 -> 2  data[1]   2 -> 0  data[2]"]
+
+
+def test_text_says_where_a_message_lands():
+    assert "  0 -> 1  input[0] as output[0]" in text(build("all_gather", "one_shot", 2))
+    assert "0: input[0] -> output[0]" in text(build("all_gather", "one_shot", 2))
+
+
+def test_svg_has_an_arrow_for_each_message_and_a_line_for_each_rank(tmp_path):
+    draw(build("all_reduce", "ring", 5), tmp_path / "ring.svg")
+    root = ET.parse(tmp_path / "ring.svg").getroot()
+    heads = [p for p in root.findall("{*}path") if p.get("d").endswith("Z")]
+    words = [t.text for t in root.findall("{*}text")]
+    assert len(heads) == 8 * 5
+    assert sum(w.startswith("rank ") for w in words) == 5
+    assert words.count("+0") == 4 and words.count("0") == 4 + 1  # chunk 0, and the number of round 0
+    dashed = [p for p in root.findall("{*}path") if p.get("stroke-dasharray")]
+    assert len(dashed) == 4 * 5, "the second half overwrites"
+
+
+def test_png(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
+    assert main(["two_shot", "--ranks", "3", "--draw", str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
+    ring = build("all_reduce", "ring", 3)
+    with pytest.raises(InvalidArgument, match=r"must end in .svg or .png, got 'ring.pdf'"):
+        draw(ring, tmp_path / "ring.pdf")
+    with pytest.raises(InvalidArgument, match="8064 messages, too many to draw"):
+        draw(build("all_reduce", "ring", 64), tmp_path / "x.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(InvalidArgument, match=r"pip install 'kos\[plot\]'"):
+        draw(ring, tmp_path / "ring.png")
+
+
+def test_the_command_prints_proves_and_draws(tmp_path, capsys):
+    assert main(["tree", "--collective", "broadcast", "--ranks", "4", "--root", "2",
+                 "--draw", str(tmp_path / "t.svg")]) == 0
+    out = capsys.readouterr().out
+    assert "2 -> 3  data[0]" in out and "proved right: 2 rounds" in out and (tmp_path / "t.svg").exists()
+
+
+def test_the_command_predicts(capsys):
+    assert main(["--predict", "--scales", "8,16", "--sizes", "1K,1M"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [x for x in lines if x.endswith("ranks")] == ["8 ranks", "16 ranks"]
+    rows = [x for x in lines if x.strip().startswith(("1 KB", "1 MB"))]
+    assert len(rows) == 4 and all(row.count("*") == 1 for row in rows)
+    assert "19.9 us" in rows[0], "the ring at 1 KB, which was fitted to NCCL's"
+
+
+def test_the_command_lists(capsys):
+    assert main(["--list"]) == 0
+    assert "  halving_doubling  Recursive halving, then recursive doubling" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["rong"], "error: unknown algorithm 'rong' for all_reduce, expected one of ring"),
+    (["ring", "--collective", "reduce_all"], "error: unknown collective 'reduce_all'"),
+    ([], "error: which algorithm? For all_reduce: ring"),
+    (["ring", "--draw", "/nowhere/x.svg"], "error: [Errno 2] No such file or directory: '/nowhere/x.svg'"),
+    (["--predict", "--topology", "moon"], "error: unknown topology 'moon', expected one of h200"),
+])
+def test_errors_are_one_line(arguments, message, capsys):
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(message) and err.count("\n") == 1
+
+
+def test_usage_errors_are_one_line():
+    done = subprocess.run([sys.executable, "-m", "kos.comm.schedules", "ring", "--ranks", "many"], timeout=60,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "argument --ranks: invalid int value: 'many'" in done.stderr
