@@ -94,8 +94,8 @@ class Backend(ABC):
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
         """Give back what the backend holds.  Collective; nothing may be in flight."""
 
-    def abort(self) -> None:  # noqa: B027
-        """Give up on everything in flight without talking to anybody."""
+    def abort(self, reason: str) -> None:  # noqa: B027
+        """Give up on everything in flight without waiting for anybody; ranks that can be told hear why."""
 
     def start(self, operation: Operation) -> Work:
         """Launch one checked operation."""

@@ -392,27 +392,29 @@ class Communicator:
         if self._closed:
             return
         if self.backend.broken is not None:
-            self.abort()
+            self._give_up(self.backend.broken)  # ranks out of step cannot close together
             return
         self._drain()
         self._closed = True
         self.backend.close()
         self.rendezvous.close()
 
-    def abort(self, code: int = 1) -> None:
-        """Give up on what is in flight without talking to anybody; the communicator is closed after it.
+    def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
+        """Give up on what is in flight without waiting for anybody; the communicator is closed after it.
 
         Other ranks that wait for this one raise RankLost (mock), or are ended when this process exits, with
         ``code`` as the job's exit status (mpi).
         """
-        if self._closed:
-            return
+        if not self._closed:
+            self._give_up(reason)
+            self.rendezvous.abandon(code)
+
+    def _give_up(self, reason: str) -> None:
         self._closed = True
         for work in self.backend.engine.outstanding():
             if work.backend is self.backend:
                 work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
-        self.backend.abort()
-        self.rendezvous.abandon(code)
+        self.backend.abort(reason)
 
     def __enter__(self) -> Communicator:
         return self
@@ -424,7 +426,7 @@ class Communicator:
             self.close()
         else:
             code = value.code if isinstance(value, SystemExit) else 1
-            self.abort(code if isinstance(code, int) else 1)
+            self.abort(code if isinstance(code, int) else 1, f"{type(value).__name__}: {value}")
 
     # Making and launching operations.
 

@@ -200,9 +200,6 @@ class ThreadRendezvous(Rendezvous):
         )
         return ThreadRendezvous(child, ranks.index(self.rank), self.timeout)
 
-    def abandon(self, code: int) -> None:
-        self.threads.world.depart(self.threads.members[self.rank], "it left by an exception")
-
 
 class MPIRendezvous(Rendezvous):
     """Ranks are the processes of an MPI communicator (COMM_WORLD unless given)."""
@@ -211,6 +208,7 @@ class MPIRendezvous(Rendezvous):
         MPI = mpi_job.load_mpi()
         self._MPI, self.timeout = MPI, timeout
         mpi_job.guard_job()
+        self._is_job = comm is None
         parent = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size = parent.rank, parent.size
         self.mpi_comm, request = parent.Idup()
@@ -247,7 +245,8 @@ class MPIRendezvous(Rendezvous):
 
     def abandon(self, code: int) -> None:
         self.mpi_comm = None  # not freed: MPI_Comm_free is collective
-        mpi_job.abandon(code)
+        if self._is_job:
+            mpi_job.abandon(code)
 
     def _wait(self, request: Any, what: str) -> None:
         if not mpi_job.wait_request(request, self.timeout):

@@ -40,3 +40,11 @@ def seed(request: pytest.FixtureRequest) -> int:
         value = int(world.rendezvous.allgather(str(_SEED).encode())[0])
     print(f"seed {value}")
     return value
+
+
+@pytest.fixture
+def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
+    """The ranks of the mpirun that runs this pytest, two or more."""
+    if mpi_world.size == 1:
+        pytest.skip("needs mpirun with two ranks or more")
+    return MPIRanks(mpi_world)

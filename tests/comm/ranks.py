@@ -50,7 +50,7 @@ class MPIRanks:
         """``fn(comm)`` of this rank in its place; what is compared across ranks goes through the group."""
         # Its own communicator: a failure leaves the world's fit for the next test.
         comm = self._world.duplicate()
-        comm.timeout = TIMEOUT
+        comm.timeout = comm.rendezvous.timeout = TIMEOUT
         result, failure = None, b""
         try:
             result = fn(comm)

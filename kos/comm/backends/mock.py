@@ -58,8 +58,8 @@ class MockBackend(Backend):
     def idle(self) -> Idle:
         return self._idle
 
-    def abort(self) -> None:
-        self._group.fail(RankLost, f"rank {self.rank} left the communicator by an exception")
+    def abort(self, reason: str) -> None:
+        self._group.fail(RankLost, f"rank {self.rank} is gone: {reason}")
 
     def agree(self, operation: Operation) -> Callable[[], bool]:
         group, rank = self._group, self.rank
@@ -100,6 +100,8 @@ class MockBackend(Backend):
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if operation.collective and isinstance(error, CollectiveTimeout):
             self._group.fail(RankLost, f"rank {self.rank} gave up: {error}")
+        elif operation.collective and isinstance(error, RankLost):
+            self._group.fail(RankLost, str(error))  # all hear of the first rank that was lost, not of the next
         self._mailboxes.forget(self._tag(operation) if operation.collective else operation.recv_tag)
         return super().failed(operation, error)
 
@@ -176,7 +178,7 @@ class _Receive:
                 f"rank {dst} expected {array.size} elements of {array.dtype} from rank {src}, "
                 f"got {message.size} of {message.dtype}",
             )
-            self._group.raise_failure()
+            return  # the receiver raises: the sender is done with its message
         np.copyto(array, message)
         self._done = True
 

@@ -70,7 +70,7 @@ class MPIBackend(Backend):
         if not self._MPI.Is_finalized():
             self._comm.Free()
 
-    def abort(self) -> None:
+    def abort(self, reason: str) -> None:
         for request in self._calls.values():
             mpi_job.keep_unfinished(request)
         self._calls.clear()
@@ -212,8 +212,12 @@ class _Message:
     def done(self) -> bool:
         if self.request is None:
             return True
-        if not self.request.Test(self._status):
-            return False
+        try:
+            if not self.request.Test(self._status):
+                return False
+        except Exception:
+            self._flying.discard(self)  # MPI has ended and freed it
+            raise
         self.request = None
         self._flying.discard(self)
         if self.expected is not None and (got := self._status.Get_count()) != self.expected:

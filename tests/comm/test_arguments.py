@@ -1,0 +1,180 @@
+"""Arguments that are refused before anything is sent, naming expected and got."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import PremulSum, ReduceOp
+from kos.dtypes import DTYPES, dtype_of
+from kos.errors import InvalidArgument
+from kos.memory import as_buffer
+from kos.testing import spawn
+
+
+@pytest.fixture
+def comm() -> Iterator[kos.Communicator]:
+    """Rank 0 of a group of two whose other rank never comes: what is refused must not wait for it."""
+    group = kos.comm.rendezvous.ThreadGroup(2)
+
+    class Lonely(kos.comm.rendezvous.ThreadRendezvous):
+        def allgather(self, data: bytes) -> list[bytes]:
+            return [data, data]
+
+    communicator = kos.init("mock", rendezvous=Lonely(group, 0, 1.0), timeout=0.2)
+    yield communicator
+    assert communicator.backend.engine.outstanding() == [], "a refused call left something in flight"
+    assert communicator._collectives == 0, "a refused call was counted"
+
+
+F = np.zeros(4, np.float32)
+READ_ONLY = np.zeros(4, np.float32)
+READ_ONLY.flags.writeable = False
+
+
+class OnGPU:
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {}
+
+
+class OnDevice:
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 1
+
+    def __dlpack__(self) -> None:
+        raise AssertionError("asked for")
+
+
+def overlapping(call: Callable[[kos.Communicator, Any, Any], Any]) -> Callable[[kos.Communicator], Any]:
+    memory = np.zeros(6, np.float32)
+    return lambda c: call(c, memory[:4], memory[2:])
+
+
+REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
+    "list": (lambda c: c.all_reduce([1.0]), "x: expected an array, got list"),
+    "none": (lambda c: c.broadcast(None), "x: expected an array, got NoneType"),
+    "strided": (lambda c: c.all_reduce(np.zeros(8)[::2]), r"x: expected a C-contiguous .* strides \(16,\)"),
+    "fortran": (lambda c: c.all_reduce(np.zeros((2, 3), order="F")), r"C-contiguous .* shape \(2, 3\)"),
+    "read-only in place": (lambda c: c.all_reduce(READ_ONLY), "x: expected a writable array"),
+    "read-only out": (lambda c: c.all_reduce(F, out=READ_ONLY), "out: expected a writable array"),
+    "read-only recv": (lambda c: c.recv(READ_ONLY, 1), "x: expected a writable array"),
+    "gpu": (lambda c: c.all_reduce(OnGPU()), "expected memory of the host, got OnGPU on a GPU"),
+    "device": (lambda c: c.send(OnDevice(), 1), "of the host, got OnDevice on DLPack device 2:1"),
+    "object": (lambda c: c.all_reduce(np.array([None])), r"dtype: expected one of .* got dtype\('O'\)"),
+    "big-endian": (lambda c: c.all_reduce(np.zeros(2, ">f4")), "dtype: expected one of .* got dtype"),
+    "datetime": (lambda c: c.all_gather(np.zeros(2, "M8[s]")), "dtype: expected one of"),
+    "out dtype": (
+        lambda c: c.all_reduce(F, out=np.zeros(4)),
+        "out: expected dtype float32, got float64",
+    ),
+    "out shape": (
+        lambda c: c.all_reduce(F, out=np.zeros(5, np.float32)),
+        r"out: expected shape \(4,\), got \(5,\)",
+    ),
+    "gather out": (
+        lambda c: c.all_gather(F, np.zeros(7, np.float32)),
+        r"out: expected 8 elements \(shape \(2, 4\)\), got shape \(7,\)",
+    ),
+    "scatter x": (lambda c: c.reduce_scatter(np.zeros(3)), "x: expected a multiple of 2 elements, got 3"),
+    "to all x": (lambda c: c.all_to_all(np.zeros(3)), "x: expected a multiple of 2 elements, got 3"),
+    "overlap": (overlapping(lambda c, x, out: c.all_reduce(x, out=out)), "overlap"),
+    "overlap reduce_scatter": (overlapping(lambda c, x, out: c.reduce_scatter(x, out[:2])), "overlap"),
+    "overlap send_recv": (overlapping(lambda c, x, out: c.send_recv(x, out, 1, 1)), "overlap"),
+    "overlap all_to_all": (lambda c: c.all_to_all(F, F), "overlap"),
+    "op name": (lambda c: c.all_reduce(F, "sum"), "op: expected a ReduceOp or PremulSum.*, got 'sum'"),
+    "op factor": (lambda c: c.all_reduce(F, ReduceOp.PREMUL_SUM), "op: expected PremulSum"),
+    "op float": (lambda c: c.all_reduce(F, ReduceOp.BAND), "expected one of SUM, .* for float32, got BAND"),
+    "op int": (lambda c: c.all_reduce(np.zeros(2, int), ReduceOp.AVG), "for int64, got AVG"),
+    "op premul int": (lambda c: c.all_reduce(np.zeros(2, int), PremulSum(2)), "int64, got PREMUL_SUM"),
+    "op bool": (lambda c: c.all_reduce(np.zeros(2, bool)), "of MIN, MAX, BAND, BOR, BXOR for bool"),
+    "op complex": (lambda c: c.all_reduce(np.zeros(2, complex), ReduceOp.MAX), "for complex128, got MAX"),
+    "root": (lambda c: c.broadcast(F, 2), "root: expected a rank from 0 to 1, got 2"),
+    "negative root": (lambda c: c.reduce(F, -1), "root: expected a rank from 0 to 1, got -1"),
+    "root type": (lambda c: c.gather(F, 0.5), "root: expected a whole number, got 0.5"),
+    "dst self": (lambda c: c.send(F, 0), "dst: expected another rank, got this rank, 0"),
+    "src": (lambda c: c.recv(F, 7), "src: expected a rank from 0 to 1, got 7"),
+    "tag": (lambda c: c.send(F, 1, -1), "tag: expected a number from 0 to 1048575, got -1"),
+    "algorithm": (lambda c: c.all_reduce(F, algorithm="magic"), "algorithm: expected 'auto' or one of ring"),
+    "order": (
+        lambda c: c.all_reduce(F, algorithm="ring", deterministic=True),
+        r"expected 'auto' or one of one_shot, two_shot that add in rank order .* got 'ring'",
+    ),
+    "timeout": (lambda c: c.barrier(timeout=0), "timeout: expected a positive number of seconds, got 0"),
+    "timeout type": (lambda c: c.barrier(timeout="1"), "timeout: expected a positive number .* got '1'"),
+    "counts": (lambda c: c.all_gather_v(F, [4]), r"counts: expected 2 numbers from 0 on, got \[4\]"),
+    "counts mine": (lambda c: c.all_gather_v(F, [3, 4]), r"expected counts\[0\] = 3 elements, got 4"),
+    "counts sum": (lambda c: c.reduce_scatter_v(F, [3, 2]), "counts: expected a sum of 4, .* got 5"),
+    "counts self": (
+        lambda c: c.all_to_all_v(F, [3, 1], [2, 2]),
+        r"recv_counts: expected send_counts\[0\] = 3 .* got 2",
+    ),
+    "scatter count": (
+        lambda c: c.scatter(np.zeros(5, np.float32), F),
+        "x: expected 8 elements, got 5",
+    ),
+    "scatter elsewhere": (lambda c: c.scatter(F, F, root=1), "x: expected None on rank 0"),
+    "gather elsewhere": (lambda c: c.gather(F, 1, F), "out: expected None on rank 0"),
+    "color": (lambda c: c.split(-1), "color: expected a number from 0 on or None, got -1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(comm: kos.Communicator, case: str) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises(InvalidArgument, match=message) as caught:
+        call(comm)
+    assert "\n" not in str(caught.value)
+
+
+def test_arrays_behind_dlpack() -> None:
+    class Wrapped:
+        """An array of another library, in CPU memory."""
+
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.array.__dlpack_device__()
+
+    def body(comm: kos.Communicator) -> np.ndarray:
+        mine = Wrapped(np.full(3, comm.rank + 1.0))
+        comm.all_reduce(mine)
+        return mine.array
+
+    for result in spawn(body, 2, timeout=10):
+        assert (result == 3).all()
+
+
+def test_buffer() -> None:
+    x = np.arange(12.0).reshape(3, 4)
+    buffer = as_buffer(x, "x", writable=True)
+    assert (buffer.count, buffer.nbytes, str(buffer)) == (12, 96, "float64[3, 4]")
+    assert buffer.array is x
+    assert np.shares_memory(buffer.flat, x)
+
+
+def test_dtype_table() -> None:
+    for name, entry in DTYPES.items():
+        assert dtype_of(np.zeros(1, entry.numpy).dtype) is entry
+        assert entry.name == name
+        assert entry.accumulate == (np.float32 if entry.is_float and entry.itemsize < 4 else entry.numpy)
+    mpi = pytest.importorskip("mpi4py.util.dtlib")
+    from mpi4py import MPI
+
+    for entry in DTYPES.values():
+        if entry.mpi:
+            assert mpi.to_numpy_dtype(getattr(MPI, entry.mpi)) == entry.numpy
+
+
+@pytest.mark.parametrize("name", ["nccl2", "", "MPI"])
+def test_unknown_backend(name: str) -> None:
+    with pytest.raises(InvalidArgument, match="backend: expected auto or one of mpi, mock"):
+        kos.init(name)

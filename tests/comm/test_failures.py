@@ -1,0 +1,331 @@
+"""Mismatched calls, ranks that do not come, ranks that are gone: errors that name them, and no hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    KosError,
+    RankLost,
+    RendezvousError,
+)
+from kos.testing import spawn
+
+F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
+Call = Callable[[kos.Communicator], Any]
+
+MISMATCHES: dict[str, tuple[Call, Call, str]] = {
+    "operation": (
+        lambda c: c.all_reduce(F4()),
+        lambda c: c.broadcast(F4()),
+        "operation .*(all_reduce against broadcast|broadcast against all_reduce)",
+    ),
+    "count": (lambda c: c.all_reduce(F4()), lambda c: c.all_reduce(F5()), "count (4 against 5|5 against 4)"),
+    "dtype": (lambda c: c.broadcast(F4()), lambda c: c.broadcast(I4()), "dtype .*float32.*|dtype .*int64"),
+    "op": (
+        lambda c: c.all_reduce(F4()),
+        lambda c: c.all_reduce(F4(), ReduceOp.MAX),
+        "op (SUM against MAX|MAX against SUM)",
+    ),
+    "root": (
+        lambda c: c.broadcast(F4(), 0),
+        lambda c: c.broadcast(F4(), 1),
+        "root (0 against 1|1 against 0)",
+    ),
+    "algorithm": (
+        lambda c: c.all_reduce(F4(), algorithm="ring"),
+        lambda c: c.all_reduce(F4(), algorithm="tree"),
+        "algorithm (ring against tree|tree against ring)",
+    ),
+    "deterministic": (
+        lambda c: c.all_reduce(F4(), deterministic=True),
+        lambda c: c.all_reduce(F4()),
+        "deterministic (True against False|False against True)",
+    ),
+    "counts": (
+        lambda c: c.all_gather_v(np.zeros(2 + (c.rank == 2)), [2, 2, 3]),
+        lambda c: c.all_gather_v(np.zeros(2), [2, 2, 2]),
+        r"counts \[2, 2, .\] against \[2, 2, .\]",
+    ),
+    "gather size": (lambda c: c.gather(F4()), lambda c: c.gather(F5()), "count (4 against 5|5 against 4)"),
+    "barrier": (lambda c: c.barrier(), lambda c: c.all_reduce(F4()), "barrier"),
+}
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_mismatch_raises_on_all_ranks_and_names_two(case: str, odd: int) -> None:
+    usual, other, message = MISMATCHES[case]
+    caught: dict[int, str] = {}
+
+    def body(comm: kos.Communicator) -> None:
+        comm.all_reduce(np.zeros(1))
+        with pytest.raises(CollectiveMismatch, match=message) as error:
+            (other if comm.rank == odd else usual)(comm)
+        caught[comm.rank] = str(error.value)
+        with pytest.raises(KosError):  # the ranks are out of step: nothing goes on by luck
+            comm.all_reduce(np.zeros(1))
+
+    spawn(body, 3, timeout=20)
+    assert sorted(caught) == [0, 1, 2]
+    assert len(set(caught.values())) == 1
+    assert f"rank {odd} called" in caught[0]
+    assert "#1" in caught[0]
+
+
+def test_another_order_of_calls_is_a_mismatch() -> None:
+    def body(comm: kos.Communicator) -> None:
+        calls = [lambda: comm.all_reduce(F4()), lambda: comm.all_gather(F4())]
+        first, second = calls if comm.rank else reversed(calls)
+        with pytest.raises(CollectiveMismatch, match="operation"):
+            first()
+        with pytest.raises(CollectiveError, match=r"failed before: .*operation"):
+            second()
+
+    spawn(body, 2, timeout=20)
+
+
+def test_message_of_another_size_or_dtype() -> None:
+    for wrong in (np.zeros(3, np.float32), np.zeros(4, np.int32)):
+
+        def body(comm: kos.Communicator, wrong: np.ndarray = wrong) -> None:
+            if comm.rank == 0:
+                comm.send(wrong, 1)
+            else:
+                message = "rank 1 expected 4 elements of float32 from rank 0"
+                with pytest.raises(CollectiveMismatch, match=message):
+                    comm.recv(F4(), 0)
+
+        spawn(body, 2, timeout=20)
+
+
+@pytest.mark.mpi
+def test_message_of_another_size_on_mpi(ranks_of_mpi: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        for count in (3, 5):
+            if comm.rank == 0:
+                comm.send(np.zeros(count, np.float32), 1, async_op=True)
+            elif comm.rank == 1:
+                with pytest.raises(CollectiveMismatch, match="rank 0"):
+                    comm.recv(F4(), 0)
+        comm.barrier()
+
+    ranks_of_mpi.run(body)
+
+
+def test_timeout_names_operation_and_missing_ranks() -> None:
+    done = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank in (1, 3):
+            done.wait(20)
+            return
+        began = time.monotonic()
+        with pytest.raises(KosError) as caught:
+            comm.all_reduce(np.zeros((2, 3), np.float32), timeout=0.3)
+        assert time.monotonic() - began < 5
+        # Whoever times out first says who is missing; the other hears that it gave up.
+        text = str(caught.value)
+        assert "all_reduce #1 of float32[2, 3] by SUM: not complete after 0.3 s" in text
+        assert "ranks [1, 3] did not arrive" in text
+        assert isinstance(caught.value, CollectiveTimeout | RankLost)
+        if comm.rank == 0:
+            time.sleep(0)
+        comm.rendezvous.threads.shared("gone", list).append(comm.rank)
+        if len(comm.rendezvous.threads.shared("gone", list)) == 2:
+            done.set()
+
+    spawn(body, 4, timeout=30)
+
+
+def test_timeout_of_a_message_leaves_the_communicator_fit() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.zeros(4)
+        if comm.rank == 0:
+            message = r"recv #0 .* from rank 1 with tag 3: .* rank 1 sent nothing"
+            with pytest.raises(CollectiveTimeout, match=message):
+                comm.recv(x, 1, 3, timeout=0.1)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(np.ones(4), 0, 3)
+        comm.barrier()
+        assert (x == 0).all(), "a receive that was given up wrote to its array"
+        if comm.rank == 0:
+            comm.recv(x, 1, 3)
+            assert (x == 1).all()
+
+    spawn(body, 2, timeout=20)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("algorithm", ["auto", "ring"])
+def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            comm.rendezvous.barrier()  # not in the collective, until all others have given up
+            return
+        began = time.monotonic()
+        message = r"all_reduce #1 of float32\[70000\] by SUM: not complete after 0.3 s"
+        with pytest.raises(CollectiveTimeout, match=message) as caught:
+            comm.all_reduce(np.zeros(70000, np.float32), algorithm=algorithm, timeout=0.3)
+        assert 0.3 <= time.monotonic() - began < 5
+        if algorithm == "ring" and comm.rank == 1:
+            assert "still waiting for ranks [0" in str(caught.value)
+        with pytest.raises(CollectiveError, match="failed before: all_reduce #1"):
+            comm.barrier()
+        comm.rendezvous.barrier()
+
+    ranks_of_mpi.run(body)
+
+
+@pytest.mark.mpi
+def test_timeout_of_a_message_on_mpi(ranks_of_mpi: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.zeros(4)
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing"):
+                comm.recv(x, 1, 3, timeout=0.1)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(np.ones(4), 0, 3)
+        if comm.rank == 0:
+            y = np.zeros(4)
+            assert (comm.recv(y, 1, 3) == 1).all()
+            assert (x == 0).all(), "a receive that was given up wrote to its array"
+        comm.barrier()
+
+    ranks_of_mpi.run(body)
+
+
+@pytest.mark.parametrize("waiting", ["all_reduce", "barrier", "recv", "rendezvous", "split"])
+def test_the_other_ranks_hear_of_an_exception(waiting: str) -> None:
+    heard: list[str] = []
+
+    def body(comm: kos.Communicator) -> None:
+        part = comm.split(0)
+        if comm.rank == 1:
+            raise ZeroDivisionError("boom")
+        waits: dict[str, Callable[[], Any]] = {
+            "all_reduce": lambda: comm.all_reduce(np.zeros(4)),
+            "barrier": comm.barrier,
+            "recv": lambda: comm.recv(np.zeros(1), 1),
+            "rendezvous": lambda: comm.rendezvous.allgather(b""),
+            "split": lambda: part.all_reduce(np.zeros(4), algorithm="ring"),
+        }
+        with pytest.raises(RankLost) as caught:
+            waits[waiting]()
+        heard.append(str(caught.value))
+
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="boom") as caught:
+        spawn(body, 3, timeout=20)
+    assert time.monotonic() - began < 10
+    assert caught.value.__notes__ == ["raised on rank 1 of 3"]
+    assert len(heard) == 2
+    assert all("rank 1" in text for text in heard), heard
+
+
+def test_a_rank_that_returned_is_gone() -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(RankLost, match="rank 1 is gone: its function returned"):
+                comm.recv(np.zeros(1), 1)
+
+    spawn(body, 2, timeout=20)
+
+
+def test_a_message_sent_before_leaving_arrives() -> None:
+    def body(comm: kos.Communicator) -> float:
+        x = np.full(1, comm.rank + 1.0)
+        if comm.rank == 0:
+            comm.send(x, 1)
+        else:
+            comm.recv(x, 0)
+        return float(x[0])
+
+    for _ in range(50):
+        assert spawn(body, 2, timeout=20) == [1.0, 1.0]
+
+
+def test_spawn_names_ranks_that_hang() -> None:
+    release = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            release.wait(30)
+
+    try:
+        with pytest.raises(CollectiveTimeout, match=r"spawn: ranks \[1\] of 2 are still running after 0.2 s"):
+            spawn(body, 2, timeout=0.2)
+    finally:
+        release.set()
+
+
+def test_spawn_gives_results_by_rank() -> None:
+    assert spawn(lambda comm: comm.rank * 10, 3) == [0, 10, 20]
+
+
+def test_a_missing_rank_at_init() -> None:
+    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
+        kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
+
+
+def test_a_backend_that_cannot_run_here_says_why() -> None:
+    group = ThreadGroup(1)
+    with pytest.raises(BackendUnavailable, match="mpi: the ranks are not processes of an MPI job"):
+        kos.init("mpi", rendezvous=ThreadRendezvous(group, 0))
+    comm = kos.init(rendezvous=ThreadRendezvous(group, 0))
+    lines = comm.explain().splitlines()
+    assert lines[0].split() == ["backend", "usable", "why"]
+    assert lines[1].startswith("mpi      no      the ranks are not processes of an MPI job")
+    assert lines[2].startswith("mock     in use  1 ranks in this process")
+
+
+def test_ranks_that_ask_for_different_backends() -> None:
+    group = ThreadGroup(2)
+    errors: list[str] = []
+
+    def rank(r: int) -> None:
+        try:
+            kos.init(["mock", "auto"][r], rendezvous=ThreadRendezvous(group, r, 5.0))
+        except RendezvousError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert sorted(errors) == [
+        "init: rank 0 asked for backend 'mock', rank 1 for 'auto'",
+        "init: rank 1 asked for backend 'auto', rank 0 for 'mock'",
+    ]
+
+
+def test_nothing_is_kept_of_finished_operations() -> None:
+    def body(comm: kos.Communicator) -> None:
+        for _ in range(20):
+            comm.all_reduce(np.ones(100), algorithm="ring")
+            comm.all_gather_bytes(b"abc")
+        comm.barrier()
+        comm.rendezvous.barrier()
+        room = comm.backend._room
+        assert (room.sent, room.posted, room.calls) == ({}, {}, {})
+        assert comm.backend.engine.outstanding() == []
+
+    spawn(body, 3, timeout=20)
