@@ -1,0 +1,188 @@
+"""Whole programs as a user starts them: with mpirun, without it, and without MPI."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+MPIRUN = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or ""
+LIMIT = 40  # seconds in which every job here ends, however it ends
+
+needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
+
+
+def program(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "program.py"
+    path.write_text("import os, sys, threading, time\nimport numpy as np\nimport kos\n" + text)
+    return str(path)
+
+
+def environment() -> dict[str, str]:
+    """This one's, less what an mpirun around the tests put in it."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
+    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def start(*command: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    began = time.monotonic()
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False, cwd="/"
+    )
+    return done, time.monotonic() - began
+
+
+def mpirun(ranks: int, path: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    return start(MPIRUN, "-n", str(ranks), sys.executable, path)
+
+
+@needs_mpirun
+def test_the_example(tmp_path: Path) -> None:
+    text = """
+with kos.init() as comm:
+    x = np.full(4, comm.rank, np.float32)
+    comm.all_reduce(x, op=kos.ReduceOp.SUM)
+    assert (x == 3).all() and comm.size == 3 and comm.backend_name == "mpi"
+    assert (comm.local_rank, comm.local_size) == (comm.rank, 3)
+    print(comm.explain().splitlines()[1], flush=True)
+"""
+    done, _ = mpirun(3, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("mpi      in use") == 3
+
+
+@needs_mpirun
+def test_without_close(tmp_path: Path) -> None:
+    done, _ = mpirun(2, program(tmp_path, "comm = kos.init()\ncomm.all_reduce(np.ones(3), async_op=True)\n"))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+WAIT = "comm.barrier(timeout=300)"
+
+ENDS = {
+    "exception": (f"""
+with kos.init() as comm:
+    if comm.rank == 1: raise ZeroDivisionError("boom on one rank")
+    {WAIT}
+""", 1, "rank 1 of 3 ends the job: ZeroDivisionError: boom on one rank"),
+    "exception without with": (f"""
+comm = kos.init()
+if comm.rank == 1: raise ZeroDivisionError("boom on one rank")
+{WAIT}
+""", 1, "rank 1 of 3 ends the job: ZeroDivisionError: boom on one rank"),
+    "thread": (f"""
+with kos.init() as comm:
+    def body(): raise ZeroDivisionError("boom in a thread")
+    if comm.rank == 2: threading.Thread(target=body).start()
+    {WAIT}
+""", 1, "rank 2 of 3 ends the job: ZeroDivisionError in a thread: boom in a thread"),
+    "sys.exit": (f"""
+with kos.init() as comm:
+    if comm.rank == 0: sys.exit(7)
+    {WAIT}
+""", 7, "rank 0 of 3 ends the job: it left its communicator by an exception and the others did not"),
+    "caught, then exit": (f"""
+try:
+    with kos.init() as comm:
+        if comm.rank == 0: raise kos.errors.TrainingError("not finite")
+        {WAIT}
+except kos.errors.TrainingError:
+    sys.exit(2)
+""", 1, "rank 0 of 3 ends the job"),
+    "killed": (f"""
+with kos.init() as comm:
+    if comm.rank == 1: os.kill(os.getpid(), 9)
+    {WAIT}
+""", 137, ""),
+    "timeout": ("""
+with kos.init(timeout=0.5) as comm:
+    if comm.rank == 1: time.sleep(300)
+    comm.all_reduce(np.ones(5))
+""", 1, "ends the job: CollectiveTimeout: all_reduce #0 of float64[5] by SUM: not complete after 0.5 s"),
+}
+
+
+@needs_mpirun
+@pytest.mark.parametrize("case", ENDS)
+def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
+    text, code, message = ENDS[case]
+    done, seconds = mpirun(3, program(tmp_path, text))
+    assert done.returncode == code, done.stderr
+    assert seconds < 15
+    assert message in done.stderr
+
+
+def test_without_mpirun(tmp_path: Path) -> None:
+    text = """
+with kos.init() as comm:
+    assert (comm.rank, comm.size, comm.backend_name) == (0, 1, "mock")
+    assert comm.all_gather(np.ones(2)).shape == (1, 2)
+assert "mpi4py" not in sys.modules
+"""
+    done, _ = start(sys.executable, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+NO_MPI = """
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "mpi4py": raise ImportError("No module named 'mpi4py'")
+sys.meta_path.insert(0, Nothing())
+"""
+
+
+def test_without_mpi4py(tmp_path: Path) -> None:
+    text = NO_MPI + """
+try:
+    kos.init("mpi")
+except kos.errors.BackendUnavailable as error:
+    print(error)
+os.environ["OMPI_COMM_WORLD_SIZE"] = "2"
+try:
+    kos.init()
+except kos.errors.BackendUnavailable as error:
+    print(error)
+"""
+    done, _ = start(sys.executable, program(tmp_path, text))
+    line = "mpi: expected mpi4py and an MPI library (pip install 'kos[mpi]'), got: No module named 'mpi4py'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, line * 2, "")
+
+
+@needs_mpirun
+def test_another_mpi_library_than_mpiruns(tmp_path: Path) -> None:
+    """Ranks that would each train alone: MPI sees one rank where mpirun started three."""
+    text = """
+os.environ["OMPI_COMM_WORLD_SIZE"] = "3"
+kos.init("mpi")
+"""
+    done, _ = start(sys.executable, program(tmp_path, text))
+    assert done.returncode == 1
+    assert "mpirun started 3 ranks but mpi4py sees 1: it uses another MPI library" in done.stderr
+
+
+@needs_mpirun
+def test_one_rank_of_mpi_without_mpirun(tmp_path: Path) -> None:
+    text = """
+with kos.init("mpi") as comm:
+    assert (comm.size, comm.backend_name) == (1, "mpi")
+    assert comm.all_reduce(np.ones(2)).sum() == 2
+"""
+    done, _ = start(sys.executable, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_imports_nothing_that_is_optional(tmp_path: Path) -> None:
+    text = """
+import kos.testing
+heavy = {"mpi4py", "torch", "cuda", "nccl", "pydantic", "rich", "matplotlib", "tokenizers"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done, _ = start(sys.executable, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
