@@ -17,9 +17,11 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
-SERIAL_LIMIT, MPI_LIMIT = 360, 150  # seconds
+SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 360, 150, 60  # seconds
 MPI_SIZES = (2, 4)
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 COUNTS = ("tests", "failures", "errors", "skipped")
@@ -29,26 +31,34 @@ def report_name(stage: str, rank: int) -> str:
     return f"{stage}.rank{rank}"
 
 
-def pytest_command(report: str, arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", f"--junitxml={REPORTS / report}.xml", *arguments]
+def junit(report: str) -> str:
+    return f"--junitxml={REPORTS / report}.xml"
 
 
-def become_rank(stage: str, arguments: list[str]) -> None:
-    """Turn this process, one rank under mpirun, into pytest; all ranks but 0 write to a file."""
+class TellAtOnce:
+    """A pytest plugin: a failure is told when it happens, for a rank that it leaves waiting ends the whole run."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}", flush=True)
+
+
+def run_rank(stage: str, arguments: list[str]) -> int:
+    """One rank's tests, under mpirun; all ranks but 0 write to a file."""
     rank = int(next(os.environ[name] for name in RANK_VARIABLES if name in os.environ))
     report = report_name(stage, rank)
     if rank:
         log = os.open(f"{REPORTS / report}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
-    # Ranks would overwrite each other's cache; more BLAS threads than cores make every test crawl.
-    os.environ.update(OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1")
-    command = pytest_command(report, ["--with-mpi", "-m", "mpi", "-p", "no:cacheprovider", *arguments])
-    os.execv(command[0], command)
+    os.chdir(ROOT)
+    # Ranks share one cache folder; mpirun's pipe looks like a terminal; failures have been told already.
+    options = ["-p", "no:cacheprovider", "--color=no", "--tb=no", f"--timeout={MPI_TEST_LIMIT}"]
+    return int(pytest.main(["--with-mpi", "-m", "mpi", junit(report), *options, *arguments], [TellAtOnce()]))
 
 
 def run_stage(stage: str, size: int, limit: float, command: list[str]) -> bool:
-    """Run one stage and say how it went; True when it passed on every rank."""
+    """Run one stage and note how it went; True when it passed on every rank."""
     print(f"\n== {stage}: {' '.join(command)}", flush=True)
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
@@ -61,23 +71,28 @@ def run_stage(stage: str, size: int, limit: float, command: list[str]) -> bool:
     seconds = time.monotonic() - began
 
     failed_ranks = []
-    counts = dict.fromkeys(COUNTS, 0)
+    counts = None
     for rank in range(size):
         report = REPORTS / report_name(stage, rank)
         got = read_counts(report.with_name(report.name + ".xml"))
         if got is None or got["failures"] or got["errors"]:
             failed_ranks.append(rank)
-        if got is not None and rank == 0:
+        if rank == 0:
             counts = got
-    ok = code == 0 and not failed_ranks
+    nothing_selected = code == pytest.ExitCode.NO_TESTS_COLLECTED and len(sys.argv) > 1
+    ok = (code == 0 or nothing_selected) and not failed_ranks
     for rank in failed_ranks:
         log = REPORTS / f"{report_name(stage, rank)}.log"
         if log.exists():
             print(f"\n-- {stage}: the end of rank {rank}'s output ({log.relative_to(ROOT)})")
             print("\n".join(log.read_text(errors="replace").splitlines()[-60:]))
-    passed = counts["tests"] - counts["failures"] - counts["errors"] - counts["skipped"]
-    line = f"{stage:<7} {passed:5} passed {counts['skipped']:4} skipped"
-    line += f" {counts['failures'] + counts['errors']:4} failed  in {seconds:.0f} s"
+    if counts is None:
+        line = f"{stage:<7} ended before its totals"
+    else:
+        failed = counts["failures"] + counts["errors"]
+        passed = counts["tests"] - counts["skipped"] - failed
+        line = f"{stage:<7} {passed:5} passed {counts['skipped']:4} skipped {failed:4} failed"
+    line += f"  in {seconds:.0f} s"
     if not ok:
         where = f" on ranks {failed_ranks}" if size > 1 and failed_ranks else ""
         line += f"  FAILED{where} (exit: {code})"
@@ -109,13 +124,15 @@ def read_counts(path: Path) -> dict[str, int] | None:
 def main(arguments: list[str]) -> int:
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir(parents=True)
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")  # with more threads than cores every rank crawls
     mpirun = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
-    serial = pytest_command(report_name("serial", 0), ["-m", "not mpi", *arguments])
+    serial = [sys.executable, "-m", "pytest", "-m", "not mpi", junit(report_name("serial", 0)), *arguments]
     ok = run_stage("serial", 1, SERIAL_LIMIT, serial)
     for size in MPI_SIZES:
         stage = f"mpi-{size}"
-        ranks = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *arguments]
-        ok &= run_stage(stage, size, MPI_LIMIT, ranks)
+        command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *arguments]
+        ok &= run_stage(stage, size, MPI_LIMIT, command)
     print("\n== totals", *totals, sep="\n", flush=True)
     return 0 if ok else 1
 
@@ -124,5 +141,5 @@ totals: list[str] = []
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-rank-of"]:
-        become_rank(sys.argv[2], sys.argv[3:])
+        sys.exit(run_rank(sys.argv[2], sys.argv[3:]))
     sys.exit(main(sys.argv[1:]))

@@ -75,9 +75,7 @@ def test_help_is_the_default_and_names_every_target(tmp_path: Path) -> None:
     ],
     ids=["missing", "old", "without venv"],
 )
-def test_an_unusable_python_is_one_clear_line(
-    tmp_path: Path, answers: dict[str, bool] | None, expected: str
-) -> None:
+def test_an_unusable_python_is_one_clear_line(tmp_path: Path, answers: dict[str, bool] | None, expected: str) -> None:
     python = tmp_path / "python3"
     if answers is not None:
         fake_python(python, **answers)
@@ -121,17 +119,17 @@ def test_a_failed_install_leaves_no_stamp(tmp_path: Path) -> None:
 MPIRUN = """\
     #!{python}
     # Stands in for mpirun and its ranks: says which signals arrive; the first means save, the second die.
-    import signal, sys, time
+    import os, signal, sys, time
     def said(name, code):
         def handler(*_):
-            print(name, flush=True)
+            os.write(1, name.encode() + b"\\n")  # print may not be interrupted by itself
             if code is not None:
-                sys.exit(code)
+                os._exit(code)
         return handler
     signal.signal(signal.SIGUSR1, said("USR1", None if {stubborn} else 0))
     signal.signal(signal.SIGTERM, said("TERM", 7))
     signal.signal(signal.SIGINT, said("INT", 8))
-    print("READY", *sys.argv[1:], flush=True)
+    os.write(1, " ".join(["READY", *sys.argv[1:]]).encode() + b"\\n")
     time.sleep(30)
     """
 
