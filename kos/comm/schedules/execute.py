@@ -196,7 +196,7 @@ class _Compiler:
         return before
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Program:
     steps = [step for steps in schedule.rounds for step in steps[rank]]
     place, scratch = _place_scratch(schedule, steps, elements)

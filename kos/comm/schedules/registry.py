@@ -53,7 +53,7 @@ def describe(collective: str, name: str) -> str:
     return inspect.getdoc(_REGISTRY[collective][name].rounds) or ""
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def build(collective: str, algorithm: str, ranks: int, chunks: int | None = None, root: int = 0, *,
           ranks_per_node: int | None = None) -> Schedule:
     """The schedule of one algorithm.

@@ -91,7 +91,7 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: float) -> float:
     return line.seconds + line.seconds_per_byte * nbytes
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def cost(schedule: Schedule, topology: Topology) -> Cost:
     """The time of ``schedule`` as a line over the message size."""
     chunk = 1 / (schedule.parts * max(schedule.units.values()))  # of the whole
