@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from typing import NoReturn
 
@@ -15,6 +16,9 @@ from kos.errors import InvalidArgument, KosError
 
 PIPELINES = (1, 4, 16, 64, 256)
 """Numbers of chunks among which --predict takes the best, for algorithms that pipeline a whole vector."""
+
+MAX_SHOWN = 256
+"""Most ranks whose steps are printed and proved one by one."""
 
 EXAMPLES = """examples:
   python -m kos.comm.schedules ring --ranks 8 --draw ring.png
@@ -72,6 +76,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise InvalidArgument(f"which algorithm? For {args.collective}: {', '.join(algorithms(args.collective))}")
         else:
             _show(args)
+    except BrokenPipeError:  # the reader, head for one, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (KosError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
@@ -79,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _show(args: argparse.Namespace) -> None:
+    if args.ranks > MAX_SHOWN:
+        raise InvalidArgument(f"prints and proves up to {MAX_SHOWN} ranks, got {args.ranks}; --predict takes more")
     schedule = build(args.collective, args.algorithm, args.ranks, args.chunks, args.root,
                      ranks_per_node=args.ranks_per_node)
     verify(schedule)
@@ -116,11 +124,11 @@ def _predict(args: argparse.Namespace) -> None:
 
 
 def _candidates(args: argparse.Namespace, name: str, ranks: int) -> list[Schedule]:
-    one = build(args.collective, name, ranks, args.chunks, args.root % ranks, ranks_per_node=args.ranks_per_node)
+    one = build(args.collective, name, ranks, args.chunks, args.root, ranks_per_node=args.ranks_per_node)
     pipelined = args.collective in IN_PLACE and one.parts <= 2 and not name.endswith("_shot")
     if args.chunks or not pipelined:
         return [one]
-    return [build(args.collective, name, ranks, chunks, args.root % ranks, ranks_per_node=args.ranks_per_node)
+    return [build(args.collective, name, ranks, chunks, args.root, ranks_per_node=args.ranks_per_node)
             for chunks in PIPELINES]
 
 

@@ -62,8 +62,7 @@ def two_shot_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
     r = np.arange(n)
     others = r[r != root]
     yield [moves(root, others, others * c, count=c)]
-    yield [moves(src, dst, src * c, count=c) for s in range(1, n)
-           for src, dst in [(r[(r + s) % n != root], ((r + s) % n)[(r + s) % n != root])]]
+    yield [moves(r, to, r * c, count=np.where(to == root, 0, c)) for to in ((r + s) % n for s in range(1, n))]
 
 
 @algorithm("broadcast", "hierarchical")

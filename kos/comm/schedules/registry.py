@@ -74,8 +74,8 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int | None = None
         raise InvalidArgument(f"chunks must be at least 1, got {chunks}")
     if not 0 <= root < ranks:
         raise InvalidArgument(f"root must be in 0..{ranks - 1}, got {root}")
-    local = ranks_per_node or next(d for d in range(8, 0, -1) if ranks % d == 0)
-    if ranks % local:
+    local = next(d for d in range(8, 0, -1) if ranks % d == 0) if ranks_per_node is None else ranks_per_node
+    if local < 1 or ranks % local:
         raise InvalidArgument(f"ranks must be a multiple of ranks_per_node, got {ranks} and {local}")
     root = root if collective in ROOTED else 0
     entry = _REGISTRY[collective][algorithm]

@@ -157,34 +157,39 @@ class _Meter:
         src, dst, count = (a.ravel() for a in np.broadcast_arrays(m.src, m.dst, m.count))
         shape = np.broadcast_shapes(*(np.shape(a) for a in (m.src, m.dst, m.chunk, m.to_chunk, m.count)))
         copies = int(np.prod(shape)) // max(len(src), 1)
-        if not count.all():
+        even = np.ndim(m.count) == 0
+        if not even and not count.all():
             src, dst, count = src[count > 0], dst[count > 0], count[count > 0]
-        here = src == dst
-        width = (3 if m.reduce else 2) * copies  # a reduction reads two and writes one
-        memory = self._sum(dst, count * width) if m.reduce else self._sum(dst[here], count[here] * width)
-        if here.all():
-            return _Load(0.0, (), memory)
-        if here.any():
-            src, dst, count = src[~here], dst[~here], count[~here]
+        memory: np.ndarray | int = 0
+        if m.reduce:  # reads two and writes one
+            memory = _sums(dst, count, self.ranks, even)[1] * 3 * copies
+        away = src != dst
+        if not away.all():
+            if not m.reduce:
+                memory = _sums(dst[~away], count[~away], self.ranks, even)[1] * 2 * copies
+            src, dst, count = src[away], dst[away], count[away]
         links, latency = [], 0.0
         for level in self.topology.levels:
-            up, down = src // level.ranks, dst // level.ranks
-            crosses = up != down
-            if not crosses.all():
-                up, down, count = up[crosses], down[crosses], count[crosses]
-                src, dst = src[crosses], dst[crosses]
+            up, down = (src, dst) if level.ranks == 1 else (src // level.ranks, dst // level.ranks)
+            away = up != down
+            if not away.all():
+                src, dst, up, down, count = src[away], dst[away], up[away], down[away], count[away]
             if not len(up):
                 break
             latency = max(latency, level.latency)
             groups = -(-self.ranks // level.ranks)
             for group in (up, down):
-                messages = np.bincount(group, minlength=groups) * copies
-                links.append((messages, self._sum(group, count * copies, groups)))
+                messages, chunks = _sums(group, count, groups, even)
+                links.append((messages * copies, chunks * copies))
         return _Load(latency, tuple(links), memory)
 
-    def _sum(self, index: np.ndarray, values: np.ndarray, size: int = 0) -> np.ndarray:
-        """Sum of values by index."""
-        return np.bincount(index, weights=values, minlength=size or self.ranks)
+
+def _sums(group: np.ndarray, count: np.ndarray, size: int, even: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(messages, chunks) of each group; ``even`` if all messages have the same count."""
+    messages = np.bincount(group, minlength=size)
+    if even:
+        return messages, messages * (count[0] if len(count) else 0)
+    return messages, np.bincount(group, weights=count, minlength=size)
 
 
 def _together(a: _Load, b: _Load) -> _Load:

@@ -84,6 +84,9 @@ def test_the_command_lists(capsys):
     (["ring", "--collective", "reduce_all"], "error: unknown collective 'reduce_all'"),
     ([], "error: which algorithm? For all_reduce: ring"),
     (["ring", "--draw", "/nowhere/x.svg"], "error: [Errno 2] No such file or directory: '/nowhere/x.svg'"),
+    (["ring", "--ranks", "257"], "error: prints and proves up to 256 ranks, got 257; --predict takes more"),
+    (["--predict", "--scales", "0"], "error: ranks must be at least 1, got 0"),
+    (["hierarchical", "--ranks-per-node", "0"], "error: ranks must be a multiple of ranks_per_node, got 8 and 0"),
     (["--predict", "--topology", "moon"], "error: unknown topology 'moon', expected one of h200"),
 ])
 def test_errors_are_one_line(arguments, message, capsys):
