@@ -172,10 +172,13 @@ def attention_formula(qkv, samples, heads, kv_heads):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1), (8, 2)])
-@pytest.mark.parametrize(("length", "query_block"), [(1, 4), (4, 4), (7, 4), (13, 5), (9, 64)])
-def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block):
+@pytest.mark.parametrize(
+    ("length", "query_block", "scores"), [(1, 4, 1), (4, 4, 99), (7, 4, 150), (13, 5, 300), (9, 64, 10**6)]
+)
+def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block, scores):
     monkeypatch.setattr(ops, "QUERY_BLOCK", query_block)
-    samples, d = 2, 3
+    monkeypatch.setattr(ops, "SCORES", scores)
+    samples, d = 3, 3
     qkv = rng.normal(size=(samples * length, (heads + 2 * kv_heads) * d))
     out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
     ops.attention(columns(qkv), heads, kv_heads, out, lse, arena)

@@ -47,9 +47,7 @@ class Ops(Protocol):
     def embedding(self, tokens: Array, table: Array, out: Array) -> None:
         """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D); InvalidArgument for a token outside."""
 
-    def embedding_backward(
-        self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena
-    ) -> None:
+    def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
         """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token."""
 
     def linear(self, x: Array, weight: Array, out: Array) -> None:
@@ -83,22 +81,16 @@ class Ops(Protocol):
     ) -> None:
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
 
-    def rope_tables(
-        self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any
-    ) -> tuple[Array, Array]:
+    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
         """cos and sin of position x frequency, for ``rope``; d / 2 ``frequencies``, in radians a token."""
 
     def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
         """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, by halves (Hugging Face's order)."""
 
-    def rope_backward(
-        self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena
-    ) -> None:
+    def rope_backward(self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
         """Rotate back, in place."""
 
-    def attention(
-        self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena
-    ) -> None:
+    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
         """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
         ``qkv`` (N, W): the heads of q, then k, then v.  ``out`` (N, H d) of ``empty_columns``.
@@ -121,9 +113,7 @@ class Ops(Protocol):
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
         """out (N, F) = silu(gate) up; ``gate_up`` (N, 2F) holds gate, then up."""
 
-    def swiglu_backward(
-        self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena
-    ) -> None:
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
         """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote."""
 
     def count_targets(self, targets: Array, out: Array) -> None:

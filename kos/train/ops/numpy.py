@@ -22,7 +22,8 @@ from kos.memory.arena import Arena
 Array = np.ndarray
 IGNORE = -1  # the target that is left out of the loss
 BLOCK = 32_768  # elements of a cache-sized block: three of them in fp32 are 384 KiB, within an L2
-QUERY_BLOCK = 64  # queries whose scores are in memory at once
+SCORES = 262_144  # elements: scores of attention that are in memory at once
+QUERY_BLOCK = 64  # queries whose scores are computed at once
 
 
 def make_arena() -> Arena:
@@ -65,9 +66,7 @@ def _columns(x: Array) -> Array:
     """An array of ``empty_columns`` as it lies in memory: (columns, rows), contiguous."""
     memory = x.T
     if not memory.flags.c_contiguous:
-        raise InvalidArgument(
-            f"expected an array of empty_columns, got strides {x.strides} of shape {x.shape}"
-        )
+        raise InvalidArgument(f"expected an array of empty_columns, got strides {x.strides} of shape {x.shape}")
     return memory
 
 
@@ -209,61 +208,43 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 
 
 # --- attention ---------------------------------------------------------------------------------------
-# Per sample and block of queries: scores lie as (K, keys, G * queries), G = H / K, so that the query heads
-# that share a kv head are one matrix product, and the softmax runs over the first of two axes, which numpy
-# reduces at full speed.  Keys after the block are never looked at.  Only the log of the softmax's denominator
-# is kept for the backward, as in FlashAttention-2 (Dao 2023, arXiv:2307.08691).
-
-
-@functools.lru_cache(maxsize=64)
-def _causal_mask(size: int, dtype: np.dtype) -> Array:
-    """(keys, 1, queries): -inf where the key comes after the query."""
-    return np.where(np.tri(size, dtype=bool).T, 0, -np.inf).astype(dtype)[:, None]
-
-
-@functools.lru_cache(maxsize=64)
-def _ones(size: int, dtype: np.dtype) -> Array:
-    return np.ones((1, size), dtype)
+# Scores lie as (keys, G * queries), G = H / K: the query heads that share a kv head are one matrix product,
+# and the softmax runs over the first of two axes, which numpy reduces at full speed.  Keys after a block of
+# queries are never looked at.  Only the log of the softmax's denominator is kept for the backward, as in
+# FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 
 
 def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
     samples, _, length = log_sum_exp.shape
-    group, head_dim = heads // kv_heads, out.shape[-1] // heads
-    scale = 1 / math.sqrt(head_dim)
-    memory = _by_head(qkv, head_dim, length)
-    q_all = memory[:heads].reshape(kv_heads, group, head_dim, samples, length).swapaxes(1, 2)
-    k_all, v_all = memory[heads : heads + kv_heads], memory[heads + kv_heads :]
-    out_all = _by_head(out, head_dim, length).reshape(q_all.swapaxes(1, 2).shape).swapaxes(1, 2)
+    group, d, dtype = heads // kv_heads, out.shape[-1] // heads, qkv.dtype
+    scale = 1 / math.sqrt(d)
+    q_all, k_all, v_all = _split_heads(qkv, heads, kv_heads, length)
+    out_all = _by_kv_head(out, kv_heads, d, length)
     lse_all = log_sum_exp.reshape(samples, kv_heads, 1, group, length)
-    ones = _ones(length, qkv.dtype)
-    for b in range(samples):
+    ones = _ones(length, dtype)
+    for tile in _tiles(samples, kv_heads, group, length):
         for start in range(0, length, QUERY_BLOCK):
             end = min(start + QUERY_BLOCK, length)
-            block = slice(start, end)
-            queries = end - start
-            k, v = k_all[:, :, b, :end], v_all[:, :, b, :end]
+            here = (*tile, ..., slice(start, end))
+            k, v = k_all[tile][..., :end], v_all[tile][..., :end]
+            B, K = k.shape[:2]
             with arena.scope():
-                q = arena.take((kv_heads, head_dim, group, queries), qkv.dtype)
-                o = arena.take(q.shape, qkv.dtype)
-                scores = arena.take((kv_heads, end, group, queries), qkv.dtype)
-                top = arena.take((kv_heads, 1, group, queries), qkv.dtype)
-                total = arena.take((kv_heads, 1, group, queries), qkv.dtype)
-                np.multiply(q_all[:, :, :, b, block], scale, out=q)
-                np.matmul(k.swapaxes(1, 2), _flat(q), out=_flat(scores))
-                scores[:, start:] += _causal_mask(queries, qkv.dtype)
-                np.max(_flat(scores), axis=1, keepdims=True, out=_flat(top))
+                q = arena.take((B, K, d, group, end - start), dtype)
+                o = arena.take(q.shape, dtype)
+                scores = arena.take((B, K, end, group, end - start), dtype)
+                top = arena.take((B, K, 1, group, end - start), dtype)
+                total = arena.take(top.shape, dtype)
+                np.multiply(q_all[here], scale, out=q)
+                np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
+                scores[:, :, start:] += _causal_mask(end - start, dtype)
+                np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
                 np.subtract(_flat(scores), _flat(top), out=_flat(scores))
                 np.exp(scores, out=scores)
                 np.matmul(ones[:, :end], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
                 np.matmul(v, _flat(scores), out=_flat(o))
-                np.divide(o, total, out=out_all[:, :, :, b, block])
+                np.divide(o, total, out=out_all[here])
                 np.log(total, out=total)
-                np.add(top, total, out=lse_all[b, ..., block])
-
-
-def _flat(x: Array) -> Array:
-    """(K, n, G, queries) as (K, n, G * queries)."""
-    return x.reshape(*x.shape[:2], -1)
+                np.add(top, total, out=lse_all[here])
 
 
 def attention_backward(
@@ -278,63 +259,92 @@ def attention_backward(
 ) -> None:
     """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
 
-    Both subtractions ride in the matrix products, as one more row of ones in K and V.
+    Both subtractions ride in the matrix products, as one more row: of ones in K and V, of what is
+    subtracted in Q and d_out.
     """
     samples, _, length = log_sum_exp.shape
-    group, head_dim = heads // kv_heads, out.shape[-1] // heads
-    scale = 1 / math.sqrt(head_dim)
-    grouped = (kv_heads, group, head_dim, samples, length)
-    memory, d_memory = _by_head(qkv, head_dim, length), _by_head(d_qkv, head_dim, length)
-    q_all = memory[:heads].reshape(grouped).swapaxes(1, 2)
-    dq_all = d_memory[:heads].reshape(grouped).swapaxes(1, 2)
-    k_all, v_all = memory[heads : heads + kv_heads], memory[heads + kv_heads :]
-    dk_all, dv_all = d_memory[heads : heads + kv_heads], d_memory[heads + kv_heads :]
-    out_all = _by_head(out, head_dim, length).reshape(grouped).swapaxes(1, 2)
-    do_all = _by_head(d_out, head_dim, length).reshape(grouped).swapaxes(1, 2)
+    group, d, dtype = heads // kv_heads, out.shape[-1] // heads, qkv.dtype
+    scale = 1 / math.sqrt(d)
+    q_all, k_all, v_all = _split_heads(qkv, heads, kv_heads, length)
+    dq_all, dk_all, dv_all = _split_heads(d_qkv, heads, kv_heads, length)
+    out_all, do_all = (_by_kv_head(x, kv_heads, d, length) for x in (out, d_out))
     lse_all = log_sum_exp.reshape(samples, kv_heads, group, length)
-    starts = range(0, length, QUERY_BLOCK)
-    for b in range(samples):
+    for tile in _tiles(samples, kv_heads, group, length):
+        B, K = k_all[tile].shape[:2]
         with arena.scope():
-            k1 = arena.take((kv_heads, head_dim + 1, length), qkv.dtype)
-            v1 = arena.take(k1.shape, qkv.dtype)
-            k1[:, :head_dim], k1[:, head_dim] = k_all[:, :, b], 1
-            v1[:, :head_dim], v1[:, head_dim] = v_all[:, :, b], 1
-            for start in reversed(
-                starts
-            ):  # the last block reaches every key: it writes dk and dv, the others add
+            k1 = arena.take((B, K, d + 1, length), dtype)
+            v1 = arena.take(k1.shape, dtype)
+            for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
+                with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
+            # The last block reaches every key: it writes dk and dv, those before it add.
+            for start in reversed(range(0, length, QUERY_BLOCK)):
                 end = min(start + QUERY_BLOCK, length)
-                block = slice(start, end)
-                queries = end - start
+                here = (*tile, ..., slice(start, end))
                 with arena.scope():
-                    q1 = arena.take((kv_heads, head_dim + 1, group, queries), qkv.dtype)
-                    do1 = arena.take(q1.shape, qkv.dtype)
-                    dq = arena.take((kv_heads, head_dim, group, queries), qkv.dtype)
-                    p = arena.take((kv_heads, end, group, queries), qkv.dtype)
-                    ds = arena.take(p.shape, qkv.dtype)
-                    np.multiply(q_all[:, :, :, b, block], scale, out=q1[:, :head_dim])
-                    np.negative(lse_all[b, ..., block], out=q1[:, head_dim])
-                    do1[:, :head_dim] = do_all[:, :, :, b, block]
-                    np.multiply(do1[:, :head_dim], out_all[:, :, :, b, block], out=dq)
-                    np.sum(dq, axis=1, out=do1[:, head_dim])
-                    np.negative(do1[:, head_dim], out=do1[:, head_dim])
-                    np.matmul(k1[:, :, :end].swapaxes(1, 2), _flat(q1), out=_flat(p))
-                    p[:, start:] += _causal_mask(queries, qkv.dtype)
+                    q1 = arena.take((B, K, d + 1, group, end - start), dtype)
+                    do1 = arena.take(q1.shape, dtype)
+                    dq = arena.take((B, K, d, group, end - start), dtype)
+                    p = arena.take((B, K, end, group, end - start), dtype)
+                    ds = arena.take(p.shape, dtype)
+                    q, do = q1[:, :, :d], do1[:, :, :d]
+                    np.multiply(q_all[here], scale, out=q)
+                    np.negative(lse_all[here], out=q1[:, :, d])
+                    np.copyto(do, do_all[here])
+                    np.multiply(do, out_all[here], out=dq)
+                    np.sum(dq, axis=2, out=do1[:, :, d])
+                    np.negative(do1[:, :, d], out=do1[:, :, d])
+                    np.matmul(k1[..., :end].swapaxes(2, 3), _flat(q1), out=_flat(p))
+                    p[:, :, start:] += _causal_mask(end - start, dtype)
                     np.exp(p, out=p)
-                    np.matmul(v1[:, :, :end].swapaxes(1, 2), _flat(do1), out=_flat(ds))
+                    np.matmul(v1[..., :end].swapaxes(2, 3), _flat(do1), out=_flat(ds))
                     ds *= p
-                    np.matmul(k1[:, :head_dim, :end], _flat(ds), out=_flat(dq))
-                    np.multiply(dq, scale, out=dq_all[:, :, :, b, block])
-                    dk, dv = dk_all[:, :, b, :end], dv_all[:, :, b, :end]
-                    q_t, do_t = _flat(q1)[:, :head_dim], _flat(do1)[:, :head_dim]
-                    if end == length:
-                        np.matmul(q_t, _flat(ds).swapaxes(1, 2), out=dk)
-                        np.matmul(do_t, _flat(p).swapaxes(1, 2), out=dv)
-                    else:
-                        part = arena.take((kv_heads, head_dim, end), qkv.dtype)
-                        np.matmul(q_t, _flat(ds).swapaxes(1, 2), out=part)
-                        dk += part
-                        np.matmul(do_t, _flat(p).swapaxes(1, 2), out=part)
-                        dv += part
+                    np.matmul(k1[:, :, :d, :end], _flat(ds), out=_flat(dq))
+                    np.multiply(dq, scale, out=dq_all[here])
+                    for left, right, total in ((q, ds, dk_all[tile]), (do, p, dv_all[tile])):
+                        if end == length:
+                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
+                        else:
+                            part = arena.take((B, K, d, end), dtype)
+                            np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=part)
+                            total[..., :end] += part
+
+
+def _tiles(samples: int, kv_heads: int, group: int, length: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of samples and kv heads whose scores, of a block of queries, are about ``SCORES`` elements."""
+    at_once = max(1, SCORES // (group * QUERY_BLOCK * length))
+    b_step, k_step = max(1, at_once // kv_heads), min(at_once, kv_heads)
+    for b in range(0, samples, b_step):
+        for k in range(0, kv_heads, k_step):
+            yield slice(b, b + b_step), slice(k, k + k_step)
+
+
+def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
+    """(N, H d) of ``empty_columns`` seen as (B, K, d, G, T)."""
+    return _columns(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
+
+
+def _split_heads(qkv: Array, heads: int, kv_heads: int, length: int) -> tuple[Array, Array, Array]:
+    """(N, W) of ``empty_columns`` seen as q (B, K, d, G, T), k and v (B, K, d, T)."""
+    d = qkv.shape[-1] // (heads + 2 * kv_heads)
+    q_end, k_end = heads * d, (heads + kv_heads) * d
+    q, k, v = (_by_kv_head(x, kv_heads, d, length) for x in (qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]))
+    return q, k[:, :, :, 0], v[:, :, :, 0]
+
+
+def _flat(x: Array) -> Array:
+    """(B, K, n, G, queries) as (B, K, n, G * queries)."""
+    return x.reshape(*x.shape[:3], -1)
+
+
+@functools.lru_cache(maxsize=64)
+def _causal_mask(size: int, dtype: np.dtype) -> Array:
+    """(keys, 1, queries): -inf where the key comes after the query."""
+    return np.where(np.tri(size, dtype=bool).T, 0, -np.inf).astype(dtype)[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _ones(size: int, dtype: np.dtype) -> Array:
+    return np.ones((1, size), dtype)
 
 
 # --- swiglu ------------------------------------------------------------------------------------------
@@ -391,9 +401,7 @@ def cross_entropy(logits: Array, targets: Array, losses: Array, arena: Arena) ->
             _softmax_rows(logits[rows], targets[rows], losses[rows], arena)
 
 
-def cross_entropy_with_gradient(
-    logits: Array, targets: Array, count: Array, losses: Array, arena: Arena
-) -> None:
+def cross_entropy_with_gradient(logits: Array, targets: Array, count: Array, losses: Array, arena: Arena) -> None:
     for rows in _blocks(*logits.shape):
         z, t = logits[rows], targets[rows]
         with arena.scope():
