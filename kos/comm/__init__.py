@@ -8,6 +8,7 @@ import logging
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.mpi import MPIBackend
+from kos.comm.backends.tcp import TCPBackend
 from kos.comm.communicator import Batch, Communicator, Persistent
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.rendezvous import MPIRendezvous, Rendezvous, check_timeout, default_rendezvous
@@ -18,7 +19,7 @@ __all__ = ["BACKENDS", "Batch", "Communicator", "Persistent", "PremulSum", "Redu
 
 log = logging.getLogger(__name__)
 
-BACKENDS: dict[str, type[Backend]] = {"mpi": MPIBackend, "mock": MockBackend}
+BACKENDS: dict[str, type[Backend]] = {"mpi": MPIBackend, "tcp": TCPBackend, "mock": MockBackend}
 """All backends by name, in the order in which ``auto`` prefers them."""
 
 
@@ -27,11 +28,11 @@ def init(
 ) -> Communicator:
     """The communicator of all ranks of this program.  Collective.
 
-    ``rendezvous`` is how the ranks find each other: by MPI under mpirun, a group of one otherwise, unless
-    one is given.  ``timeout`` in seconds holds for every wait of the communicator.  ``backend`` is a name,
-    or "auto" for the first that every rank can use (``Communicator.explain`` says why).  Raises
-    BackendUnavailable where the backend asked for cannot run, with the reason; RendezvousError where the
-    ranks do not find each other.
+    ``rendezvous`` is how the ranks find each other: unless one is given by MPI under mpirun, by the
+    environment where torchrun, srun or a shell says which rank this is, a group of one otherwise.
+    ``timeout`` in seconds holds for every wait of the communicator.  ``backend`` is a name, or "auto" for the
+    first that every rank can use (``Communicator.explain`` says why).  Raises BackendUnavailable where the
+    backend asked for cannot run, with the reason; RendezvousError where the ranks do not find each other.
 
     Under mpirun an uncaught exception on one rank ends the whole job from here on.
     """

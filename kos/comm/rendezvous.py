@@ -257,8 +257,12 @@ class MPIRendezvous(Rendezvous):
 
 
 def default_rendezvous(timeout: float) -> Rendezvous:
-    """MPI under mpirun, a group of one elsewhere."""
-    return MPIRendezvous(timeout=timeout) if mpi_job.under_mpirun() else SingleRendezvous(timeout)
+    """MPI under mpirun; else by the environment where it says which rank this is; else a group of one."""
+    from kos.comm.env_rendezvous import EnvRendezvous, Place  # which stands on this file
+
+    if mpi_job.under_mpirun():
+        return MPIRendezvous(timeout=timeout)
+    return EnvRendezvous(timeout) if Place.told() else SingleRendezvous(timeout)
 
 
 def check_timeout(timeout: Any) -> float:

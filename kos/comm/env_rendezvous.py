@@ -1,0 +1,272 @@
+"""Rendezvous by environment: ranks that torchrun, Slurm's srun or plain shells started.
+
+Each rank is told ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may be told ``LOCAL_RANK``, as
+torch.distributed has it; under srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` stand in for the ranks and
+the size.  Rank 0 listens at MASTER_PORT.  Under torchrun an agent already does: rank 0 takes the first free
+one of the ``AGENT_PORTS`` ports after it, and the others find it there by the handshake.
+
+The ranks prove to each other that they know the job's secret: see ``kos.comm.secret``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kos.comm.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
+from kos.comm.rendezvous import Rendezvous, ThreadGroup
+from kos.comm.secret import load_secret
+from kos.comm.tcp import Connection, Network, Stranger, drive, is_loopback, is_ours, plain_address
+from kos.errors import KosError, RankLost, RendezvousError
+
+AGENT_PORTS = 16
+GRACE_SECONDS = 2.0  # the hub names at the timeout who is missing; if it says nothing, it is the hub that is
+BUSY_SECONDS = 1.0  # a port may be in use for a moment by a connection that the kernel gave it to
+
+
+class TCPRendezvous(Rendezvous):
+    """A group of ranks around the hub beside its rank 0; ``network`` is how they reach each other."""
+
+    def __init__(
+        self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None
+    ) -> None:
+        self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
+        self._told_local_rank = local_rank
+        self._connection: Connection | None = None  # to the hub, while the group is open
+        self._failure: KosError | None = None
+        if size == 1:
+            self.threads = ThreadGroup(1)
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        if self.size == 1:
+            return [bytes(data)]
+        answer = self._ask(DATA + bytes(data))
+        parts, start = [], 4 * self.size
+        for length in struct.unpack_from(f"!{self.size}I", answer):
+            parts.append(answer[start : start + length])
+            start += length
+        return parts
+
+    def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
+        wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
+        ranks = [r for r in range(self.size) if color is not None and wishes[r][0] == color]
+        ranks.sort(key=lambda r: (wishes[r][1], r))
+        listener, card = None, b""
+        if len(ranks) > 1 and ranks[0] == self.rank:
+            listener = self.network.listen()
+            where = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
+            card = json.dumps(where).encode()
+        cards = self.allgather(card)
+        if not ranks:
+            return None
+        rank = ranks.index(self.rank)
+        child = TCPRendezvous(rank, len(ranks), self.timeout, self.network, self._told_local_rank)
+        if len(ranks) > 1:
+            host, port, purpose = json.loads(cards[ranks[0]])
+            child._meet(host, [port], purpose.encode(), listener)
+        return child
+
+    def close(self) -> None:
+        self._hang_up(BYE)
+
+    def abandon(self, code: int) -> None:
+        self._hang_up(LEFT + b"it left by an exception")
+
+    def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
+        """Come together around the hub, which is this rank's if it has the listener."""
+        where = f"rank 0 listens at {host or self.network.hub}:{'-'.join(map(str, ports))}"
+        if listener is not None:
+            self._connection, hubs_end = pair()
+            hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
+            # If nobody closes the group, the others still get their last answers before the process ends.
+            self._stop_hub = weakref.finalize(self, _stop, self._connection, hub)
+            hub.start()
+        else:
+            self._connection = self._call_hub(host, ports, purpose)
+        try:
+            self.barrier()
+        except BaseException:
+            self.close()
+            raise
+
+    def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
+        """Call at all ports in turn, until one is answered by the hub of this group."""
+        now = time.monotonic()
+        deadline, patience, pause = now + self.timeout, 1.0, 0.02
+        while True:
+            for port in ports:
+                limit = min(deadline, time.monotonic() + patience)
+                try:
+                    return self.network.call(host, port, purpose, self.rank, self.size, limit)
+                except (OSError, Stranger) as error:
+                    problem = f"{host or self.network.hub}:{port}: {error}"
+                    if isinstance(error, Stranger) and len(ports) == 1:
+                        raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"rendezvous: rank {self.rank} did not reach rank 0 within {self.timeout:g} s: {problem}"
+                )
+            time.sleep(pause)
+            patience, pause = 2 * patience, min(2 * pause, 0.5)
+
+    def _hang_up(self, last_word: bytes) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        self._failure = self._failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
+        _say(connection, last_word)
+        if self.rank == 0:
+            self._stop_hub()
+        connection.close()
+
+    def _ask(self, message: bytes) -> bytes:
+        """What the hub answers to all once everybody has said something."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+        assert self._connection is not None
+        connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
+        connection.post(message)
+        try:
+            with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
+                drive(connection.flush(), connection.sock, deadline)
+            answer = drive(connection.receive(), connection.sock, deadline)
+        except TimeoutError:
+            self._failure = RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s")
+        except OSError:
+            self._failure = RankLost("rendezvous: rank 0 is gone: its connection was closed")
+        else:
+            kind, answer = answer[:1], answer[1:]
+            if kind not in FAILURES:
+                return answer
+            self._failure = FAILURES[kind](answer.decode(errors="replace"))
+        raise self._failure
+
+    def _host_group(self) -> tuple[int, int]:
+        local_rank, local_size = super()._host_group()
+        return (local_rank if self._told_local_rank is None else self._told_local_rank), local_size
+
+
+class EnvRendezvous(TCPRendezvous):
+    """The ranks that the environment names.  Collective.
+
+    ``timeout`` in seconds holds for the ranks to come and for every wait after that.  Raises RendezvousError
+    for variables that are missing or wrong, a port in use, a wrong secret, a rank that comes twice or with
+    another world size; names the ranks that do not come.
+    """
+
+    def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
+        place = Place.read(environ)
+        host = place.host
+        loopback = place.size == 1 or is_loopback(host)
+        network = Network(b"", host if loopback else "127.0.0.1", "", loopback)
+        super().__init__(place.rank, place.size, timeout, network, place.local_rank)
+        if self.size == 1:
+            return
+        network.secret = load_secret(environ, one_host=self.rank == 0 or is_ours(host))
+        if self.rank == 0:
+            listener = _listen(network, place.ports)
+            self._meet("", [listener.getsockname()[1]], place.purpose, listener)
+        else:
+            network.hub = host
+            self._meet("", place.ports, place.purpose, None)
+
+    def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
+        connection = super()._call_hub(host, ports, purpose)
+        if not self.network.loopback:
+            self.network.hub = plain_address(connection.sock.getpeername()[0])
+            mine = plain_address(connection.sock.getsockname()[0])
+            self.network.host = "" if is_loopback(mine) else mine
+        return connection
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the environment says: which rank this process is, and where to find rank 0."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    host: str
+    ports: Sequence[int]  # one, or those among which rank 0 chooses
+    purpose: bytes  # tells jobs apart that share a secret
+
+    @staticmethod
+    def told(environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether the environment says, or begins to say, which rank this process is."""
+        if {"RANK", "WORLD_SIZE"} <= environ.keys():
+            return True
+        return {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and bool(
+            {"RANK", "WORLD_SIZE", "SLURM_PROCID"} & environ.keys()
+        )
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Place:
+        """Raises RendezvousError for what is missing or wrong."""
+        launcher = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        if "RANK" in environ or "WORLD_SIZE" in environ:
+            launcher = {name: name for name in launcher}
+        size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
+        rank = _number(environ, launcher["RANK"], 0, size - 1)
+        local_rank = None
+        if launcher["LOCAL_RANK"] in environ:
+            local_rank = _number(environ, launcher["LOCAL_RANK"], 0, size - 1)
+        if size == 1:
+            return cls(rank, size, local_rank, "127.0.0.1", [0], b"")
+        host = environ.get("MASTER_ADDR", "")
+        if not host:
+            raise RendezvousError("MASTER_ADDR: expected the host name or address of rank 0, got nothing")
+        port = _number(environ, "MASTER_PORT", 1, 65535)
+        purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
+        ports = [port]
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            ports = [(port + step - 1) % 65535 + 1 for step in range(1, AGENT_PORTS + 1)]
+        return cls(rank, size, local_rank, host, ports, purpose)
+
+
+def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = environ.get(name)
+    if text is None or not text.isdecimal() or not low <= int(text) <= high:
+        got = "nothing" if text is None else repr(text)
+        raise RendezvousError(f"{name}: expected a whole number from {low} to {high}, got {got}")
+    return int(text)
+
+
+def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
+    """A listener at the first port that is free."""
+    give_up = time.monotonic() + BUSY_SECONDS
+    while True:
+        for port in ports:
+            try:
+                return network.listen(port)
+            except OSError as error:
+                problem = error
+                if error.errno != errno.EADDRINUSE:
+                    raise RendezvousError(f"MASTER_PORT: rank 0 cannot listen at {port}: {error}") from error
+        if time.monotonic() >= give_up:
+            tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+            raise RendezvousError(
+                f"MASTER_PORT: expected {tried} to be free for rank 0, got one in use "
+                f"(by another job, another rank 0, or torch.distributed?)"
+            ) from problem
+        time.sleep(0.05)
+
+
+def _say(connection: Connection, last_word: bytes) -> None:
+    connection.post(last_word)
+    with contextlib.suppress(OSError):  # the hub went first
+        drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
+
+
+def _stop(connection: Connection, hub: Hub) -> None:
+    """Rank 0 leaves: the hub ends once the others have what they wait for."""
+    if connection.sock.fileno() >= 0:
+        _say(connection, BYE)
+    hub.join()

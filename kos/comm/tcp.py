@@ -1,0 +1,377 @@
+"""Authenticated, framed messages over TCP.
+
+Handshake: the side that listens speaks first, the side that calls proves first, so that nobody learns
+anything by calling; all three messages are of fixed size and nothing else is read before the proof holds.
+
+    listener -> caller   magic, nonce
+    caller -> listener   magic, rank, size, nonce, HMAC-SHA256 over all of it
+    listener -> caller   HMAC-SHA256 over all of it (zeros: refused)
+
+A message is its length (checked before anything is allocated), its HMAC-SHA256 and its bytes.  Keys are made
+anew for each connection and direction from both nonces, and the HMAC covers the message's number: nothing
+recorded can be played again.  Contents are not encrypted.
+
+All of it is written as generators that yield the events they wait for, so that one loop serves hundreds of
+connections, strangers among them, and nobody's silence delays the others.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import select
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kos.errors import RendezvousError
+
+T = TypeVar("T")
+Waiting = Generator[int, None, T]
+"""Yields select.POLLIN or select.POLLOUT whenever the socket is not ready; returns T."""
+
+MAX_MESSAGE = 64 << 20  # bytes
+HANDSHAKE_SECONDS = 10.0  # what a caller gets to prove itself
+MAX_STRANGERS = 256  # callers that have not yet proved themselves
+
+_MAGIC = b"kos/tcp1"  # the protocol and its version
+_NONCE = 32
+_HELLO = struct.Struct(f"!8sII{_NONCE}s")
+_PROOF = 32
+_REFUSED = bytes(_PROOF)
+_LENGTH = struct.Struct("!I")
+_NUMBER = struct.Struct("!QI")
+
+
+class Stranger(RendezvousError):
+    """Whoever is at the other end does not know the secret or does not speak the protocol."""
+
+
+@dataclass(slots=True)
+class Network:
+    """How this rank reaches the other ranks of its job, and they it."""
+
+    secret: bytes
+    hub: str  # the host of the job's rank 0, as this rank knows it
+    host: str  # this rank's host as all others know it; empty: the host of rank 0
+    loopback: bool  # all ranks are on one host, and nobody else needs to reach them
+
+    def listen(self, port: int = 0) -> socket.socket:
+        """A listening socket; on all interfaces unless the job stays on one host.  Raises OSError."""
+        if self.loopback:
+            family = socket.getaddrinfo(self.hub, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.create_server((self.hub, port), family=family, backlog=1024)
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
+            )
+        else:
+            listener = socket.create_server(("", port), backlog=1024)
+        listener.setblocking(False)
+        return listener
+
+    def key(self, purpose: bytes) -> bytes:
+        """The key of one group's connections, so that no proof made for one is good for another."""
+        return _mac(self.secret, b"kos key ", purpose)
+
+    def call(self, host: str, port: int, purpose: bytes, rank: int, size: int, deadline: float) -> Connection:
+        """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
+
+        Raises OSError, Stranger.
+        """
+        sock = connect(host or self.hub, port, deadline)
+        try:
+            return drive(introduce(sock, self.key(purpose), rank, size), sock, deadline)
+        except BaseException:
+            sock.close()
+            raise
+
+
+class Connection:
+    """An authenticated connection to one rank."""
+
+    def __init__(self, sock: socket.socket, send_key: bytes, receive_key: bytes) -> None:
+        self.sock = sock
+        self._send_key, self._receive_key = send_key, receive_key
+        self._sent = self._received = 0
+        self._outgoing: deque[memoryview] = deque()
+
+    def post(self, message: bytes) -> None:
+        """Queue one message; ``flush`` sends what is queued."""
+        if len(message) > MAX_MESSAGE:
+            raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got {len(message)}")
+        number = _NUMBER.pack(self._sent, len(message))
+        self._sent += 1
+        tag = _mac(self._send_key, number, message)
+        self._outgoing.append(memoryview(_LENGTH.pack(len(message)) + tag + message))
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something queued is not sent yet."""
+        return bool(self._outgoing)
+
+    def flush(self) -> Waiting[None]:
+        """Send everything that is queued."""
+        while self._outgoing:
+            view = self._outgoing[0]
+            try:
+                sent = self.sock.send(view)
+            except BlockingIOError:
+                yield select.POLLOUT
+                continue
+            if sent == len(view):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = view[sent:]
+
+    def receive(self) -> Waiting[bytes]:
+        """The next message.  Raises ConnectionError at the end, RendezvousError if it was tampered with."""
+        head = yield from _read(self.sock, _LENGTH.size + _PROOF)
+        (length,) = _LENGTH.unpack_from(head)
+        if length > MAX_MESSAGE:
+            raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got a header of {length}")
+        message = yield from _read(self.sock, length)
+        number = _NUMBER.pack(self._received, length)
+        if not hmac.compare_digest(_mac(self._receive_key, number, message), head[_LENGTH.size :]):
+            raise RendezvousError(f"message {self._received}: expected its HMAC, got another")
+        self._received += 1
+        return message
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+def answer(sock: socket.socket, key: bytes) -> Waiting[tuple[int, int, Connection]]:
+    """The listener's side of the handshake: the caller's rank and size, and the connection.
+
+    Raises ConnectionError, Stranger.
+    """
+    greeting = _MAGIC + os.urandom(_NONCE)
+    yield from _write(sock, greeting)
+    # A stranger's first bytes give it away; the rest is not waited for.
+    if (magic := (yield from _read(sock, len(_MAGIC)))) != _MAGIC:
+        raise Stranger(f"handshake: expected {_MAGIC!r}, got {magic!r}")
+    hello = magic + (yield from _read(sock, _HELLO.size - len(_MAGIC)))
+    proof = yield from _read(sock, _PROOF)
+    if not hmac.compare_digest(proof, _mac(key, b"caller", greeting, hello)):
+        yield from _write(sock, _REFUSED)
+        raise Stranger("handshake: expected a proof of the secret, got a wrong one")
+    yield from _write(sock, _mac(key, b"listener", greeting, hello))
+    _, rank, size, _ = _HELLO.unpack(hello)
+    to_caller, to_listener = _session_keys(key, greeting, hello)
+    return rank, size, Connection(sock, to_caller, to_listener)
+
+
+def introduce(sock: socket.socket, key: bytes, rank: int, size: int) -> Waiting[Connection]:
+    """The caller's side of the handshake.  Raises ConnectionError, Stranger."""
+    greeting = yield from _read(sock, len(_MAGIC) + _NONCE)
+    if not greeting.startswith(_MAGIC):
+        raise Stranger(f"expected a rank of kos ({_MAGIC.decode()}), got {greeting[: len(_MAGIC)]!r}")
+    hello = _HELLO.pack(_MAGIC, rank, size, os.urandom(_NONCE))
+    yield from _write(sock, hello + _mac(key, b"caller", greeting, hello))
+    proof = yield from _read(sock, _PROOF)
+    if not hmac.compare_digest(proof, _mac(key, b"listener", greeting, hello)):
+        raise Stranger("expected the same secret (KOS_SECRET) on all ranks, got different ones")
+    to_caller, to_listener = _session_keys(key, greeting, hello)
+    return Connection(sock, to_listener, to_caller)
+
+
+class Door:
+    """Lets callers in at a listening socket: those that prove themselves, whatever the others do.
+
+    ``admit(rank, size, connection)`` is called for each; ``selector`` is the loop's own, and its events'
+    ``data`` are to be called.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        key: bytes,
+        selector: selectors.BaseSelector,
+        admit: Callable[[int, int, Connection], None],
+    ) -> None:
+        self._listener, self._key, self._selector, self._admit = listener, key, selector, admit
+        self._strangers: dict[socket.socket, float] = {}  # -> deadline, the oldest first
+        selector.register(listener, selectors.EVENT_READ, self._answer)
+
+    def close(self) -> None:
+        """Let nobody else in."""
+        if self._listener.fileno() >= 0:
+            self._selector.unregister(self._listener)
+            self._listener.close()
+        for sock in list(self._strangers):
+            self._dismiss(sock)
+
+    def expire(self) -> None:
+        """Dismiss callers that took too long."""
+        now = time.monotonic()
+        for sock in [sock for sock, deadline in self._strangers.items() if deadline <= now]:
+            self._dismiss(sock)
+
+    def _answer(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # most likely too many open files: the oldest stranger's is one
+            if self._strangers:
+                self._dismiss(next(iter(self._strangers)))
+            return
+        _prepare(sock)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._dismiss(next(iter(self._strangers)))
+        self._strangers[sock] = time.monotonic() + HANDSHAKE_SECONDS
+        handshake = answer(sock, self._key)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(sock, handshake))
+        self._advance(sock, handshake)
+
+    def _advance(self, sock: socket.socket, handshake: Waiting[tuple[int, int, Connection]]) -> None:
+        try:
+            # Its few bytes always fit the socket's buffer: a handshake waits only to read.
+            next(handshake)
+        except StopIteration as end:
+            self._selector.unregister(sock)
+            del self._strangers[sock]
+            self._admit(*end.value)
+        except (OSError, Stranger):
+            self._dismiss(sock)
+
+    def _dismiss(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self._strangers[sock]
+        sock.close()
+
+
+def admit_all(
+    listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float
+) -> dict[int, Connection]:
+    """The connections of the ranks ``expected`` that call; closes the listener.
+
+    Raises RendezvousError naming the ranks that did not call before the deadline.
+    """
+    admitted: dict[int, Connection] = {}
+
+    def admit(rank: int, its_size: int, connection: Connection) -> None:
+        if rank in admitted or rank not in expected or its_size != size:
+            connection.close()
+        else:
+            admitted[rank] = connection
+
+    with selectors.DefaultSelector() as selector:
+        door = Door(listener, key, selector, admit)
+        try:
+            while admitted.keys() != expected:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    missing = sorted(expected - admitted.keys())
+                    raise RendezvousError(f"ranks {missing} did not connect in time")
+                for event, _ in selector.select(min(remaining, 1.0)):
+                    event.data()
+                door.expire()
+        except BaseException:
+            for connection in admitted.values():
+                connection.close()
+            raise
+        finally:
+            door.close()
+    return admitted
+
+
+def connect(host: str, port: int, deadline: float) -> socket.socket:
+    """A connected, non-blocking socket.  Raises OSError."""
+    sock = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.001))
+    if sock.getsockname() == sock.getpeername():
+        # Nobody listens, but TCP let the socket call itself: the kernel chose this port for our end.
+        sock.close()
+        raise ConnectionRefusedError(f"{host}:{port}: nobody listens")
+    _prepare(sock)
+    return sock
+
+
+def drive(waiting: Waiting[T], sock: socket.socket, deadline: float) -> T:
+    """Run a generator of this file to its end.  Raises TimeoutError at the deadline (time.monotonic)."""
+    while True:
+        try:
+            events = next(waiting)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        poll = select.poll()
+        poll.register(sock, events)
+        remaining = deadline - time.monotonic()
+        if remaining <= 0 or not poll.poll(remaining * 1000):
+            raise TimeoutError("no answer in time")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` says by itself that it is this host: localhost, or an address of its own network."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_ours(host: str) -> bool:
+    """Whether ``host`` is an address of this machine, or a name of one; a name that says nothing may be."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return True
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as sock:
+                sock.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def plain_address(address: str) -> str:
+    """An address as getsockname gives it, without what IPv6 sockets put around IPv4 addresses."""
+    return address.removeprefix("::ffff:")
+
+
+def _prepare(sock: socket.socket) -> None:
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _read(sock: socket.socket, count: int) -> Waiting[bytes]:
+    data, filled = bytearray(count), 0
+    while filled < count:
+        try:
+            got = sock.recv_into(memoryview(data)[filled:])
+        except BlockingIOError:
+            yield select.POLLIN
+            continue
+        if not got:
+            raise ConnectionError("the connection was closed")
+        filled += got
+    return bytes(data)
+
+
+def _write(sock: socket.socket, data: bytes) -> Waiting[None]:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[sock.send(view) :]
+        except BlockingIOError:
+            yield select.POLLOUT
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")
+
+
+def _session_keys(key: bytes, greeting: bytes, hello: bytes) -> tuple[bytes, bytes]:
+    """The keys of (what the listener sends, what the caller sends)."""
+    return _mac(key, b"to caller", greeting, hello), _mac(key, b"to listener", greeting, hello)
