@@ -11,7 +11,7 @@ import numpy as np
 from kos.errors import InvalidArgument
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
     """One element type under all its names; an empty name means that library has no such type."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -528,10 +527,14 @@ class Persistent:
 
     def __init__(self, comm: Communicator, operation: Operation) -> None:
         self._comm, self._operation = comm, operation
+        self._work: Work | None = None
 
     def start(self) -> Work:
-        """Launch it once more; the previous start must be done."""
-        return self._comm._launch(copy.copy(self._operation))
+        """Launch it once more.  Raises InvalidArgument if the previous start is still in flight."""
+        if self._work is not None and not self._work.done():
+            raise InvalidArgument(f"start: expected the previous start to be done, got {self._operation}")
+        self._work = self._comm._launch(self._operation)
+        return self._work
 
 
 class Batch:

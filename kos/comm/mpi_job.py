@@ -74,7 +74,7 @@ class Backoff:
     """
 
     __slots__ = ("_polls", "_sleep_at")
-    SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 0.1, 0.0005
+    SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
 
     def __init__(self) -> None:
         self._polls = 0

@@ -29,6 +29,8 @@ class ReduceOp(enum.Enum):
     BOR = "bor"
     BXOR = "bxor"
 
+    __hash__ = object.__hash__  # Enum's own hashes the name, in Python, on every lookup
+
 
 @dataclass(frozen=True, slots=True)
 class PremulSum:
@@ -113,6 +115,19 @@ class Reduction:
 
 def resolve(op: Any, dtype: DType, size: int) -> Reduction:
     """Check that ``op`` makes sense for ``dtype``; raises InvalidArgument naming both if it does not."""
+    if type(op) is not ReduceOp:
+        return _resolve(op, dtype, size)
+    key = op, dtype, size
+    resolved = _RESOLVED.get(key)
+    if resolved is None:
+        resolved = _RESOLVED[key] = _resolve(op, dtype, size)
+    return resolved
+
+
+_RESOLVED: dict[tuple[ReduceOp, DType, int], Reduction] = {}
+
+
+def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
     factor = 1.0
     if isinstance(op, PremulSum):
         op, factor = ReduceOp.PREMUL_SUM, op.factor

@@ -224,6 +224,16 @@ def test_persistent(ranks: Any) -> None:
             x[:] = step + comm.rank
             assert persistent.start().wait() is out
             assert (out == sum(step + r for r in range(comm.size))).all()
+        if comm.size > 1:
+            if comm.rank == 0:
+                work = persistent.start()
+                with pytest.raises(InvalidArgument, match="expected the previous start to be done"):
+                    persistent.start()
+                comm.rendezvous.barrier()
+            else:
+                comm.rendezvous.barrier()
+                work = persistent.start()
+            work.wait()
 
     ranks.run(body)
 
