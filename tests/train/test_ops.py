@@ -173,7 +173,7 @@ def attention_formula(qkv, samples, heads, kv_heads):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1), (8, 2)])
 @pytest.mark.parametrize(
-    ("length", "query_block", "scores"), [(1, 4, 1), (4, 4, 99), (7, 4, 150), (13, 5, 300), (9, 64, 10**6)]
+    ("length", "query_block", "scores"), [(1, 4, 1), (4, 4, 99), (7, 4, 150), (13, 5, 150), (9, 64, 10**6)]
 )
 def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block, scores):
     monkeypatch.setattr(ops, "QUERY_BLOCK", query_block)

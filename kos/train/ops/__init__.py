@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
+
 from kos.memory.arena import Arena
 
 Array = Any  # a dialect's own: numpy's ndarray, a device tensor
@@ -37,6 +39,9 @@ class Ops(Protocol):
 
     def copy(self, source: Array, out: Array) -> None:
         """out = source."""
+
+    def to_host(self, array: Array) -> np.ndarray:
+        """A copy in host memory of its own."""
 
     def zero(self, out: Array) -> None:
         """out = 0."""

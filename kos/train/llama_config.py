@@ -1,0 +1,191 @@
+"""The shape of a LLaMA: its configuration, its tensors and their names, its cost.
+
+Field names, tensor names and layouts (linears are (out, in)) are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kos.errors import ConfigError
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """LLaMA-3's stretching of the rotary frequencies (``rope_type: llama3``)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def scale(self, frequency: float) -> float:
+        """Long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""
+        wavelength = 2 * math.pi / frequency
+        rotations = self.original_max_position_embeddings / wavelength
+        if rotations < self.low_freq_factor:
+            return frequency / self.factor
+        if rotations > self.high_freq_factor:
+            return frequency
+        smooth = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - smooth) * frequency / self.factor + smooth * frequency
+
+
+class FlopsPerToken(NamedTuple):
+    """Forward and backward, by the two conventions of the field."""
+
+    causal: float
+    non_causal: float
+
+
+@dataclass(frozen=True)
+class LayerNames:
+    """The tensors of one layer: seven matrices, two norms, and the two groups read as one matrix."""
+
+    q: str
+    k: str
+    v: str
+    o: str
+    gate: str
+    up: str
+    down: str
+    input_norm: str
+    post_attention_norm: str
+    qkv: str
+    gate_up: str
+
+    @classmethod
+    def of(cls, layer: int) -> LayerNames:
+        prefix = f"model.layers.{layer}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return cls(
+            q=f"{attention}.q_proj.weight",
+            k=f"{attention}.k_proj.weight",
+            v=f"{attention}.v_proj.weight",
+            o=f"{attention}.o_proj.weight",
+            gate=f"{mlp}.gate_proj.weight",
+            up=f"{mlp}.up_proj.weight",
+            down=f"{mlp}.down_proj.weight",
+            input_norm=f"{prefix}.input_layernorm.weight",
+            post_attention_norm=f"{prefix}.post_attention_layernorm.weight",
+            qkv=f"{attention}.qkv_proj.weight",
+            gate_up=f"{mlp}.gate_up_proj.weight",
+        )
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The shape of a model, in Hugging Face's field names.  ConfigError where it cannot be."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if self.hidden_size % heads:
+            raise ConfigError(
+                f"hidden_size: expected a multiple of num_attention_heads = {heads}, got {self.hidden_size}"
+            )
+        if heads % kv_heads:
+            raise ConfigError(
+                f"num_attention_heads: expected a multiple of num_key_value_heads = {kv_heads}, got {heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim: expected an even number, as rotary embeddings need, got {self.head_dim}")
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, in the order in which the backward finishes the gradients."""
+        D, F = self.hidden_size, self.intermediate_size
+        A, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {}
+        if not self.tie_word_embeddings:
+            shapes[HEAD] = (self.vocab_size, D)
+        shapes[FINAL_NORM] = (D,)
+        for layer in reversed(range(self.num_hidden_layers)):
+            names = LayerNames.of(layer)
+            shapes[names.down] = (D, F)
+            shapes[names.gate] = shapes[names.up] = (F, D)
+            shapes[names.post_attention_norm] = (D,)
+            shapes[names.o] = (D, A)
+            shapes[names.q] = (A, D)
+            shapes[names.k] = shapes[names.v] = (kv, D)
+            shapes[names.input_norm] = (D,)
+        shapes[EMBEDDING] = (self.vocab_size, D)
+        return shapes
+
+    def fused_groups(self) -> dict[str, tuple[str, ...]]:
+        """Group name -> neighbours in ``parameter_shapes`` that the model reads as one matrix."""
+        groups: dict[str, tuple[str, ...]] = {}
+        for layer in range(self.num_hidden_layers):
+            names = LayerNames.of(layer)
+            groups[names.gate_up] = (names.gate, names.up)
+            groups[names.qkv] = (names.q, names.k, names.v)
+        return groups
+
+    def num_parameters(self) -> int:
+        """A tied embedding counts once."""
+        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+
+    def flops_per_token(self, seq_len: int) -> FlopsPerToken:
+        """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""
+        shapes = self.parameter_shapes()
+        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
+        if self.tie_word_embeddings:
+            matmul += math.prod(shapes[EMBEDDING])
+        scores = self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
+        return FlopsPerToken(6.0 * (matmul + scores), 6.0 * (matmul + 2 * scores))
+
+    def rope_frequencies(self) -> list[float]:
+        """The d / 2 rotary frequencies, in radians a token."""
+        d = self.head_dim
+        frequencies = [self.rope_theta ** (-2 * i / d) for i in range(d // 2)]
+        return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
+
+    def init_weights(self, weights: Mapping[str, np.ndarray], seed: int) -> None:
+        """Norms at 1, the rest normal(0, initializer_range); o_proj and down_proj over sqrt(2 L), as GPT-2.
+
+        A tensor's values depend on ``seed``, its name and its shape alone.
+        """
+        residual = (".o_proj.weight", ".down_proj.weight")
+        for name, shape in self.parameter_shapes().items():
+            if len(shape) == 1:
+                weights[name][...] = 1
+                continue
+            std = self.initializer_range
+            if name.endswith(residual):
+                std /= math.sqrt(2 * self.num_hidden_layers)
+            rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            weights[name][...] = std * rng.standard_normal(shape, np.float32)
