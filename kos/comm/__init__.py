@@ -9,7 +9,8 @@ from kos.comm.backend import Backend, Probe
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.mpi import MPIBackend
 from kos.comm.backends.tcp import TCPBackend
-from kos.comm.communicator import Batch, Communicator, Persistent
+from kos.comm.batch import Batch, Persistent
+from kos.comm.communicator import Communicator
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.rendezvous import MPIRendezvous, Rendezvous, check_timeout, default_rendezvous
 from kos.comm.work import Work

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import COLLECTIVE_TAGS, Backend, Probe
+from kos.comm.arguments import check_tag, expect_dtype, in_and_out, refuse_overlap, whole_number
+from kos.comm.backend import Backend, Probe
+from kos.comm.batch import Batch, Persistent
 from kos.comm.operation import Operation
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.rendezvous import Rendezvous, check_timeout
@@ -110,7 +111,7 @@ class Communicator:
         root = self._rank("root", root)
         o = self._operation("reduce", timeout, root=root, deterministic=deterministic)
         if self.rank == root:
-            o.send, o.recv = _in_out(x, out)
+            o.send, o.recv = in_and_out(x, out)
         else:
             o.send = as_buffer(x, "x", writable=False)
         o.reduction = resolve(op, o.send.dtype, self.size)
@@ -139,7 +140,7 @@ class Communicator:
         if send.array.ndim and send.array.shape[0] % self.size == 0:
             shape = (send.array.shape[0] // self.size, *send.array.shape[1:])
         recv = self._output(out, send, shape)
-        _refuse_overlap(send, recv, self._part(send))
+        refuse_overlap(send, recv, self._part(send))
         o = self._operation(
             "reduce_scatter", timeout, send=send, recv=recv, algorithm=algorithm, deterministic=deterministic
         )
@@ -163,7 +164,7 @@ class Communicator:
         send = as_buffer(x, "x", writable=False)
         counts = self._counts("counts", counts, send)
         recv = self._output(out, send, (counts[self.rank],))
-        _refuse_overlap(send, recv)
+        refuse_overlap(send, recv)
         o = self._operation("reduce_scatter_v", timeout, send=send, recv=recv, send_counts=counts)
         o.reduction = resolve(op, send.dtype, self.size)
         return self._go(o, async_op)
@@ -184,7 +185,7 @@ class Communicator:
         if out is None and self.rank == root:
             send = recv = as_buffer(x, "x", writable=False)
         else:
-            send, recv = _in_out(x, out)
+            send, recv = in_and_out(x, out)
         return self._go(self._operation("broadcast", timeout, send=send, recv=recv, root=root), async_op)
 
     def all_gather(
@@ -203,7 +204,7 @@ class Communicator:
         """
         send = as_buffer(x, "x", writable=False)
         recv = self._output(out, send, (self.size, *send.array.shape))
-        _refuse_overlap(send, recv, self._part(recv))
+        refuse_overlap(send, recv, self._part(recv))
         o = self._operation("all_gather", timeout, send=send, recv=recv, algorithm=algorithm)
         return self._go(o, async_op)
 
@@ -226,7 +227,7 @@ class Communicator:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
         recv = self._output(out, send, (sum(counts),))
-        _refuse_overlap(send, recv)
+        refuse_overlap(send, recv)
         o = self._operation("all_gather_v", timeout, send=send, recv=recv, recv_counts=counts)
         return self._go(o, async_op)
 
@@ -246,7 +247,7 @@ class Communicator:
         if send.count % self.size:
             raise InvalidArgument(f"x: expected a multiple of {self.size} elements, got {send.count}")
         recv = self._output(out, send, send.array.shape)
-        _refuse_overlap(send, recv)
+        refuse_overlap(send, recv)
         return self._go(self._operation("all_to_all", timeout, send=send, recv=recv), async_op)
 
     def all_to_all_v(
@@ -269,7 +270,7 @@ class Communicator:
                 f"itself, got {recv_counts[self.rank]}"
             )
         recv = self._output(out, send, (sum(recv_counts),))
-        _refuse_overlap(send, recv)
+        refuse_overlap(send, recv)
         o = self._operation(
             "all_to_all_v", timeout, send=send, recv=recv, send_counts=send_counts, recv_counts=recv_counts
         )
@@ -284,7 +285,7 @@ class Communicator:
         o = self._operation("gather", timeout, send=send, root=root)
         if self.rank == root:
             o.recv = self._output(out, send, (self.size, *send.array.shape))
-            _refuse_overlap(send, o.recv, self._part(o.recv))
+            refuse_overlap(send, o.recv, self._part(o.recv))
         elif out is not None:
             raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
         return self._go(o, async_op)
@@ -298,10 +299,10 @@ class Communicator:
         o = self._operation("scatter", timeout, recv=recv, root=root)
         if self.rank == root:
             o.send = as_buffer(x, "x", writable=False)
-            _expect_dtype("out", recv, o.send)
+            expect_dtype("out", recv, o.send)
             if o.send.count != self.size * recv.count:
                 raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {o.send.count}")
-            _refuse_overlap(o.send, recv, self._part(o.send))
+            refuse_overlap(o.send, recv, self._part(o.send))
         elif x is not None:
             raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
         return self._go(o, async_op)
@@ -316,7 +317,7 @@ class Communicator:
         self, x: Any, dst: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done."""
-        o = self._operation("send", timeout, dst=self._peer("dst", dst), tag=_tag("tag", tag))
+        o = self._operation("send", timeout, dst=self._peer("dst", dst), tag=check_tag("tag", tag))
         o.send = as_buffer(x, "x", writable=False)
         return self._go(o, async_op)
 
@@ -324,7 +325,7 @@ class Communicator:
         self, x: Any, src: int, tag: int = 0, *, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """Receive into ``x`` what rank ``src`` sent with ``tag``: the same dtype and number of elements."""
-        o = self._operation("recv", timeout, src=self._peer("src", src), recv_tag=_tag("tag", tag))
+        o = self._operation("recv", timeout, src=self._peer("src", src), recv_tag=check_tag("tag", tag))
         o.recv = as_buffer(x, "x", writable=True)
         return self._go(o, async_op)
 
@@ -340,11 +341,11 @@ class Communicator:
         timeout: float | None = None,
     ) -> Any:
         """Send ``x`` to ``dst`` while receiving ``out`` from ``src`` (MPI_Sendrecv)."""
-        tag = _tag("tag", tag)
+        tag = check_tag("tag", tag)
         o = self._operation("send_recv", timeout, tag=tag, recv_tag=tag)
         o.dst, o.src = self._peer("dst", dst), self._peer("src", src)
         o.send, o.recv = as_buffer(x, "x", writable=False), as_buffer(out, "out", writable=True)
-        _refuse_overlap(o.send, o.recv)
+        refuse_overlap(o.send, o.recv)
         return self._go(o, async_op)
 
     def batch(self, *, async_op: bool = False) -> Batch:
@@ -362,11 +363,11 @@ class Communicator:
         Collective.  A rank with color None takes part and gets None.
         """
         self._check_open()
-        color = None if color is None else _index("color", color)
+        color = None if color is None else whole_number("color", color)
         if color is not None and color < 0:
             raise InvalidArgument(f"color: expected a number from 0 on or None, got {color}")
         self._drain()
-        rendezvous = self.rendezvous.split(color, _index("key", key))
+        rendezvous = self.rendezvous.split(color, whole_number("key", key))
         if rendezvous is None:
             return None
         return Communicator(self.backend.split(rendezvous), rendezvous, self.probes, self.timeout)
@@ -432,7 +433,7 @@ class Communicator:
     def _all_reduce(
         self, x: Any, op: Op, out: Any, algorithm: str, deterministic: bool, timeout: float | None
     ) -> Operation:
-        send, recv = _in_out(x, out)
+        send, recv = in_and_out(x, out)
         o = self._operation(
             "all_reduce", timeout, send=send, recv=recv, algorithm=algorithm, deterministic=deterministic
         )
@@ -482,7 +483,7 @@ class Communicator:
     # Checking arguments.
 
     def _rank(self, what: str, rank: Any) -> int:
-        rank = _index(what, rank)
+        rank = whole_number(what, rank)
         if not 0 <= rank < self.size:
             raise InvalidArgument(f"{what}: expected a rank from 0 to {self.size - 1}, got {rank}")
         return rank
@@ -494,7 +495,7 @@ class Communicator:
         return rank
 
     def _counts(self, what: str, counts: Sequence[int], total: Buffer | None) -> list[int]:
-        counts = [_index(what, count) for count in counts]
+        counts = [whole_number(what, count) for count in counts]
         if len(counts) != self.size or min(counts) < 0:
             raise InvalidArgument(f"{what}: expected {self.size} numbers from 0 on, got {counts}")
         if total is not None and sum(counts) != total.count:
@@ -508,7 +509,7 @@ class Communicator:
         if out is None:
             return as_buffer(np.empty(shape, send.array.dtype), "out", writable=True)
         recv = as_buffer(out, "out", writable=True)
-        _expect_dtype("out", recv, send)
+        expect_dtype("out", recv, send)
         count = int(np.prod(shape, dtype=np.int64))
         if recv.count != count:
             raise InvalidArgument(
@@ -520,96 +521,3 @@ class Communicator:
         """This rank's part of a buffer of ``size`` equal parts."""
         part = whole.count // self.size
         return whole.flat[self.rank * part : (self.rank + 1) * part]
-
-
-class Persistent:
-    """An operation checked once and started many times, always on the same arrays."""
-
-    def __init__(self, comm: Communicator, operation: Operation) -> None:
-        self._comm, self._operation = comm, operation
-        self._work: Work | None = None
-
-    def start(self) -> Work:
-        """Launch it once more.  Raises InvalidArgument if the previous start is still in flight."""
-        if self._work is not None and not self._work.done():
-            raise InvalidArgument(f"start: expected the previous start to be done, got {self._operation}")
-        self._work = self._comm._launch(self._operation)
-        return self._work
-
-
-class Batch:
-    """Operations that are launched together; see ``Communicator.batch``."""
-
-    def __init__(self, comm: Communicator, async_op: bool) -> None:
-        self._comm, self._async_op = comm, async_op
-        self.operations: list[Operation] = []
-        self.works: list[Work] = []
-
-    def __enter__(self) -> Batch:
-        if self._comm._batch is not None:
-            raise InvalidArgument("batch: expected no other batch to be open, got one inside another")
-        self._comm._batch = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._comm._batch = None
-        if value is None:
-            self.works = [self._comm._launch(operation) for operation in self.operations]
-            if not self._async_op:
-                self.wait()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait for every operation; ``timeout`` in seconds holds for each of them."""
-        for work in self.works:
-            work.wait(timeout)
-
-
-def _index(what: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidArgument(f"{what}: expected a whole number, got {value!r}") from None
-
-
-def _tag(what: str, tag: Any) -> int:
-    tag = _index(what, tag)
-    if not 0 <= tag < COLLECTIVE_TAGS:
-        raise InvalidArgument(f"{what}: expected a number from 0 to {COLLECTIVE_TAGS - 1}, got {tag}")
-    return tag
-
-
-def _in_out(x: Any, out: Any) -> tuple[Buffer, Buffer]:
-    """The buffers of an operation whose output is as large as its input; the same one twice if in place."""
-    if out is None or out is x:
-        buffer = as_buffer(x, "x", writable=True)
-        return buffer, buffer
-    send, recv = as_buffer(x, "x", writable=False), as_buffer(out, "out", writable=True)
-    _expect_dtype("out", recv, send)
-    if recv.array.shape != send.array.shape:
-        raise InvalidArgument(f"out: expected shape {send.array.shape}, got {recv.array.shape}")
-    if recv.same_memory(send):
-        return recv, recv
-    _refuse_overlap(send, recv)
-    return send, recv
-
-
-def _expect_dtype(what: str, got: Buffer, expected: Buffer) -> None:
-    if got.dtype is not expected.dtype:
-        raise InvalidArgument(f"{what}: expected dtype {expected.dtype}, got {got.dtype}")
-
-
-def _refuse_overlap(send: Buffer, recv: Buffer, allowed: Array | None = None) -> None:
-    """In and out share no memory, unless the smaller is exactly its ``allowed`` part of the larger."""
-    if not send.overlaps(recv):
-        return
-    smaller = send.flat if send.count < recv.count else recv.flat
-    if allowed is not None and smaller.size == allowed.size and _address(smaller) == _address(allowed):
-        return
-    raise InvalidArgument("out: expected memory apart from x, got arrays that overlap")
-
-
-def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
