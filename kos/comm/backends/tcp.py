@@ -70,7 +70,7 @@ class TCPBackend(Backend):
         self._mesh.leave(_BYE, "")
 
     def abort(self, reason: str) -> None:
-        self._mesh.leave(_LEFT, reason)
+        self._mesh.leave(_LEFT, self.broken or reason)  # whose fault it was, if another rank's
 
     def missing(self, operation: Operation) -> str:
         if not operation.collective:

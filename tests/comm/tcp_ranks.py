@@ -1,0 +1,124 @@
+"""Ranks that meet by environment over loopback, as threads of the test: each with its own sockets."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kos
+from kos.comm.env_rendezvous import EnvRendezvous
+
+TIMEOUT = 20.0  # seconds
+SECRET = "of the tests"
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+
+
+def free_port() -> int:
+    """A port of this host that nobody uses."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def environment(rank: int, size: int, port: int, **more: str) -> dict[str, str]:
+    """What a launcher would tell a rank."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "KOS_SECRET": SECRET,
+        **more,
+    }
+
+
+def run_threads(*bodies: Callable[[], Any]) -> list[Any]:
+    """What each body returned or raised; all run at the same time."""
+    results: list[Any] = [None] * len(bodies)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = bodies[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def run_ranks(
+    size: int, fn: Callable[[EnvRendezvous], Any], timeout: float = TIMEOUT, **more: str
+) -> list[Any]:
+    """What ``fn(rendezvous)`` returned on each rank; a failure of any of them is raised."""
+    port = free_port()
+
+    def body(rank: int) -> Any:
+        rendezvous = EnvRendezvous(timeout, environment(rank, size, port, **more))
+        try:
+            return fn(rendezvous)
+        finally:
+            rendezvous.close()
+
+    results = run_threads(*[lambda rank=rank: body(rank) for rank in range(size)])  # type: ignore[misc]
+    for rank, result in enumerate(results):
+        if isinstance(result, BaseException):
+            text = "".join(traceback.format_exception(result))
+            raise AssertionError(f"rank {rank} of {size} failed:\n{text}") from result
+    return results
+
+
+class TCPRanks:
+    """``run(fn)`` runs ``fn(comm)`` on every rank of a group that the tcp backend carries."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, fn: Callable[[kos.Communicator], Any]) -> list[Any]:
+        def body(rendezvous: EnvRendezvous) -> Any:
+            with kos.init("tcp", rendezvous=rendezvous, timeout=TIMEOUT) as comm:
+                return fn(comm)
+
+        return run_ranks(self.size, body)
+
+
+def start(command: list[str], rank: int, size: int, port: int, **more: str) -> subprocess.Popen[str]:
+    """One rank as a process, started as from a shell."""
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
+    env |= environment(rank, size, port, PYTHONPATH=str(ROOT), OPENBLAS_NUM_THREADS="1", **more)
+    return subprocess.Popen(
+        command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
+    """Exit code and output of each process; none outlives the call."""
+    deadline, results = time.monotonic() + 2 * TIMEOUT, []
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            results.append((process.returncode, output))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return results
+
+
+def run_processes(code: str, size: int, **more: str) -> list[tuple[int, str]]:
+    """Exit code and output of each rank of a Python program that is ``code``."""
+    port = free_port()
+    return finish([start([sys.executable, "-c", code], rank, size, port, **more) for rank in range(size)])

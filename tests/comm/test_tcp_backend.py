@@ -1,0 +1,244 @@
+"""The tcp backend: the conformance suite on three ranks, messages in any order, and ranks that are lost."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.backends import tcp as backend
+from kos.comm.rendezvous import SingleRendezvous
+from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
+from tests.comm.tcp_ranks import TCPRanks, run_processes
+from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
+    test_all_gather_v,
+    test_all_reduce_by_algorithm,
+    test_all_to_all,
+    test_all_to_all_v,
+    test_barrier_waits_for_everybody,
+    test_broadcast,
+    test_gather_and_scatter,
+    test_large,
+    test_messages,
+    test_reduce,
+    test_shapes_and_scalars,
+)
+
+LONG = 3 * backend.EAGER_BYTES  # bytes
+
+
+@pytest.fixture
+def ranks() -> TCPRanks:
+    return TCPRanks(3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 8])
+def test_sizes_and_groups(size: int) -> None:
+    def body(comm: kos.Communicator) -> None:
+        assert (comm.size, comm.local_rank, comm.local_size) == (size, comm.rank, size)
+        part = comm.split(comm.rank % 2, -comm.rank)
+        assert part is not None
+        x = part.all_gather(np.array(comm.rank))
+        assert x.tolist() == [r for r in reversed(range(size)) if r % 2 == comm.rank % 2]
+        # One group's operation goes on while the rank waits for another's.
+        y = np.full(LONG, comm.rank, np.float32)
+        work = comm.all_reduce(y, async_op=True)
+        part.barrier()
+        assert (work.wait() == size * (size - 1) / 2).all()
+        part.close()
+        comm.barrier()
+
+    TCPRanks(size).run(body)
+
+
+@pytest.mark.parametrize("count", [0, 1, backend.EAGER_BYTES, backend.EAGER_BYTES + 1, LONG])
+def test_messages_that_nobody_asked_for_yet(count: int) -> None:
+    """Received in another order than sent, whatever their length; those of one tag stay in order."""
+    print("seed", seed := int(np.random.SeedSequence().generate_state(1)[0]))
+    data = np.random.default_rng(seed).integers(0, 256, (2, 4, count), np.uint8)
+
+    def body(comm: kos.Communicator) -> None:
+        me, peer = comm.rank, 1 - comm.rank
+        works = [comm.send(data[me, i], peer, tag, async_op=True) for i, tag in enumerate([1, 2, 2, 1])]
+        comm.barrier()  # whatever can come has come
+        for i, tag in [(1, 2), (2, 2), (0, 1), (3, 1)]:
+            got = np.full(count, 0xAA, np.uint8)
+            comm.recv(got, peer, tag)
+            assert (got == data[peer, i]).all(), i
+        for work in works:
+            work.wait()
+        end = comm.backend.transport.peers[peer]
+        assert not (end._posted or end._arrived or end._asked or end._granted or end._outgoing)
+
+    TCPRanks(2).run(body)
+
+
+@pytest.mark.parametrize("count", [4, LONG])
+@pytest.mark.parametrize("posted", ["before", "after"])
+def test_message_of_another_size(count: int, posted: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            if posted == "before":
+                comm.rendezvous.barrier()
+            comm.send(np.zeros(count, np.uint8), 1, 7, async_op=True)
+            comm.barrier()
+        else:
+            work = comm.recv(np.zeros(3, np.uint8), 0, 7, async_op=True) if posted == "before" else None
+            if work is not None:
+                comm.rendezvous.barrier()
+            comm.barrier()
+            message = f"expected 3 bytes from rank 0 with tag 7, got {count}"
+            with pytest.raises(CollectiveMismatch, match=message):
+                (work or comm.recv(np.zeros(3, np.uint8), 0, 7, async_op=True)).wait()
+        comm.rendezvous.barrier()
+        comm.abort()  # a long message would wait for its receive
+
+    TCPRanks(2).run(body)
+
+
+def test_a_receive_that_was_given_up_leaves_its_memory_alone() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.zeros(4)
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout, match=r"recv #0 .* tag 3: .* rank 1 sent nothing"):
+                comm.recv(x, 1, 3, timeout=0.05)
+        comm.barrier()
+        if comm.rank == 1:
+            comm.send(np.ones(4), 0, 3)
+        comm.barrier()
+        assert (x == 0).all()
+        if comm.rank == 0:
+            assert (comm.recv(x, 1, 3) == 1).all()
+
+    TCPRanks(2).run(body)
+
+
+def test_a_message_given_up_half_way() -> None:
+    """The rest of it goes nowhere, and the connection is fit for the next."""
+    count = 32 << 20  # bytes: more than sockets hold
+
+    def body(comm: kos.Communicator) -> None:
+        end = comm.backend.transport.peers[1 - comm.rank]
+        x = np.full(count, comm.rank, np.uint8)
+        work = (comm.recv if comm.rank == 0 else comm.send)(x, 1 - comm.rank, 5, async_op=True)
+        if comm.rank == 0:
+            while 5 in end._posted:
+                work.done()
+            comm.rendezvous.barrier()  # it is granted, but not read before as much is sent as fits
+            while not x.any():
+                work.done()
+            with pytest.raises(CollectiveTimeout, match="not complete after 0.01 s"):
+                work.wait(timeout=0.01)
+            before = x.copy()
+            assert 0 < before.sum() < count
+        else:
+            while not (end._outgoing and end._outgoing[0].tag == 5 and len(end._outgoing[0].views) == 1):
+                work.done()
+            comm.rendezvous.barrier()
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            with pytest.raises(CollectiveTimeout, match="rank 0 did not receive"):
+                work.wait(timeout=0.01)
+            x[:] = 7  # it is ours again
+        comm.rendezvous.barrier()
+        comm.barrier()
+        if comm.rank == 0:
+            assert (x == before).all()
+            assert (comm.recv(np.zeros(LONG, np.uint8), 1, 5) == 9).all()
+        else:
+            comm.send(np.full(LONG, 9, np.uint8), 0, 5)
+
+    TCPRanks(2).run(body)
+
+
+def test_timeout_names_who_is_awaited() -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            began = time.monotonic()
+            message = r"broadcast #0 of float64\[5\], root 2: not complete after 0.1 s; .* ranks \[[02]\]"
+            with pytest.raises(CollectiveTimeout, match=message):
+                comm.broadcast(np.zeros(5), 2, timeout=0.1)
+            assert time.monotonic() - began < 5
+        comm.rendezvous.barrier()
+        comm.abort()
+
+    TCPRanks(3).run(body)
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        ((99, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
+        ((backend._SHORT, 0, 0, 1 << 40), "expected the header of a message, got kind 1 of 1099511627776"),
+        ((backend._LONG, 0, 5, 10), "expected the header of a message, got kind 4 of 10 bytes"),
+        ((backend._LEFT, 0, 0, 1 << 20), "expected the header of a message, got kind 6 of 1048576 bytes"),
+    ],
+)
+def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(RankLost, match=f"all_reduce #0 .*: rank 1 is gone: {what}"):
+                comm.all_reduce(np.zeros(4))
+        else:
+            comm.backend.transport.peers[0].sock.send(backend._HEADER.pack(*header))
+        comm.rendezvous.barrier()
+        comm.abort()
+
+    TCPRanks(2).run(body)
+
+
+def test_ranks_hear_why_another_left() -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            comm.abort()
+        else:
+            with pytest.raises(RankLost, match=r"barrier #0: .*rank 1 is gone: it aborted"):
+                comm.barrier()
+        comm.abort()
+
+    TCPRanks(4).run(body)
+
+
+def test_a_rank_that_closed_is_gone_but_what_it_sent_arrives() -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            comm.send(np.full(3, 5.0), 0)
+        else:
+            assert (comm.recv(np.zeros(3), 1) == 5).all()
+            with pytest.raises(RankLost, match="rank 1 is gone: it closed the communicator"):
+                comm.recv(np.zeros(3), 1)
+
+    TCPRanks(2).run(body)
+
+
+KILLED = """
+import os, signal, time
+import kos, numpy as np
+with kos.init(timeout=15) as comm:
+    comm.barrier()
+    began = time.monotonic()
+    try:
+        while True:
+            comm.all_reduce(np.ones(200_000))
+            if comm.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except kos.errors.RankLost as error:
+        print(error, flush=True)
+        print(f"after {time.monotonic() - began < 5}")
+        comm.abort()
+"""
+
+
+def test_a_killed_rank() -> None:
+    results = run_processes(KILLED, 3)
+    assert [code for code, _ in results] == [0, -9, 0], results
+    for rank in (0, 2):
+        text = results[rank][1]
+        assert "all_reduce #" in text and "rank 1 is gone" in text and "after True" in text, text
+
+
+def test_without_sockets_it_says_why() -> None:
+    with pytest.raises(BackendUnavailable, match="tcp: the ranks did not meet over TCP"):
+        kos.init("tcp", rendezvous=SingleRendezvous())
