@@ -15,6 +15,7 @@ from typing import Any
 
 import kos
 from kos.comm.env_rendezvous import EnvRendezvous
+from kos.errors import RendezvousError
 
 TIMEOUT = 20.0  # seconds
 SECRET = "of the tests"
@@ -78,6 +79,24 @@ def run_ranks(
         if isinstance(result, BaseException):
             text = "".join(traceback.format_exception(result))
             raise AssertionError(f"rank {rank} of {size} failed:\n{text}") from result
+    return results
+
+
+def errors_of(timeout: float, *environments: dict[str, str]) -> list[str]:
+    """What each rank says that cannot join; empty for those that do."""
+
+    def body(environ: dict[str, str]) -> str:
+        try:
+            EnvRendezvous(timeout, environ).close()
+        except RendezvousError as error:
+            return str(error)
+        return ""
+
+    results = run_threads(*[lambda e=e: body(e) for e in environments])  # type: ignore[misc]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        assert "\n" not in result
     return results
 
 

@@ -129,7 +129,7 @@ def test_a_message_given_up_half_way() -> None:
             comm.rendezvous.barrier()  # it is granted, but not read before as much is sent as fits
             while not x.any():
                 work.done()
-            with pytest.raises(CollectiveTimeout, match="not complete after 0.01 s"):
+            with pytest.raises(CollectiveTimeout, match=r"not complete after 0\.01 s"):
                 work.wait(timeout=0.01)
             before = x.copy()
             assert 0 < before.sum() < count

@@ -1,0 +1,394 @@
+"""Rendezvous by environment: launchers, every way to start a job wrongly, and ranks that go or stall."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kos
+from kos.comm.env_rendezvous import EnvRendezvous, Place, TCPRendezvous
+from kos.comm.hub import pair
+from kos.comm.rendezvous import SingleRendezvous, default_rendezvous
+from kos.comm.tcp import Network
+from kos.errors import RankLost, RendezvousError
+from tests.comm.tcp_ranks import (
+    LAUNCHERS_VARIABLES,
+    ROOT,
+    environment,
+    errors_of,
+    finish,
+    free_port,
+    run_processes,
+    run_ranks,
+    run_threads,
+    start,
+)
+
+# What it does.
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_allgather_and_split(size: int) -> None:
+    def body(rendezvous: EnvRendezvous) -> None:
+        me = rendezvous.rank
+        for length in (0, 1, 70_000):
+            got = rendezvous.allgather(bytes([me]) * (length + me))
+            assert got == [bytes([r]) * (length + r) for r in range(size)]
+        rendezvous.barrier()
+        assert (rendezvous.local_rank, rendezvous.local_size) == (me, size)
+        part = rendezvous.split(me % 3 if me % 3 < 2 else None, -me)
+        if me % 3 == 2:
+            assert part is None
+        else:
+            assert part is not None
+            members = [r for r in reversed(range(size)) if r % 3 == me % 3]
+            assert part.allgather(str(me).encode()) == [str(r).encode() for r in members]
+            assert (part.rank, part.size) == (members.index(me), len(members))
+            smaller = part.split(part.rank)
+            assert smaller is not None and smaller.allgather(b"x") == [b"x"]
+            part.close()
+        rendezvous.barrier()
+
+    run_ranks(size, body)
+
+
+def test_groups_are_independent() -> None:
+    """Ranks use the group and their part of it in different orders."""
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        part = rendezvous.split(rendezvous.rank // 2)
+        assert part is not None
+        for turn in range(20):
+            order: list[TCPRendezvous] = [rendezvous, part] if rendezvous.rank < 2 else [part, rendezvous]
+            for group in order:
+                data = f"{turn} of {group.size}".encode()
+                assert group.allgather(data) == [data] * group.size
+        part.close()
+
+    run_ranks(4, body)
+
+
+def test_a_few_hundred_ranks() -> None:
+    def body(rendezvous: EnvRendezvous) -> None:
+        for _ in range(5):
+            assert rendezvous.allgather(bytes([rendezvous.rank])) == [bytes([r]) for r in range(200)]
+
+    began = time.monotonic()
+    run_ranks(200, body)
+    assert time.monotonic() - began < 10
+
+
+def test_the_last_answers_arrive_though_nobody_closed() -> None:
+    code = (
+        "from kos.comm.env_rendezvous import EnvRendezvous\n"
+        "print(len(b''.join(EnvRendezvous(20).allgather(b'x' * 5_000_000))))"
+    )
+    assert run_processes(code, 3) == [(0, "15000000\n")] * 3
+
+
+# Who starts it.
+
+
+def test_variables_of_launchers() -> None:
+    torch = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "h", "MASTER_PORT": "7", "LOCAL_RANK": "0"}
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_LOCALID": "2"}
+    place = Place.read(torch)
+    assert (place.rank, place.size, place.local_rank, place.host, list(place.ports)) == (1, 3, 0, "h", [7])
+    place = Place.read({**torch, **slurm})
+    assert place.local_rank == 0
+    master = {"MASTER_ADDR": "h", "MASTER_PORT": "7"}
+    place = Place.read({**slurm, **master})
+    assert (place.rank, place.size, place.local_rank) == (1, 3, 2)
+    agent = Place.read({**torch, "MASTER_PORT": "65530", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert list(agent.ports)[:7] == [65531, 65532, 65533, 65534, 65535, 1, 2]
+    told = {
+        "nothing": ({}, False),
+        "torch": (torch, True),
+        "rank and size": ({"RANK": "0", "WORLD_SIZE": "1"}, True),
+        "rank alone": ({"RANK": "0"}, False),
+        "half": ({"RANK": "0", **master}, True),
+        "slurm alone": (slurm, False),
+        "slurm": ({**slurm, **master}, True),
+        "master alone": (master, False),
+    }
+    for name, (environ, expected) in told.items():
+        assert Place.told(environ) is expected, name
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (*LAUNCHERS_VARIABLES, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
+    assert isinstance(default_rendezvous(5), SingleRendezvous)
+    no_launcher.setenv("RANK", "0")
+    no_launcher.setenv("WORLD_SIZE", "1")
+    rendezvous = default_rendezvous(5)
+    assert isinstance(rendezvous, EnvRendezvous)
+    assert rendezvous.timeout == 5
+    with kos.init() as comm:
+        assert (comm.backend_name, comm.size) == ("tcp", 1)
+    no_launcher.setenv("PMIX_RANK", "0")
+    no_launcher.setattr("kos.comm.rendezvous.MPIRendezvous", lambda timeout: "by MPI")
+    assert default_rendezvous(5) == "by MPI"
+
+
+SCRIPT = """
+import kos, numpy as np
+with kos.init(timeout=20) as comm:
+    x = comm.all_reduce(np.full(1000, comm.rank + 1.0))
+    print(f"rank {comm.rank} of {comm.size}, local {comm.local_rank}, on {comm.backend_name}: {x[-1]:g}")
+"""
+
+
+def test_plain_shells() -> None:
+    results = run_processes(SCRIPT, 3)
+    assert results == [(0, f"rank {r} of 3, local {r}, on tcp: 6\n") for r in range(3)]
+
+
+def test_the_rank_on_the_host_is_the_launchers() -> None:
+    port = free_port()
+    more = [{"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0"}]
+    command = [sys.executable, "-c", SCRIPT]
+    results = finish([start(command, r, 2, port, **more[r]) for r in range(2)])
+    assert [text for _, text in results] == [f"rank {r} of 2, local 0, on tcp: 3\n" for r in range(2)]
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    port = free_port()
+    static = ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *static, "--nproc-per-node=2", str(script)]
+    # Its agent has the port itself; somebody who says nothing sits where rank 0 would try next.
+    with socket.create_server(("127.0.0.1", port + 1)):
+        [(code, output)] = finish([start(command, 0, 1, port, OMP_NUM_THREADS="1")])
+    assert code == 0, output
+    for rank in range(2):
+        assert f"rank {rank} of 2, local {rank}, on tcp: 3" in output
+
+
+FLAGS = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8"]
+FLAGS += ["--seq-len=32", "--steps=3", "--eval-every=0", "--save-every=0", "--sample-tokens=0"]
+FLAGS += ["--eval-batches=1", "--deterministic"]
+
+
+def losses(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_the_trainer(tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "kos" / "comm").glob("*.py"))))
+    port, command = free_port(), [sys.executable, "-m", "kos.train", *FLAGS, "--data", str(text), "--out"]
+    one = start([*command, str(tmp_path / "one")], 0, 1, port)
+    two = [start([*command, str(tmp_path / "two")], rank, 2, port) for rank in range(2)]
+    for code, output in finish([one, *two]):
+        assert code == 0, output
+    assert len(losses(tmp_path / "one")) == 3
+    assert losses(tmp_path / "one") == losses(tmp_path / "two")
+
+
+# How a job is started wrongly.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": "2"}, "RANK: expected a whole number from 0 to 1, got '2'"),
+        ({"RANK": "-1"}, "RANK: expected a whole number from 0 to 1, got '-1'"),
+        ({"RANK": "one"}, "RANK: expected a whole number from 0 to 1, got 'one'"),
+        ({"RANK": None}, "RANK: expected a whole number from 0 to 1, got nothing"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE: expected a whole number from 1 to 1048576, got '0'"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE: expected a whole number from 1 to 1048576, got nothing"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR: expected the host name or address of rank 0, got nothing"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: expected the host name or address of rank 0, got nothing"),
+        ({"MASTER_PORT": None}, "MASTER_PORT: expected a whole number from 1 to 65535, got nothing"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT: expected a whole number from 1 to 65535, got '65536'"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK: expected a whole number from 0 to 1, got '2'"),
+        ({"KOS_SECRET": ""}, "KOS_SECRET: expected a secret, got an empty one"),
+    ],
+)
+def test_bad_variables(changes: dict[str, str | None], message: str) -> None:
+    environ = {k: v for k, v in {**environment(1, 2, 7), **changes}.items() if v is not None}
+    assert errors_of(5, environ) == [message]
+
+
+def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        [error] = errors_of(5, environment(0, 2, port))
+    assert error.startswith(f"MASTER_PORT: expected port {port} to be free for rank 0, got one in use")
+
+
+def test_a_port_that_is_busy_for_a_moment() -> None:
+    other = socket.create_server(("127.0.0.1", 0))
+    port = other.getsockname()[1]
+    ranks = [environment(rank, 2, port) for rank in range(2)]
+
+    def leave() -> None:
+        other.accept()[0].close()  # rank 1 called, and will call again
+        other.close()
+
+    assert run_threads(leave, lambda: errors_of(10, *ranks))[1] == ["", ""]
+
+
+def test_missing_ranks_are_named_on_all_others() -> None:
+    port, began = free_port(), time.monotonic()
+    errors = errors_of(0.5, *[environment(rank, 5, port) for rank in (0, 2, 4)])
+    assert 0.5 <= time.monotonic() - began < 3
+    expected = (
+        "rendezvous: ranks [1, 3] of 5 did not come within 0.5 s "
+        f"(rank 0 listens at 127.0.0.1:{port})"
+    )
+    assert errors == [expected] * 3
+
+
+def test_a_master_that_cannot_be_reached() -> None:
+    port = free_port()
+    [error] = errors_of(0.3, environment(1, 2, port))
+    expected = f"rendezvous: rank 1 did not reach rank 0 within 0.3 s: 127.0.0.1:{port}: "
+    assert error.startswith(expected) and "refused" in error
+    [error] = errors_of(0.3, environment(1, 2, port, MASTER_ADDR="no-such-host.invalid"))
+    assert error.startswith("rendezvous: rank 1 did not reach rank 0 within 0.3 s: no-such-host.invalid")
+
+
+def test_a_rank_that_comes_twice() -> None:
+    port, began = free_port(), time.monotonic()
+    errors = errors_of(20, *[environment(rank, 3, port) for rank in (0, 1, 1)])
+    assert time.monotonic() - began < 5
+    assert set(errors) == {
+        "rendezvous: rank 1 came twice: expected one process of each rank "
+        f"(rank 0 listens at 127.0.0.1:{port})"
+    }
+
+
+def test_a_second_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 0.1)
+    port = free_port()
+    errors = errors_of(0.5, *[environment(0, 2, port) for _ in range(2)])
+    assert sorted(error.split(":")[0] for error in errors) == ["MASTER_PORT", "rendezvous"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_another_world_size(size: int) -> None:
+    port, began = free_port(), time.monotonic()
+    errors = errors_of(20, environment(0, 3, port), environment(1, size, port), environment(2, 3, port))
+    assert time.monotonic() - began < 5
+    assert set(errors) == {
+        f"rendezvous: rank 1 came with a world size of {size}, expected 3 as on rank 0 "
+        f"(rank 0 listens at 127.0.0.1:{port})"
+    }
+
+
+def test_another_secret() -> None:
+    """Who has it is told at once; rank 0 goes on waiting for the one who knows."""
+    port = free_port()
+
+    def others() -> list[str]:
+        began = time.monotonic()
+        wrong = errors_of(20, environment(1, 2, port, KOS_SECRET="wrong"))
+        assert time.monotonic() - began < 5
+        return wrong + errors_of(20, environment(1, 2, port))
+
+    first, rest = run_threads(lambda: errors_of(20, environment(0, 2, port)), others)
+    wrong = f"127.0.0.1:{port}: expected the same secret (KOS_SECRET) on all ranks, got different ones"
+    assert (first, rest) == ([""], [f"rendezvous: rank 1: {wrong}", ""])
+
+
+def test_another_program_at_the_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def program() -> None:
+            sock, _ = other.accept()
+            sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            sock.close()
+
+        _, errors = run_threads(program, lambda: errors_of(5, environment(1, 2, port)))
+    assert errors == [
+        f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp1), got b'HTTP/1.1'"
+    ]
+
+
+# Ranks that go or stall.
+
+
+@pytest.mark.parametrize("how", ["killed", "abandoned", "closed"])
+@pytest.mark.parametrize("gone", [0, 2])
+def test_a_rank_that_goes(how: str, gone: int) -> None:
+    why = {
+        "killed": "its connection was closed",
+        "abandoned": "it left by an exception",
+        "closed": "it closed the group|its connection was closed",
+    }[how]
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.barrier()
+        if rendezvous.rank == gone:
+            if how == "killed":
+                assert rendezvous._connection is not None
+                rendezvous._connection.sock.shutdown(socket.SHUT_RDWR)  # as the kernel does for the dead
+            elif how == "abandoned":
+                rendezvous.abandon(1)
+            else:
+                rendezvous.close()
+            return
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(RankLost, match=f"rendezvous: rank {gone} is gone: ({why})"):
+                rendezvous.allgather(b"")
+        assert time.monotonic() - began < 5
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_stalls_is_named(late: int) -> None:
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.barrier()
+        if rendezvous.rank == late:
+            # Its hub, if it is rank 0, tells the others all the same; this rank waits to be told too.
+            assert rendezvous._connection is not None
+            sock = rendezvous._connection.sock
+            assert select.select([sock], [], [], 10)[0]
+            return
+        began = time.monotonic()
+        with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of 3 did not come within 0.3 s"):
+            rendezvous.allgather(b"")
+        assert 0.3 <= time.monotonic() - began < 3
+
+    run_ranks(3, body, timeout=0.3)
+
+
+def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.env_rendezvous.GRACE_SECONDS", 0.1)
+    mine, _hubs = pair()
+    network = Network(b"s", "127.0.0.1", "", loopback=True)
+    rendezvous = TCPRendezvous(1, 2, 0.2, network, None)
+    rendezvous._connection = mine
+    with pytest.raises(RendezvousError, match=r"rank 0 gave no answer within 0\.2 s"):
+        rendezvous.allgather(b"")
+
+
+def test_more_than_a_message_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.hub.MAX_MESSAGE", 1000)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        message = "allgather: expected less than 1000 bytes in all, got 1200"
+        with pytest.raises(RendezvousError, match=message):
+            rendezvous.allgather(bytes(600))
+
+    run_ranks(2, body)

@@ -1,0 +1,302 @@
+"""What protects a job on a network: the handshake, the messages' proofs and bounds, strangers, the secret."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import stat
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos.comm import tcp
+from kos.comm.env_rendezvous import EnvRendezvous
+from kos.comm.secret import load_secret
+from kos.comm.tcp import Connection, Network, Stranger, drive
+from kos.errors import RankLost, RendezvousError
+from tests.comm.tcp_ranks import environment, errors_of, free_port, run_ranks, run_threads
+
+HELLO = 8 + 4 + 4 + 32 + 32  # bytes: magic, rank, size, nonce, proof
+
+
+def soon() -> float:
+    return time.monotonic() + 5.0
+
+
+# Strangers.
+
+
+@contextlib.contextmanager
+def strangers(port: int) -> Iterator[None]:
+    """Callers of all kinds that come before the ranks and stay."""
+    calls = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"kos", b"kos/tcp1", os.urandom(200), b"\0" * 500]
+    calls += [b"kos/tcp1" + os.urandom(72)] * 3 + [b""] * 20
+    with contextlib.ExitStack() as stack:
+        for data in calls:
+            while True:
+                try:
+                    sock = socket.create_connection(("127.0.0.1", port), timeout=5)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.01)  # rank 0 is about to listen
+            stack.enter_context(sock)
+            sock.sendall(data)
+        yield
+
+
+def test_strangers_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+
+    def others() -> Any:
+        with strangers(port):
+            began = time.monotonic()
+            ranks = [environment(rank, 3, port) for rank in (1, 2)]
+            return errors_of(20, *ranks), time.monotonic() - began
+
+    first, (rest, seconds) = run_threads(lambda: errors_of(20, environment(0, 3, port)), others)
+    assert (first, rest) == ([""], ["", ""])
+    assert seconds < tcp.HANDSHAKE_SECONDS / 4, "the ranks waited for strangers"
+
+
+def test_strangers_are_dismissed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who says nothing is sent away after a while; of too many, the oldest go first."""
+    monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(tcp, "MAX_STRANGERS", 3)
+    port, network = free_port(), Network(b"s", "127.0.0.1", "", loopback=True)
+    listener = network.listen(port)
+
+    def door() -> None:
+        with pytest.raises(RendezvousError, match=r"ranks \[1\] did not connect in time"):
+            tcp.admit_all(listener, b"key", {1}, 2, time.monotonic() + 1.3)
+
+    def callers() -> list[int]:
+        socks = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(5)]
+        order = []
+        while len(order) < 5:
+            ready, _, _ = select.select([s for i, s in enumerate(socks) if i not in order], [], [], 5)
+            assert ready, f"only {order} were dismissed"
+            for sock in ready:
+                if sock.recv(100) == b"":
+                    order.append(socks.index(sock))
+        for sock in socks:
+            sock.close()
+        return order
+
+    began = time.monotonic()
+    _, order = run_threads(door, callers)
+    assert set(order[:2]) == {0, 1} and set(order) == set(range(5)), order
+    assert time.monotonic() - began < 5
+
+
+# The handshake.
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        caller = socket.create_connection(listener.getsockname())
+        answerer, _ = listener.accept()
+    caller.setblocking(False)
+    answerer.setblocking(False)
+    return caller, answerer
+
+
+def shake_hands(caller: socket.socket, answerer: socket.socket) -> tuple[Any, Any]:
+    """What both sides of a handshake give: (connection, (rank, size, connection))."""
+
+    def answer() -> tuple[int, int, Connection]:
+        try:
+            return drive(tcp.answer(answerer, b"key"), answerer, soon())
+        except Stranger:
+            answerer.close()
+            raise
+
+    called, answered = run_threads(
+        lambda: drive(tcp.introduce(caller, b"key", 5, 9), caller, soon()), answer
+    )
+    return called, answered
+
+
+def say(sender: Connection, receiver: Connection, message: bytes) -> bytes:
+    sender.post(message)
+    drive(sender.flush(), sender.sock, soon())
+    return drive(receiver.receive(), receiver.sock, soon())
+
+
+def test_messages_go_both_ways() -> None:
+    ours, (rank, size, theirs) = shake_hands(*tcp_pair())
+    assert (rank, size) == (5, 9)
+    for message in (b"", b"a", os.urandom(10_000)):
+        assert say(ours, theirs, message) == message
+        assert say(theirs, ours, message) == message
+
+
+class Wire:
+    """A socket that others' sends are recorded on and played again."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.sent = sock, bytearray()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sock, name)
+
+    def send(self, data: Any) -> int:
+        count = self.sock.send(data)
+        self.sent += bytes(data[:count])
+        return count
+
+
+def test_a_recorded_handshake_is_refused() -> None:
+    caller, answerer = tcp_pair()
+    wire = Wire(caller)
+    called, answered = shake_hands(wire, answerer)  # type: ignore[arg-type]
+    assert isinstance(called, Connection) and isinstance(answered, tuple)
+    assert len(wire.sent) == HELLO
+    replayer, answerer = tcp_pair()
+    replayer.send(wire.sent)
+    with pytest.raises(Stranger, match="expected a proof of the secret, got a wrong one"):
+        drive(tcp.answer(answerer, b"key"), answerer, soon())
+
+
+def test_a_listener_without_the_secret_is_refused() -> None:
+    """Even one that passes on what it gets: it cannot answer."""
+    caller, answerer = tcp_pair()
+    answerer.send(b"kos/tcp1" + os.urandom(32) + os.urandom(32))
+    with pytest.raises(Stranger, match="expected the same secret"):
+        drive(tcp.introduce(caller, b"key", 0, 2), caller, soon())
+
+
+@pytest.mark.parametrize("byte", range(0, HELLO, 7))
+def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
+    caller, answerer = tcp_pair()
+
+    class Changing(Wire):
+        def send(self, data: Any) -> int:
+            changed = bytearray(data)
+            changed[byte] ^= 1
+            return self.sock.send(changed)
+
+    called, answered = shake_hands(Changing(caller), answerer)  # type: ignore[arg-type]
+    assert isinstance(answered, Stranger), answered
+    assert isinstance(called, Stranger | OSError), called
+
+
+def test_nobody_learns_a_proof_by_calling() -> None:
+    caller, answerer = tcp_pair()
+    caller.send(b"kos/tcp1" + bytes(HELLO - 8))
+    with pytest.raises(Stranger):
+        drive(tcp.answer(answerer, b"key"), answerer, soon())
+    answerer.close()
+    assert caller.recv(1000)[40:] == bytes(32)
+
+
+# Messages.
+
+
+@pytest.mark.parametrize("what", ["again", "changed", "swapped", "from the other side", "longer"])
+def test_messages_that_were_tampered_with(what: str) -> None:
+    caller, answerer = tcp_pair()
+    wire = Wire(caller)
+    ours, (_, _, theirs) = shake_hands(wire, answerer)  # type: ignore[arg-type]
+    wire.sent.clear()
+    say(ours, theirs, b"first message")
+    first = bytes(wire.sent)
+    number = 1
+    if what == "again":
+        caller.send(first)
+    elif what == "changed":
+        ours._outgoing.clear()
+        ours.post(b"second message")
+        [view] = ours._outgoing
+        caller.send(bytes(view[:-1]) + b"E")
+    elif what == "swapped":
+        ours.post(b"second")
+        ours.post(b"third!")
+        second, third = ours._outgoing
+        caller.send(bytes(third) + bytes(second))
+    elif what == "from the other side":
+        theirs.post(b"said by the listener")
+        caller.send(bytes(theirs._outgoing[0]))
+    else:
+        ours.post(b"longer")
+        [view] = ours._outgoing
+        caller.send(struct.pack("!I", 7) + bytes(view[4:]) + b"!")
+    with pytest.raises(RendezvousError, match=f"message {number}: expected its HMAC, got another"):
+        drive(theirs.receive(), answerer, soon())
+
+
+def test_a_header_of_too_many_bytes_is_refused_before_anything_is_allocated() -> None:
+    ours, (_, _, theirs) = shake_hands(*tcp_pair())
+    ours.sock.send(struct.pack("!I", tcp.MAX_MESSAGE + 1) + bytes(32))
+    message = f"message: expected at most {tcp.MAX_MESSAGE} bytes, got a header of {tcp.MAX_MESSAGE + 1}"
+    with pytest.raises(RendezvousError, match=message):
+        drive(theirs.receive(), theirs.sock, soon())
+    with pytest.raises(RendezvousError, match=f"message: expected at most {tcp.MAX_MESSAGE} bytes, got"):
+        ours.post(bytes(tcp.MAX_MESSAGE + 1))
+
+
+def test_a_rank_that_breaks_the_protocol_is_named() -> None:
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.barrier()
+        if rendezvous.rank == 1:
+            assert rendezvous._connection is not None
+            rendezvous._connection.sock.send(struct.pack("!I", 0xFFFFFFFF) + bytes(32))
+            return
+        with pytest.raises(RankLost, match="rank 1 is gone: message: expected at most"):
+            rendezvous.barrier()
+
+    run_ranks(3, body)
+
+
+# The secret.
+
+
+def test_the_users_own_secret(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    secrets = run_threads(*[lambda: load_secret(home, one_host=True)] * 16)
+    assert len(set(secrets)) == 1 and len(secrets[0]) == 64
+    [path] = (tmp_path / ".cache" / "kos").iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    path.chmod(0o640)
+    with pytest.raises(RendezvousError, match=f"expected {path} to be its owner's alone, got mode 0640"):
+        load_secret(home, one_host=True)
+
+
+def test_secrets_that_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("from a file\n")
+    path.chmod(0o600)
+    named = {"KOS_SECRET_FILE": str(path)}
+    assert load_secret(named, one_host=False) == b"from a file"
+    assert load_secret({**named, "KOS_SECRET": "x"}, one_host=False) == b"x"
+    path.chmod(0o604)
+    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: expected .* owner's alone, got mode 0604"):
+        load_secret(named, one_host=False)
+    path.chmod(0o600)
+    path.write_text(" \n")
+    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: .* expected a secret, got an empty one"):
+        load_secret(named, one_host=False)
+    path.write_bytes(bytes(5000))
+    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: expected at most 4096 bytes"):
+        load_secret(named, one_host=False)
+    path.unlink()
+    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: expected a file that can be read, got: .*"):
+        load_secret(named, one_host=False)
+
+
+def test_hosts_have_no_secret_in_common_by_themselves(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match="KOS_SECRET: expected the same secret in every rank's env"):
+        load_secret({"HOME": str(tmp_path)}, one_host=False)
+    # 192.0.2.0/24 is nobody's (RFC 5737), so rank 0 is on another host.
+    environ = environment(1, 2, 7, MASTER_ADDR="192.0.2.77", HOME=str(tmp_path))
+    del environ["KOS_SECRET"]
+    [error] = errors_of(5, environ)
+    assert error.startswith("KOS_SECRET: expected")
+    assert not list(tmp_path.iterdir())
