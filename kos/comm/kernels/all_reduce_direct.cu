@@ -1,0 +1,259 @@
+// All-reduce straight between the ranks' buffers, for bandwidth: direct (any GPU) and bulk (sm_90: TMA copies).
+//
+// Rank r fetches chunk r of every rank, adds in rank order and writes the sum to every rank: 2 (n - 1) / n of the
+// bytes over each wire, each way.  Barrier, work, barrier: nobody is read before its input is there, nobody goes
+// on before all have read and written.  Tile t of every chunk belongs to channel t mod grid on all ranks, so a
+// channel's barrier covers what its block touches.
+//
+// in_table[r] + in_offset is rank r's input as this rank sees it, 16-byte aligned; the same for the output, which
+// may be the input.  Where the users' buffers are not symmetric, ``source`` and ``target`` are theirs, and the
+// message goes through the tables' buffers ``piece`` elements at a time; a piece's first barrier then also
+// says that all have taken the last piece out.
+#include "channel.cuh"
+#include "reduce.cuh"
+
+#ifndef THREADS
+#define THREADS 512
+#endif
+#ifndef UNROLL
+#define UNROLL 1
+#endif
+#ifndef TILE
+#define TILE 8192 /* bytes; of bulk */
+#endif
+#ifndef STAGES
+#define STAGES 3
+#endif
+
+#define DIRECT(name)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                        \
+    name(const Context* context, u64 own_slab, unsigned own_rank, const u64* in_table, long long in_offset,      \
+         const u64* out_table, long long out_offset, const char* source, char* target, long long count,          \
+         long long piece)
+
+constexpr int PER_VECTOR = 16 / sizeof(Bits);
+struct Vector {
+    unsigned x[4];
+};
+
+__device__ __forceinline__ void load(Vector& v, u64 address) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+                 : "l"(address));
+}
+__device__ __forceinline__ void store(u64 address, const Vector& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x[0]), "r"(v.x[1]),
+                 "r"(v.x[2]), "r"(v.x[3])
+                 : "memory");
+}
+
+// How ``count`` elements are cut: whole vectors into one chunk a rank, a chunk into tiles; and the elements left.
+struct Cut {
+    long long vectors, chunk, count;
+    __device__ explicit Cut(long long count) : vectors(count / PER_VECTOR), count(count) {
+        chunk = (vectors + RANKS - 1) / RANKS;
+        chunk = (chunk + 7) / 8 * 8;  // 128-byte lines
+    }
+    __device__ long long begin(int r) const { return min(r * chunk, vectors); }
+    __device__ long long end(int r) const { return min((r + 1) * chunk, vectors); }
+};
+
+// Copy this channel's tiles of all chunks, and channel 0 the elements after the last vector.
+__device__ void copy_share(char* to, const char* from, const Cut& cut, int tile) {
+    const bool aligned = (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 == 0;
+    for (int r = 0; r < RANKS; r++) {
+        const long long begin = cut.begin(r), end = cut.end(r);
+        for (long long t = begin + (long long)blockIdx.x * tile; t < end; t += (long long)gridDim.x * tile) {
+            const long long stop = min(t + tile, end);
+            if (aligned) {
+                for (long long i = t + threadIdx.x; i < stop; i += blockDim.x)
+                    reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+            } else {
+                for (long long i = t * PER_VECTOR + threadIdx.x; i < stop * PER_VECTOR; i += blockDim.x)
+                    reinterpret_cast<Bits*>(to)[i] = reinterpret_cast<const Bits*>(from)[i];
+            }
+        }
+    }
+    const long long i = cut.vectors * PER_VECTOR + threadIdx.x;
+    if (blockIdx.x == 0 && i < cut.count) reinterpret_cast<Bits*>(to)[i] = reinterpret_cast<const Bits*>(from)[i];
+}
+
+// The elements after the last vector: the last rank's channel 0 adds them.
+__device__ __noinline__ void reduce_rest(const u64* in_table, long long in_offset, const u64* out_table,
+                                         long long out_offset, long long vectors, long long count, unsigned rank) {
+    const long long i = vectors * PER_VECTOR + threadIdx.x;
+    if (rank != RANKS - 1 || blockIdx.x != 0 || i >= count) return;
+    Wide sum = {};
+    for (int r = 0; r < RANKS; r++) {
+        Wide x = T::widen(*reinterpret_cast<const volatile Bits*>(in_table[r] + in_offset + i * sizeof(Bits)));
+        sum = r == 0 ? x : Op::combine(sum, x);
+    }
+    for (int r = 0; r < RANKS; r++)
+        *reinterpret_cast<volatile Bits*>(out_table[r] + out_offset + i * sizeof(Bits)) = T::narrow(Op::finish(sum));
+}
+
+// v[k] is of rank (rank + k): rotate so that v[r] is of rank r, with indices known to the compiler.
+__device__ __forceinline__ void into_rank_order(Vector (&v)[RANKS], unsigned rank) {
+#pragma unroll
+    for (int bit = 1; bit < RANKS; bit *= 2) {
+        if (!(rank & bit)) continue;
+        Vector u[RANKS];
+#pragma unroll
+        for (int k = 0; k < RANKS; k++) u[(k + bit) % RANKS] = v[k];
+#pragma unroll
+        for (int k = 0; k < RANKS; k++) v[k] = u[k];
+    }
+}
+
+// What both kernels do around the work on a piece; ``tile`` in vectors.
+template <class Work>
+__device__ __forceinline__ void each_piece(Channel& channel, const u64* in_table, long long in_offset,
+                                           const u64* out_table, long long out_offset, const char* source,
+                                           char* target, long long count, long long piece, int tile, Work work) {
+    const unsigned rank = channel.rank;
+    for (long long base = 0; base < count; base += piece) {
+        const Cut cut(min(piece, count - base));
+        if (source)
+            copy_share(reinterpret_cast<char*>(in_table[rank] + in_offset), source + base * sizeof(Bits), cut, tile);
+        stall(rank, channel.barriers, 0);
+        channel.barrier(0);
+        stall(rank, channel.barriers, 1);
+        work(cut);
+        reduce_rest(in_table, in_offset, out_table, out_offset, cut.vectors, cut.count, rank);
+        channel.barrier(1);
+        if (target)
+            copy_share(target + base * sizeof(Bits), reinterpret_cast<char*>(out_table[rank] + out_offset), cut, tile);
+    }
+}
+#define EACH_PIECE(tile, work)                                                                                      \
+    each_piece(channel, in_table, in_offset, out_table, out_offset, source, target, count, piece, tile, work)
+
+DIRECT(direct) {
+    Channel channel(context, own_slab, own_rank);
+    const unsigned rank = own_rank;
+    u64 in[RANKS], out[RANKS];
+#pragma unroll
+    for (int k = 0; k < RANKS; k++) {
+        in[k] = __ldg(in_table + (rank + k) % RANKS) + in_offset;
+        out[k] = __ldg(out_table + (rank + k) % RANKS) + out_offset;
+    }
+    auto work = [&](const Cut& cut) {
+        const long long end = cut.end(rank), step = (long long)gridDim.x * THREADS * UNROLL;
+        for (long long t = cut.begin(rank) + (long long)blockIdx.x * THREADS * UNROLL + threadIdx.x; t < end; t += step) {
+            Vector v[UNROLL][RANKS];
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (t + u * THREADS < end) {
+#pragma unroll
+                    for (int k = 0; k < RANKS; k++) load(v[u][k], in[k] + 16 * (t + u * THREADS));
+                }
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (t + u * THREADS < end) {
+                    into_rank_order(v[u], rank);
+                    Sum<4> sum;
+                    sum.first(v[u][0].x);
+#pragma unroll
+                    for (int r = 1; r < RANKS; r++) sum.combine(v[u][r].x);
+                    sum.finish(v[u][0].x);
+#pragma unroll
+                    for (int k = 0; k < RANKS; k++) store(out[k] + 16 * (t + u * THREADS), v[u][0]);
+                }
+        }
+    };
+    EACH_PIECE(THREADS * UNROLL, work);
+    channel.close();
+}
+
+#if __CUDA_ARCH__ >= 900
+// The same with bulk copies through shared memory: STAGES tiles of all ranks on the way in, two on the way out.
+__device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void expect(unsigned barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_load(unsigned to, u64 from, unsigned bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void bulk_store(u64 to, unsigned from, unsigned bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+__device__ __forceinline__ void await(unsigned barrier, unsigned parity) {
+    asm volatile(
+        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+DIRECT(bulk) {
+    extern __shared__ __align__(128) char shared[];  // STAGES x RANKS tiles, 2 tiles, STAGES barriers
+    constexpr int VECTORS = TILE / 16;
+    Channel channel(context, own_slab, own_rank);
+    const unsigned rank = own_rank;
+    const unsigned full = shared_address(shared + (STAGES * RANKS + 2) * TILE);
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; s++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s));
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    unsigned done = 0;  // tiles, over all pieces: they turn the barriers' parity
+    auto work = [&](const Cut& cut) {
+        const long long begin = cut.begin(rank), step = (long long)gridDim.x * VECTORS;
+        const long long left = cut.end(rank) - begin - (long long)blockIdx.x * VECTORS;
+        const unsigned tiles = left > 0 ? unsigned((left + step - 1) / step) : 0;
+        auto offset = [&](unsigned i) { return 16 * (begin + (long long)blockIdx.x * VECTORS + i * step); };
+        auto bytes = [&](unsigned i) { return unsigned(min(16 * (left - i * step), (long long)TILE)); };
+        auto fill = [&](unsigned i) {
+            const unsigned stage = (done + i) % STAGES;
+            expect(full + 8 * stage, RANKS * bytes(i));
+            for (int k = 0; k < RANKS; k++) {
+                const unsigned r = (rank + k) % RANKS;
+                bulk_load(shared_address(shared + (stage * RANKS + r) * TILE), __ldg(in_table + r) + in_offset + offset(i),
+                          bytes(i), full + 8 * stage);
+            }
+        };
+        if (threadIdx.x == 0) {
+            asm volatile("fence.proxy.async;" ::: "memory");  // others' ordinary stores before these copies
+            for (unsigned i = 0; i < STAGES && i < tiles; i++) fill(i);
+        }
+        for (unsigned i = 0; i < tiles; i++) {
+            const unsigned stage = (done + i) % STAGES, out = STAGES * RANKS + i % 2;
+            await(full + 8 * stage, (done + i) / STAGES % 2);
+            if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // tile i - 2 is out
+            __syncthreads();
+            for (unsigned j = threadIdx.x; 16 * j < bytes(i); j += THREADS) {
+                Vector v;
+                Sum<4> sum;
+#pragma unroll
+                for (int r = 0; r < RANKS; r++) {
+                    const uint4 x = *reinterpret_cast<const uint4*>(shared + (stage * RANKS + r) * TILE + 16 * j);
+                    v.x[0] = x.x, v.x[1] = x.y, v.x[2] = x.z, v.x[3] = x.w;
+                    if (r == 0) sum.first(v.x);
+                    else sum.combine(v.x);
+                }
+                sum.finish(v.x);
+                *reinterpret_cast<uint4*>(shared + out * TILE + 16 * j) = make_uint4(v.x[0], v.x[1], v.x[2], v.x[3]);
+            }
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the sum before the copies that take it
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                for (int k = 0; k < RANKS; k++)
+                    bulk_store(__ldg(out_table + (rank + k) % RANKS) + out_offset + offset(i),
+                               shared_address(shared + out * TILE), bytes(i));
+                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+                if (i + STAGES < tiles) fill(i + STAGES);
+            }
+        }
+        done += tiles;
+        if (threadIdx.x == 0) {
+            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+            asm volatile("fence.proxy.async;" ::: "memory");
+            __threadfence_system();
+        }
+    };
+    EACH_PIECE(VECTORS, work);
+    channel.close();
+}
+#endif

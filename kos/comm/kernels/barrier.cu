@@ -1,0 +1,8 @@
+// Every rank's stream has come here: nothing that is queued after it on any rank begins before.
+#include "channel.cuh"
+
+extern "C" __global__ void barrier(const Context* context, u64 own_slab, unsigned own_rank) {
+    Channel channel(context, own_slab, own_rank);
+    channel.barrier(0);
+    channel.close();
+}

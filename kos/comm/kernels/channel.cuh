@@ -1,0 +1,155 @@
+// What every kernel over peer memory stands on: slabs, channels, epochs, barriers, and giving up.
+//
+// Every rank has one slab, mapped by all.  Block b of a launch is channel b: it talks with block b of the
+// other ranks and with nobody else, so blocks of a grid need not wait for one another.  Channel state lives in
+// the slab, is advanced by the kernel itself and never by the host: a replayed graph goes on counting.
+//
+//   LINES   per channel 256 bytes: [0] last epoch of packets, [1] barriers passed, [16 + r] barrier flag of rank r
+//   FAILED  [0] who failed, rank + 1 (written by any rank), [1] claim on the record (own kernels only)
+//   INBOX   packets, see packets.cuh
+//
+// Every flag has one writer.  A barrier flag counts up and is compared as a difference, so a rank may be one
+// ahead.  Payload goes before flag: st.release.sys after a __syncthreads is cumulative over the whole block.
+//
+// A wait that lasts looks now and then for three things: another rank's failure, the host's abort word and the
+// deadline, both in host memory.  The first thread to give up writes what it waited for to the record, tells all
+// ranks, and every wait of the launch ends; what the launch leaves in the output is undefined.
+#pragma once
+
+using u64 = unsigned long long;
+
+#ifndef CHANNELS
+#define CHANNELS 128
+#endif
+#define LINE_BYTES 256
+#define FAILED_OFFSET (CHANNELS * LINE_BYTES)
+#define INBOX_OFFSET (FAILED_OFFSET + 256)
+#ifndef RENEW_EPOCH
+#define RENEW_EPOCH 0x80000000u
+#endif
+
+// Host memory, mapped: the first two words are the host's, the rest the device's.
+struct Record {
+    volatile u64 abort, timeout_ns;
+    volatile u64 failed, cause, peer, channel, wanted, seen, phase;
+};
+enum Cause { TIMEOUT = 1, ABORTED = 2, TOLD = 3 };
+
+struct Context {
+    u64 slab[RANKS];  // every rank's slab, as this rank sees it
+    Record* record;
+    u64 rank;
+};
+
+__device__ inline unsigned load_relaxed(u64 address) {
+    unsigned value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ inline void store_relaxed(u64 address, unsigned value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ inline unsigned load_acquire(u64 address) {
+    unsigned value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ inline void store_release(u64 address, unsigned value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ inline u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// A wait has lasted: returns when it began, or GIVEN_UP.  Everything by value, so that callers keep registers.
+#define GIVEN_UP (~0ull)
+__device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 since, unsigned peer, unsigned wanted,
+                                  unsigned seen, int phase) {
+    Record* record = context->record;
+    u64 own = context->slab[rank], now = nanoseconds();
+    unsigned told = load_relaxed(own + FAILED_OFFSET);
+    Cause cause = told ? TOLD : record->abort ? ABORTED : TIMEOUT;
+    if (cause == TIMEOUT && (!since || now - since < record->timeout_ns)) return since ? since : now;
+    if (atomicCAS(reinterpret_cast<unsigned*>(own + FAILED_OFFSET + 4), 0u, 1u) == 0) {
+        record->cause = cause;
+        record->peer = cause == TOLD ? told - 1 : peer;
+        record->channel = blockIdx.x;
+        record->wanted = wanted;
+        record->seen = seen;
+        record->phase = phase;
+        __threadfence_system();
+        record->failed = 1;
+        for (int r = 0; r < RANKS; r++) store_relaxed(context->slab[r] + FAILED_OFFSET, rank + 1);
+    }
+    return GIVEN_UP;
+}
+
+// One wait of one thread; ``dead`` once it was given up, and later waits of this thread return at once.
+struct Wait {
+    unsigned looks = 0;
+    u64 since = 0;
+    __device__ __forceinline__ bool again(const Context* context, unsigned rank, bool& dead, unsigned peer,
+                                          unsigned wanted, unsigned seen, int phase) {
+        if (++looks % 1024 == 0) {
+            since = lasts(context, rank, since, peer, wanted, seen, phase);
+            dead = since == GIVEN_UP;
+        }
+        return !dead;
+    }
+};
+
+struct Channel {
+    const Context* context;
+    u64 own;        // this rank's slab
+    unsigned rank;
+    unsigned epoch, barriers;  // the last ones of this channel
+    bool dead = false;
+
+    __device__ __forceinline__ Channel(const Context* context, u64 own, unsigned rank)
+        : context(context), own(own), rank(rank) {
+        asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(epoch), "=r"(barriers)
+                     : "l"(own + line()));
+    }
+
+    // Offset of the channel's line in any slab.
+    __device__ __forceinline__ u64 line() const { return u64(blockIdx.x) * LINE_BYTES; }
+
+    // All ranks' blocks of this channel have come here, and what they wrote before is seen by all of this block.
+    __device__ __forceinline__ void barrier(int phase) {
+        barriers++;
+        __syncthreads();
+#ifndef BROKEN
+        if (threadIdx.x < RANKS && threadIdx.x != rank) {
+            store_release(context->slab[threadIdx.x] + line() + 64 + 4 * rank, barriers);
+            Wait wait;
+            unsigned seen;
+            u64 flag = own + line() + 64 + 4 * threadIdx.x;
+            while (!dead && int((seen = load_acquire(flag)) - barriers) < 0)
+                wait.again(context, rank, dead, threadIdx.x, barriers, seen, phase);
+        }
+        __syncthreads();
+#endif
+    }
+
+    // The end of a kernel: nobody in this block reads the counters any more.
+    __device__ __forceinline__ void close() {
+        __syncthreads();
+        if (threadIdx.x == 0)
+            asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(own + line()), "r"(epoch), "r"(barriers)
+                         : "memory");
+    }
+};
+
+// Debug builds let ranks and blocks run apart by up to STALL nanoseconds, differently each time.
+__device__ inline void stall(unsigned rank, unsigned epoch, int where) {
+#ifdef STALL
+    unsigned h = (rank * 0x9e3779b9u) ^ (epoch * 0x85ebca6bu) ^ (blockIdx.x * 0xc2b2ae35u) ^ (where * 0x27d4eb2fu);
+    h = (h ^ h >> 15) * 0x2c1b3c6du;
+    h = (h ^ h >> 12) * 0x297a2d39u;
+    u64 until = nanoseconds() + (h ^ h >> 15) % STALL;
+    while (nanoseconds() < until) {}
+#endif
+}
