@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -141,3 +142,14 @@ def run_processes(code: str, size: int, **more: str) -> list[tuple[int, str]]:
     """Exit code and output of each rank of a Python program that is ``code``."""
     port = free_port()
     return finish([start([sys.executable, "-c", code], rank, size, port, **more) for rank in range(size)])
+
+
+TINY = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8"]
+TINY += ["--seq-len=32", "--steps=3", "--eval-every=0", "--save-every=0", "--sample-tokens=0"]
+TINY += ["--eval-batches=1", "--deterministic"]  # flags of a run of the trainer
+
+
+def losses(folder: Path) -> list[float]:
+    """The loss of each step of a run of the trainer."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]

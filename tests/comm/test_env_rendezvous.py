@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import select
 import socket
 import sys
@@ -20,10 +19,12 @@ from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import (
     LAUNCHERS_VARIABLES,
     ROOT,
+    TINY,
     environment,
     errors_of,
     finish,
     free_port,
+    losses,
     run_processes,
     run_ranks,
     run_threads,
@@ -178,20 +179,10 @@ def test_torchrun(tmp_path: Path) -> None:
         assert f"rank {rank} of 2, local {rank}, on tcp: 3" in output
 
 
-FLAGS = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8"]
-FLAGS += ["--seq-len=32", "--steps=3", "--eval-every=0", "--save-every=0", "--sample-tokens=0"]
-FLAGS += ["--eval-batches=1", "--deterministic"]
-
-
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
-
-
 def test_the_trainer(tmp_path: Path) -> None:
     text = tmp_path / "corpus.txt"
     text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "kos" / "comm").glob("*.py"))))
-    port, command = free_port(), [sys.executable, "-m", "kos.train", *FLAGS, "--data", str(text), "--out"]
+    port, command = free_port(), [sys.executable, "-m", "kos.train", *TINY, "--data", str(text), "--out"]
     one = start([*command, str(tmp_path / "one")], 0, 1, port)
     two = [start([*command, str(tmp_path / "two")], rank, 2, port) for rank in range(2)]
     for code, output in finish([one, *two]):

