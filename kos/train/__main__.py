@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import kos
-from kos.comm.mpi_job import launched_rank
-from kos.errors import ConfigError, KosError
+from kos.train.blas import choose_kernels
+
+choose_kernels()  # before anything imports NumPy
+
+import kos  # noqa: E402
+from kos.comm.mpi_job import launched_rank  # noqa: E402
+from kos.errors import ConfigError, KosError  # noqa: E402
 
 if TYPE_CHECKING:
     from kos.train.loop import Trainer

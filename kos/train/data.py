@@ -17,9 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kos.errors import ConfigError, DataError
-from kos.train.config import MICRO_BATCH_TOKENS, TrainConfig
+from kos.train.config import TrainConfig
 from kos.train.corpus import TextCorpus, TokenCorpus, read_corpus
 from kos.train.tokenizers import NumberTokenizer, Tokenizer, make_tokenizer, smallest_dtype
+
+EVAL_BATCH_TOKENS = 16_384
+"""Most tokens in a validation batch."""
 
 HASHED_BYTES = 64 << 20
 """Larger shards are fingerprinted by this many bytes of each end."""
@@ -106,14 +109,14 @@ class Dataset:
 class ValBatches(Sequence[Batch]):
     """Windows evenly spread over the validation tokens, none overlapping another; made when asked for.
 
-    A batch has ``batch_size`` sequences, or fewer: at most ``MICRO_BATCH_TOKENS`` tokens, and no more windows
+    A batch has ``batch_size`` sequences, or fewer: at most ``EVAL_BATCH_TOKENS`` tokens, and no more windows
     than there are.  None of this depends on the number of ranks.
     """
 
     def __init__(self, data: Dataset) -> None:
         self._data = data
         windows = (len(data.val) - 1) // data.seq_len
-        self._rows = max(1, min(data.batch_size, MICRO_BATCH_TOKENS // data.seq_len, windows))
+        self._rows = max(1, min(data.batch_size, EVAL_BATCH_TOKENS // data.seq_len, windows))
         self._batches = min(data.eval_batches, windows // self._rows)
         count = self._rows * self._batches
         self._starts = [window * windows // count * data.seq_len for window in range(count)]

@@ -40,7 +40,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, comm: Communicator) -> None:
         self.comm = comm
         self.config = config = config.for_world(comm.size)
-        limit_threads(1 if config.deterministic else None, comm.local_size)
+        limit_threads(comm, 1 if config.deterministic else None)
         self.data = together(comm, lambda: load_data(config))
         folder = together(comm, lambda: run_folder(config) if comm.rank == 0 else Path())
         self.out = Path(os.fsdecode(comm.all_gather_bytes(os.fsencode(folder))[0]))

@@ -9,20 +9,26 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from threadpoolctl import threadpool_limits
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from kos.comm.communicator import Communicator
+from kos.comm.rendezvous import host_id
 
 PACKAGES = ("kos", "numpy", "ml_dtypes", "mpi4py", "safetensors", "pydantic", "tokenizers")
 
 
-def limit_threads(threads: int | None, local_size: int) -> int:
-    """Let BLAS use ``threads`` threads, by default this rank's share of the cores it may run on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    bound = cores < (os.cpu_count() or 1)  # mpirun has already dealt out the cores
-    share = threads or max(1, cores if bound else cores // local_size)
-    threadpool_limits(share)
-    return share
+def limit_threads(comm: Communicator, threads: int | None = None) -> int:
+    """Let BLAS use ``threads`` threads, by default this rank's share of the cores that it may run on.
+
+    Ranks share the cores that they may all run on; where mpirun has bound each to its own, they share nothing.
+    Collective.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    place = f"{host_id()} {cores}".encode()
+    sharing = comm.all_gather_bytes(place).count(place)
+    threads = threads or max(1, len(cores) // sharing)
+    threadpool_limits(threads)
+    return threads
 
 
 def provenance(comm: Communicator) -> dict[str, Any]:
@@ -36,6 +42,7 @@ def provenance(comm: Communicator) -> dict[str, Any]:
     return {
         "versions": versions,
         "platform": platform.platform(),
+        "blas": [f"{pool['internal_api']} {pool['version']} {pool.get('architecture')}" for pool in threadpool_info()],
         "git_commit": git_commit(),
         "ranks": comm.size,
         "backend": comm.backend_name,

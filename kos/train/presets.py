@@ -30,11 +30,11 @@ PRESETS: dict[str, Preset] = {
     "tiny": Preset(
         "the default: two minutes on two cores",
         {
-            "steps": 400,
-            "batch_size": 32,
+            "steps": 600,
+            "batch_size": 16,
             "seq_len": 128,
             "lr": 3e-3,
-            "warmup_steps": 20,
+            "warmup_steps": 30,
             "model": {
                 "hidden_size": 128,
                 "num_hidden_layers": 4,
@@ -42,6 +42,7 @@ PRESETS: dict[str, Preset] = {
                 "num_key_value_heads": 2,
                 "intermediate_size": 384,
                 "tie_word_embeddings": True,
+                "initializer_range": 0.06,
             },
         },
     ),

@@ -40,7 +40,7 @@ def write(path: Path, content: str) -> str:
 @pytest.mark.parametrize(
     ("preset", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "batch", "tied"),
     [
-        ("tiny", 4, 128, 4, 2, 384, None, 128, 32, True),
+        ("tiny", 4, 128, 4, 2, 384, None, 128, 16, True),
         ("baby", 6, 384, 6, None, 1024, None, 256, 64, True),
         ("124m", 12, 768, 12, None, 2048, 50_304, 1024, 32, True),
         ("1b", 16, 2048, 32, 8, 8192, 128_256, 4096, 16, True),
@@ -82,7 +82,7 @@ def test_every_required_flag_is_in_help(capsys: pytest.CaptureFixture[str]) -> N
     listed = set(re.findall(r"(?<![\w-])--[a-z0-9-]+", text))
     assert listed.issuperset(REQUIRED_FLAGS.split()), set(REQUIRED_FLAGS.split()) - listed
     assert all(preset in text for preset in PRESETS)
-    assert "[400]" in text and "[stdlib]" in text
+    assert "[600]" in text and "[stdlib]" in text
 
 
 def test_help_has_a_line_for_each_field_but_the_nested_ones() -> None:
@@ -99,7 +99,7 @@ def test_a_flag_beats_the_file_which_beats_the_preset(tmp_path: Path) -> None:
     assert (config.preset, config.steps, config.lr, config.batch_size) == ("baby", 7, 0.5, 64)
     assert (config.model.hidden_size, config.model.num_hidden_layers) == (96, 2)
     assert config.model.intermediate_size == 1024
-    assert parse(["--config", file, "--preset", "tiny"]).batch_size == 32
+    assert parse(["--config", file, "--preset", "tiny"]).batch_size == 16
 
 
 def test_json_file_and_rope_scaling(tmp_path: Path) -> None:
@@ -232,9 +232,9 @@ def test_a_config_file_that_is_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32])
 def test_the_batch_is_cut_evenly(size: int) -> None:
-    cut = parse(["--batch-size", "32"]).for_world(size)
-    assert cut.micro_batch_size == 32 // size
-    with_micro = parse(["--batch-size", "32", "--micro-batch-size", "1"]).for_world(size)
+    cut = parse(["--batch-size", "16"]).for_world(size)
+    assert cut.micro_batch_size == 16 // size
+    with_micro = parse(["--batch-size", "16", "--micro-batch-size", "1"]).for_world(size)
     assert with_micro.micro_batch_size == 1
 
 

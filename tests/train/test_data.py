@@ -11,8 +11,8 @@ import pytest
 
 from kos.errors import ConfigError, DataError, KosError
 from kos.train import data as kos_data
-from kos.train.config import MICRO_BATCH_TOKENS, TrainConfig, parse
-from kos.train.data import Dataset, Tokens, load_data
+from kos.train.config import TrainConfig, parse
+from kos.train.data import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
 from kos.train.tokenizers import NumberTokenizer
 
 MASK = 2**64 - 1
@@ -136,14 +136,14 @@ def test_validation_batches_are_bounded_in_tokens() -> None:
     data = make(np.arange(50), np.arange(10**6), batch_size=64, seq_len=40)
     assert data.val_batches()[0][0].shape == (64, 40)
     long = make(np.arange(9000), np.arange(10**6), batch_size=64, seq_len=8192)
-    assert long.val_batches()[2][0].shape == (MICRO_BATCH_TOKENS // 8192, 8192)
+    assert long.val_batches()[2][0].shape == (EVAL_BATCH_TOKENS // 8192, 8192)
 
 
 def test_the_default_data() -> None:
     data = load_data(parse([]))
     assert data.name == "stdlib" and data.tokenizer.name == "bytes" and len(data.val_batches()) == 8
     tokens, _ = data.batch(0)
-    assert tokens.shape == (32, 128)
+    assert tokens.shape == (16, 128)
     assert "stdlib (bytes)" in data.describe() and f"{len(data.train):,}" in data.describe()
 
 
