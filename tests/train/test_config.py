@@ -232,9 +232,9 @@ def test_a_config_file_that_is_not_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32])
 def test_the_batch_is_cut_evenly(size: int) -> None:
-    cut = parse(["--batch-size", "16"]).for_world(size)
-    assert cut.micro_batch_size == 16 // size
-    with_micro = parse(["--batch-size", "16", "--micro-batch-size", "1"]).for_world(size)
+    cut = parse(["--batch-size", "32", "--seq-len", "64"]).for_world(size)
+    assert cut.micro_batch_size == 32 // size
+    with_micro = parse(["--batch-size", "32", "--micro-batch-size", "1"]).for_world(size)
     assert with_micro.micro_batch_size == 1
 
 
