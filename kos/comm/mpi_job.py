@@ -38,7 +38,8 @@ def under_mpirun() -> bool:
 
 def launched_rank() -> int:
     """This process's rank as its launcher's environment says it, before MPI starts; 0 without a launcher."""
-    return next((int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ), 0)
+    told = (os.environ.get(name, "") for name in (*_RANK_VARIABLES, "RANK", "SLURM_PROCID"))
+    return next((int(rank) for rank in told if rank.isdecimal()), 0)
 
 
 def load_mpi() -> Any:
