@@ -126,7 +126,8 @@ def main(arguments: list[str]) -> int:
     REPORTS.mkdir(parents=True)
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # with more threads than cores every rank crawls
-    mpirun = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+    named = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+    mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(named) or named)  # tests start it elsewhere
     serial = [sys.executable, "-m", "pytest", "-m", "not mpi", junit(report_name("serial", 0)), *arguments]
     ok = run_stage("serial", 1, SERIAL_LIMIT, serial)
     for size in MPI_SIZES:
