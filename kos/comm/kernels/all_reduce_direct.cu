@@ -12,6 +12,10 @@
 #include "channel.cuh"
 #include "reduce.cuh"
 
+// -DONLY=BULK compiles that one alone.
+#define DIRECT 1
+#define BULK 2
+
 #ifndef THREADS
 #define THREADS 512
 #endif
@@ -25,7 +29,7 @@
 #define STAGES 3
 #endif
 
-#define DIRECT(name)                                                                                             \
+#define ALL_REDUCE(name)                                                                                             \
     extern "C" __global__ void __launch_bounds__(THREADS)                                                        \
     name(const Context* context, u64 own_slab, unsigned own_rank, const u64* in_table, long long in_offset,      \
          const u64* out_table, long long out_offset, const char* source, char* target, long long count,          \
@@ -128,7 +132,8 @@ __device__ __forceinline__ void each_piece(Channel& channel, const u64* in_table
 #define EACH_PIECE(tile, work)                                                                                      \
     each_piece(channel, in_table, in_offset, out_table, out_offset, source, target, count, piece, tile, work)
 
-DIRECT(direct) {
+#if !defined(ONLY) || ONLY == DIRECT
+ALL_REDUCE(direct) {
     Channel channel(context, own_slab, own_rank);
     const unsigned rank = own_rank;
     u64 in[RANKS], out[RANKS];
@@ -164,8 +169,9 @@ DIRECT(direct) {
     EACH_PIECE(THREADS * UNROLL, work);
     channel.close();
 }
+#endif
 
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && (!defined(ONLY) || ONLY == BULK)
 // The same with bulk copies through shared memory: STAGES tiles of all ranks on the way in, two on the way out.
 __device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
 
@@ -188,7 +194,7 @@ __device__ __forceinline__ void await(unsigned barrier, unsigned parity) {
         : "memory");
 }
 
-DIRECT(bulk) {
+ALL_REDUCE(bulk) {
     extern __shared__ __align__(128) char shared[];  // STAGES x RANKS tiles, 2 tiles, STAGES barriers
     constexpr int VECTORS = TILE / 16;
     Channel channel(context, own_slab, own_rank);

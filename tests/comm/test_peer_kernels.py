@@ -1,0 +1,359 @@
+"""All-reduce over peer memory, ranks being threads that share one GPU (or have one each)."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.comm.peer import Launch, PeerEngine
+from kos.comm.reduction import PremulSum, ReduceOp, resolve
+from kos.comm.rendezvous import Rendezvous
+from kos.cuda import streams
+from kos.dtypes import dtype_of
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.memory.array import Array
+from kos.memory.symmetric import SymmetricMemory
+from kos.testing import spawn
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
+INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
+DTYPES = [np.dtype(x) for x in (*FLOATS, *INTS)]
+LAUNCHES = [
+    Launch("one_shot", threads=128),
+    Launch("one_shot", blocks=3, threads=64, lines=True),
+    Launch("two_shot", threads=128),
+    Launch("two_shot", blocks=2, threads=256, lines=True),
+    Launch("ring", threads=128),
+    Launch("tree", threads=128),
+    Launch("direct", blocks=4, threads=256),
+    Launch("bulk", blocks=3, threads=128, tile=1024, stages=2),
+]
+NAMES = [launch.algorithm + "_lines" * launch.lines for launch in LAUNCHES]
+
+
+def seed() -> int:
+    value = int(os.environ.get("KOS_TEST_SEED") or secrets.randbits(32))
+    print(f"KOS_TEST_SEED={value}")
+    return value
+
+
+def device_of(rank: int) -> int:
+    device = rank % len(cuda.visible_devices())
+    cuda.set_device(device)
+    return device
+
+
+def on_ranks(function: Any, size: int, *arguments: Any) -> list[Any]:
+    """``function(rendezvous, device, *arguments)`` on ``size`` ranks."""
+    return spawn(lambda comm: function(comm.rendezvous, device_of(comm.rank), *arguments), size)
+
+
+def draw(rng: np.random.Generator, dtype: np.dtype, count: int) -> np.ndarray:
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, count, dtype, endpoint=True)
+    return (rng.standard_normal(count) * 3).astype(dtype)
+
+
+def expected(inputs: list[np.ndarray], op: Any, algorithm: str) -> np.ndarray:
+    """The reduction on the host, in rank order or up the tree, rounded once."""
+    size, dtype = len(inputs), dtype_of(inputs[0].dtype)
+    ops = op if isinstance(op, list) else [op] * size
+    reductions = [resolve(x, dtype, size) for x in ops]
+    staged = [r.stage(x, None) for r, x in zip(reductions, inputs, strict=True)]
+    reduction = reductions[0]
+    if algorithm == "tree":
+        total = tree_sum(staged, reduction, 0)
+    else:
+        total = staged[0].copy()
+        for x in staged[1:]:
+            reduction.combine(total, x)
+    out = np.empty_like(inputs[0])
+    reduction.finish(total, out)
+    return out
+
+
+def tree_sum(staged: list[np.ndarray], reduction: Any, node: int) -> np.ndarray:
+    total = staged[node].copy()
+    for child in (2 * node + 1, 2 * node + 2):
+        if child < len(staged):
+            reduction.combine(total, tree_sum(staged, reduction, child))
+    return total
+
+
+def same(got: np.ndarray, want: np.ndarray, exact: bool) -> None:
+    if exact or got.dtype.kind in "iu":
+        np.testing.assert_array_equal(got, want)
+    else:
+        tolerance = {8: 1e-12, 4: 1e-5, 2: 2e-2}[got.dtype.itemsize]
+        np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), tolerance, tolerance * 10)
+
+
+def reduce_once(
+    rendezvous: Rendezvous, device: int, engine: PeerEngine, launch: Launch, inputs: list[np.ndarray], ops: list[Any],
+    *, offset: int = 0, in_place: bool = False, memory: SymmetricMemory | None = None,
+) -> np.ndarray:  # fmt: skip
+    """This rank's result; guards around the output must stay as they were."""
+    x, op = inputs[rendezvous.rank], ops[rendezvous.rank]
+    factor = op.factor if isinstance(op, PremulSum) else 1.0
+    name = ReduceOp.PREMUL_SUM if isinstance(op, PremulSum) else op
+    stream = cuda.create_stream(device)
+    guard = 16
+    room = guard + offset + x.size + guard
+    place = memory.array if memory else lambda n, d: Array.empty(n, d, device, stream=stream)
+    source, target = place(room, x.dtype), place(room, x.dtype)
+    host = np.zeros(room, x.dtype)
+    host[guard + offset :][: x.size] = x
+    source.copy_from(host, stream)
+    if in_place:
+        target = source
+    else:
+        target.fill_bytes(0xFF, stream)
+    before = target.numpy(stream)
+    start = (guard + offset) * x.itemsize
+    run = engine.bind_all_reduce(
+        source.pointer + start, target.pointer + start, x.size, dtype_of(x.dtype), name,
+        factor=factor, launch=launch, stream=stream,
+    )  # fmt: skip
+    cuda.synchronize(device)
+    rendezvous.barrier()
+    run()
+    streams.synchronize(stream, device)
+    engine.check("all_reduce")
+    got = target.numpy(stream)
+    inside = slice(guard + offset, guard + offset + x.size)
+    rest = np.ones(room, bool)
+    rest[inside] = False
+    np.testing.assert_array_equal(*(a.view(np.uint8).reshape(room, -1)[rest] for a in (got, before)))
+    rendezvous.barrier()
+    return got[inside]
+
+
+def every_dtype(rendezvous: Rendezvous, device: int, launch: Launch, start: int) -> None:
+    rng = np.random.default_rng(start)
+    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    size = rendezvous.size
+    for dtype in DTYPES:
+        op = ReduceOp.AVG if dtype.kind not in "iu" else ReduceOp.SUM
+        for count in (1, 7, 1003, 20011):
+            inputs = [draw(rng, dtype, count) for _ in range(size)]
+            got = reduce_once(rendezvous, device, engine, launch, inputs, [op] * size, offset=int(rng.integers(16)))
+            if launch.algorithm != "ring":
+                same(got, expected(inputs, op, launch.algorithm), exact=True)
+            else:
+                same(got, expected(inputs, op, "rank order"), exact=False)
+    engine.close()
+
+
+def every_op(rendezvous: Rendezvous, device: int, launch: Launch, start: int) -> None:
+    rng = np.random.default_rng(start)
+    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    size = rendezvous.size
+    floats = [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.PREMUL_SUM]
+    ints = [ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+    cases = [(np.dtype(ml_dtypes.bfloat16), op) for op in floats] + [(np.dtype(np.int16), op) for op in ints]
+    cases += [(np.dtype(np.float64), ReduceOp.PREMUL_SUM)]
+    for dtype, op in cases:
+        inputs = [draw(rng, dtype, 4099) for _ in range(size)]
+        factors = rng.standard_normal(size)
+        ops: list[Any] = [PremulSum(float(f)) for f in factors] if op is ReduceOp.PREMUL_SUM else [op] * size
+        got = reduce_once(rendezvous, device, engine, launch, inputs, ops, in_place=bool(rng.integers(2)))
+        exact = launch.algorithm != "ring"
+        same(got, expected(inputs, ops, launch.algorithm if exact else "rank order"), exact)
+    engine.close()
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
+def test_every_dtype_and_odd_sizes(launch: Launch) -> None:
+    on_ranks(every_dtype, 3, launch, seed())
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
+def test_every_op(launch: Launch) -> None:
+    on_ranks(every_op, 2, launch, seed())
+
+
+def ring_order(rendezvous: Rendezvous, device: int, start: int) -> None:
+    """Chunk b is added from rank b on: values for which every order gives another sum."""
+    rng = np.random.default_rng(start)
+    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    size, blocks, per = rendezvous.size, 2, 40
+    count = size * blocks * per * 3  # float32: 3 to a packet
+    inputs = [(rng.standard_normal(count) * 10.0 ** rng.integers(-6, 7, count)).astype(np.float32) for _ in range(size)]
+    launch = Launch("ring", blocks=blocks, threads=64)
+    got = reduce_once(rendezvous, device, engine, launch, inputs, [ReduceOp.SUM] * size)
+    want, chunk = np.empty_like(got), count // size
+    for b in range(size):
+        part = slice(b * chunk, (b + 1) * chunk)
+        want[part] = inputs[b][part]
+        for k in range(1, size):
+            want[part] = inputs[(b + k) % size][part] + want[part]
+    np.testing.assert_array_equal(got, want)
+    engine.close()
+
+
+def test_ring_adds_in_ring_order() -> None:
+    on_ranks(ring_order, 4, seed())
+
+
+def zero_copy(rendezvous: Rendezvous, device: int, start: int) -> None:
+    rng = np.random.default_rng(start)
+    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    with SymmetricMemory(rendezvous, 64 << 20, device) as memory:
+        engine.register(memory)
+        for launch in (LAUNCHES[-2], LAUNCHES[-1], Launch("bulk", blocks=8, threads=256)):
+            for count in (1, 8, 100, 65536, 300_007):
+                for in_place in (False, True):
+                    for offset in (0, 3):
+                        inputs = [draw(rng, np.dtype(ml_dtypes.bfloat16), count) for _ in range(rendezvous.size)]
+                        ops = [ReduceOp.SUM] * rendezvous.size
+                        got = reduce_once(rendezvous, device, engine, launch, inputs, ops, offset=offset,
+                                          in_place=in_place, memory=memory)  # fmt: skip
+                        same(got, expected(inputs, ReduceOp.SUM, launch.algorithm), exact=True)
+        engine.unregister(memory)
+    engine.close()
+
+
+def test_symmetric_buffers() -> None:
+    on_ranks(zero_copy, 2, seed())
+
+
+def storm(
+    rendezvous: Rendezvous, device: int, start: int, launches: list[Launch], rounds: int, macros: dict[str, Any]
+) -> int:
+    """Many graphs of back-to-back operations on changing data; the number of wrong elements on this rank."""
+    rng = np.random.default_rng(start)
+    engine = PeerEngine(rendezvous, device, staging=1 << 14, **macros)
+    stream = cuda.create_stream(device)
+    size, rank, wrong = rendezvous.size, rendezvous.rank, 0
+    dtype = np.dtype(np.int32)
+    counts = [int(rng.integers(1, 6000)) for _ in range(12)]
+    picks = [launches[int(rng.integers(len(launches)))] for _ in counts]
+    sources = [Array.empty(n, dtype, device, stream=stream) for n in counts]
+    targets = [Array.empty(n, dtype, device, stream=stream) for n in counts]
+    runs = [
+        engine.bind_all_reduce(s.pointer, t.pointer, n, dtype_of(dtype), ReduceOp.SUM, launch=p, stream=stream)
+        for s, t, n, p in zip(sources, targets, counts, picks, strict=True)
+    ]
+    with cuda.capture(stream, keep=[*sources, *targets]) as graph:
+        for _ in range(3):
+            for run in runs:
+                run()
+    cuda.synchronize(device)
+    rendezvous.barrier()
+    for _ in range(rounds):
+        inputs = [[draw(rng, dtype, n) for n in counts] for _ in range(size)]
+        for source, target, x in zip(sources, targets, inputs[rank], strict=True):
+            source.copy_from(x, stream)
+            target.fill_bytes(0xA5, stream)
+        graph.replay(stream)
+        streams.synchronize(stream, device)
+        engine.check("storm")
+        for i, target in enumerate(targets):
+            want = np.sum([x[i] for x in inputs], axis=0, dtype=np.int32)
+            wrong += int(np.count_nonzero(target.numpy(stream) != want))
+    cuda.synchronize(device)
+    rendezvous.barrier()
+    graph.close()
+    engine.close()
+    return wrong
+
+
+@pytest.mark.parametrize("stall", [0, 20_000])
+def test_back_to_back_in_graphs(stall: int) -> None:
+    macros = {"STALL": stall} if stall else {}
+    assert on_ranks(storm, 4, seed(), LAUNCHES, 4 if stall else 20, macros) == [0] * 4
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
+def test_without_flags_the_storm_is_wrong(launch: Launch) -> None:
+    """The negative control: with the waits taken out, stalled ranks must read what has not come."""
+    wrong = on_ranks(storm, 2, seed(), [launch], 3, {"STALL": 20_000, "BROKEN": 1})
+    assert sum(wrong) > 0
+
+
+def test_epochs_start_over() -> None:
+    """A channel that has counted to its end wipes its inbox and goes on."""
+    assert on_ranks(storm, 3, seed(), LAUNCHES, 20, {"RENEW_EPOCH": 50}) == [0] * 3
+
+
+def absent(rendezvous: Rendezvous, device: int, launch: Launch, how: str) -> str:
+    engine = PeerEngine(rendezvous, device, timeout=0.5, staging=1 << 14)
+    stream = cuda.create_stream(device)
+    x = Array.zeros(1000, np.float32, device, stream=stream)
+    run = engine.bind_all_reduce(
+        x.pointer, x.pointer, 1000, dtype_of(np.dtype(np.float32)), ReduceOp.SUM, launch=launch, stream=stream
+    )
+    cuda.synchronize(device)
+    rendezvous.barrier()
+    message = ""
+    if rendezvous.rank != 1:
+        if how == "abort":
+            engine.timeout = 60.0
+        run()
+        if how == "abort":
+            engine.abort()
+        streams.synchronize(stream, device)
+        with pytest.raises((CollectiveTimeout, RankLost, CollectiveError)) as caught:
+            engine.check("all_reduce #7")
+        message = str(caught.value)
+    engine.abort()  # rank 1 knows of nothing: all of them close alone
+    rendezvous.barrier()
+    engine.close()
+    rendezvous.barrier()
+    again = PeerEngine(rendezvous, device, staging=1 << 14)
+    got = reduce_once(rendezvous, device, again, launch, [np.ones(9, np.float32)] * rendezvous.size,
+                      [ReduceOp.SUM] * rendezvous.size)  # fmt: skip
+    np.testing.assert_array_equal(got, np.full(9, rendezvous.size))
+    again.close()
+    return message
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
+def test_absent_rank_is_named(launch: Launch) -> None:
+    messages = on_ranks(absent, 2, launch, "timeout")
+    assert messages[0].startswith("all_reduce #7: rank 1 did not arrive within 0.5 s")
+
+
+def test_the_others_are_told() -> None:
+    messages = on_ranks(absent, 3, Launch("one_shot"), "timeout")
+    assert any("rank 1 did not arrive" in text for text in messages)
+    assert all("rank 1 did not arrive" in text or "has given up" in text for text in (messages[0], messages[2]))
+
+
+def test_abort_ends_a_wait() -> None:
+    assert "aborted while it waited for rank 1" in on_ranks(absent, 2, Launch("two_shot"), "abort")[0]
+
+
+def barriers(rendezvous: Rendezvous, device: int) -> None:
+    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    stream = cuda.create_stream(device)
+    run = engine.bind_barrier(stream=stream)
+    with cuda.capture(stream) as graph:
+        for _ in range(100):
+            run()
+    cuda.synchronize(device)
+    rendezvous.barrier()
+    graph.replay(stream)
+    streams.synchronize(stream, device)
+    engine.check("barrier")
+    with pytest.raises(InvalidArgument, match="multiples of 4 bytes"):
+        engine.bind_all_reduce(2, 4, 1, dtype_of(np.dtype(np.float32)), ReduceOp.SUM)
+    rendezvous.barrier()
+    graph.close()
+    engine.close()
+
+
+def test_barrier_and_bad_arguments() -> None:
+    on_ranks(barriers, 3)

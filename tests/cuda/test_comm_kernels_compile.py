@@ -1,0 +1,63 @@
+"""The kernels of kos.comm compile for every architecture, without a GPU; none uses multicast."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from kos.comm.peer import KERNELS
+from kos.cuda import kernels
+from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.errors import BackendUnavailable
+
+try:
+    kernels.nvrtc_version()
+except BackendUnavailable as error:
+    pytestmark = pytest.mark.skip(reason=str(error))
+
+ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+PACKETS = [b"one_shot", b"two_shot", b"ring", b"tree"]
+CASES = [
+    ("barrier.cu", {}, [b"barrier"]),
+    ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "AVG", "LINES": 1, "STALL": 1000}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "float16", "OP": "PREMUL_SUM", "PARTIALS": 1}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "float64", "OP": "PROD"}, PACKETS),
+    ("all_reduce_packets.cu", {"DTYPE": "uint8", "OP": "BXOR", "BROKEN": 1}, PACKETS),
+    ("all_reduce_direct.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"direct"]),
+    ("all_reduce_direct.cu", {"DTYPE": "int64", "OP": "MIN", "UNROLL": 2}, [b"direct"]),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("file", "macros", "names"), CASES)
+def test_compiles(tmp_path: Path, arch: str, ranks: int, file: str, macros: dict, names: list[bytes]) -> None:
+    if ranks == 2 and arch != "sm_90a":
+        pytest.skip("one architecture is enough for the other number of ranks")
+    cubin = compile_kernels(KERNELS / file, arch, {**macros, "RANKS": ranks}, KernelCache(tmp_path))
+    assert cubin[:4] == b"\x7fELF"
+    assert all(b".text." + name in cubin for name in names)
+    assert (b".text.bulk" in cubin) == ("direct" in file and arch != "sm_80")
+
+
+def test_no_multicast() -> None:
+    texts = [path.read_text() for path in KERNELS.glob("*.cu*")]
+    assert texts and not any(word in text for text in texts for word in ("multimem", "Multicast", "multicast"))
+
+
+def test_layout_is_the_hosts() -> None:
+    """The offsets that peer.py computes are those of the headers."""
+    from kos.comm import peer
+
+    text = (KERNELS / "channel.cuh").read_text() + (KERNELS / "packets.cuh").read_text()
+    assert f"#define CHANNELS {peer.CHANNELS}\n" in text
+    assert f"#define LINE_BYTES {peer._LINE_BYTES}\n" in text
+    assert f"#define CAPACITY {peer._CAPACITY} " in text
+    record = text[text.index("struct Record {") :].split("}")[0]
+    names = re.findall(r"\b\w+(?=[,;])", record)
+    assert [name.upper() for name in names] == [name.replace("TIMEOUT", "TIMEOUT_NS") for name in peer._Word.__members__]
+    assert all(a < b for a, b in pairwise(peer._Word))
