@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -241,9 +242,15 @@ class Trainer:
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")
         if not stopped:
-            say(f'more text:  python -m kos.train.sample {out} --prompt "def "')
-            say(f"more steps: add --out {out} --resume auto --steps {2 * self.config.steps}")
+            say(f'more text:  {_python()} -m kos.train.sample {out} --prompt "def "')
+            say(f"more steps: the same command with --out {out} --resume auto --steps {2 * self.config.steps}")
 
     def ask_stop(self) -> None:
         """Save and end after the step that is under way, on all ranks; safe to call in a signal handler."""
         self._stop_asked = True
+
+
+def _python() -> str:
+    """This interpreter as a user would type it here."""
+    near = os.path.relpath(sys.executable)
+    return sys.executable if near.startswith("..") else near
