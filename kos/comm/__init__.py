@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
+from kos.comm import recorder
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.mpi import MPIBackend
@@ -40,6 +41,7 @@ def init(
     if backend != "auto" and backend not in BACKENDS:
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     timeout = check_timeout(timeout)
+    recorder.listen()
     if rendezvous is None:
         rendezvous = MPIRendezvous(timeout=timeout) if backend == "mpi" else default_rendezvous(timeout)
     probes = _agree(backend, rendezvous)

@@ -24,7 +24,7 @@ class Persistent:
         """Launch it once more.  Raises InvalidArgument if the previous start is still in flight."""
         if self._work is not None and not self._work.done():
             raise InvalidArgument(f"start: expected the previous start to be done, got {self._operation}")
-        self._work = self._comm._launch(self._operation)
+        self._work = self._comm._launch(self._operation, depth=3)
         return self._work
 
 
@@ -47,7 +47,7 @@ class Batch:
     ) -> None:
         self._comm._batch = None
         if value is None:
-            self.works = [self._comm._launch(operation) for operation in self.operations]
+            self.works = [self._comm._launch(operation, depth=3) for operation in self.operations]
             if not self._async_op:
                 self.wait()
 

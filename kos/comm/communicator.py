@@ -12,6 +12,7 @@ from kos.comm.arguments import check_tag, expect_dtype, in_and_out, refuse_overl
 from kos.comm.backend import Backend, Probe
 from kos.comm.batch import Batch, Persistent
 from kos.comm.operation import Operation
+from kos.comm.recorder import Group, Recorder, failed, started
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.rendezvous import Rendezvous, check_timeout
 from kos.comm.schedules import algorithms
@@ -47,6 +48,7 @@ class Communicator:
         rendezvous: Rendezvous,
         probes: Mapping[str, Probe],
         timeout: float,
+        group: Group | None = None,
     ) -> None:
         self.backend = backend
         self.rendezvous = rendezvous
@@ -58,6 +60,8 @@ class Communicator:
         self._messages = 0
         self._batch: Batch | None = None
         self._closed = False
+        self._group = group or Group.world(self.rank, self.size, backend.name)
+        self._recorder = self._group.recorder
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size} on {self.backend_name}>"
@@ -66,6 +70,11 @@ class Communicator:
     def backend_name(self) -> str:
         """Name of the backend in use."""
         return self.backend.name
+
+    @property
+    def recorder(self) -> Recorder:
+        """The last operations of this rank, on this communicator and those split from it."""
+        return self._recorder
 
     # Collectives that reduce.
 
@@ -367,10 +376,15 @@ class Communicator:
         if color is not None and color < 0:
             raise InvalidArgument(f"color: expected a number from 0 on or None, got {color}")
         self._drain()
+        name = self._group.next_split()
         rendezvous = self.rendezvous.split(color, whole_number("key", key))
         if rendezvous is None:
             return None
-        return Communicator(self.backend.split(rendezvous), rendezvous, self.probes, self.timeout)
+        backend = self.backend.split(rendezvous)
+        mine = str(self._group.ranks[self.rank]).encode()
+        ranks = [int(rank) for rank in rendezvous.allgather(mine)]
+        group = Group(self._recorder, f"{name}:{color}", ranks, rendezvous.rank, backend.name)
+        return Communicator(backend, rendezvous, self.probes, self.timeout, group)
 
     def duplicate(self) -> Communicator:
         """Another communicator over the same ranks, whose operations never meet this one's.  Collective."""
@@ -394,6 +408,7 @@ class Communicator:
         if self.backend.broken is not None:
             self._give_up(self.backend.broken)  # ranks out of step cannot close together
             return
+        self._recorder.leave_dump("closed")
         self._drain()
         self._closed = True
         self.backend.close()
@@ -411,10 +426,11 @@ class Communicator:
 
     def _give_up(self, reason: str) -> None:
         self._closed = True
+        self.backend.abort(reason)  # first: what the others hear is the reason
         for work in self.backend.engine.outstanding():
             if work.backend is self.backend:
                 work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
-        self.backend.abort(reason)
+        self._recorder.leave_dump(f"given up: {reason}")
 
     def __enter__(self) -> Communicator:
         return self
@@ -460,7 +476,8 @@ class Communicator:
         work = self._launch(operation)
         return work if async_op else work.wait()
 
-    def _launch(self, operation: Operation) -> Work:
+    def _launch(self, operation: Operation, depth: int = 4) -> Work:
+        """Launch a checked operation that was called ``depth`` frames above ``Recorder.record``, or higher."""
         self._check_open()
         # Stamped at the launch, not when it was checked: a call that is refused does not count.
         if operation.collective:
@@ -469,7 +486,14 @@ class Communicator:
         else:
             operation.sequence = self._messages
             self._messages += 1
-        return self.backend.start(operation)
+        self._recorder.record(self._group, operation, depth)
+        try:
+            work = self.backend.start(operation)
+        except Exception as error:
+            failed(operation, error)
+            raise
+        started(operation)
+        return work
 
     def _drain(self) -> None:
         for work in self.backend.engine.outstanding():

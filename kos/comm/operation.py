@@ -36,6 +36,7 @@ class Operation:
     deterministic: bool = False
     timeout: float | None = None
     sequence: int = -1
+    record: list[Any] | None = None  # the flight recorder's slot
 
     @property
     def collective(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kos.comm import recorder
 from kos.comm.operation import Operation
 from kos.errors import CollectiveTimeout, KosError
 
@@ -84,6 +85,7 @@ class Work:
             next(steps)
         except StopIteration:
             self._steps = None
+            recorder.completed(self.operation)
             return True
         except Exception as error:
             self._fail(error)
@@ -142,3 +144,4 @@ class Work:
     def _fail(self, error: Exception) -> None:
         self._steps = None
         self._error = self.backend.failed(self.operation, error)
+        recorder.failed(self.operation, self._error)

@@ -1,0 +1,331 @@
+"""The flight recorder: the last operations of a rank, kept always and written down when something goes wrong.
+
+A call costs one list that holds what the operation looked like, never its arrays, in a ring of 1,024; all
+formatting waits for the dump.  Dumps are JSON with the keys of PyTorch's flight recorder (version 2:
+torch/csrc/distributed/c10d/FlightRecorder.hpp), one file per rank.  ``python -m kos.comm.recorder`` reads them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from time import time_ns
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
+
+from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.reduction import Reduction
+from kos.dtypes import DType
+from kos.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+VERSION = "2.10"  # of PyTorch's format
+SLOTS = 1024
+"""Operations that a rank remembers."""
+
+# Files whose frames are not a call site: the communicator's own.
+_OURS = frozenset(str(file) for file in Path(__file__).parent.parent.glob("*.py"))
+
+_COMPLETED, _ERROR = -2, -1
+
+
+class _Entry(NamedTuple):
+    """What a slot holds, in its order; the last two change when the operation ends."""
+
+    group: Group
+    created: int  # nanoseconds since 1970
+    code: CodeType  # with ``instruction``: the call site
+    instruction: int
+    name: str
+    sequence: int
+    input_shape: tuple[int, ...] | None
+    output_shape: tuple[int, ...] | None | bool  # False: the input's
+    dtype: DType | None
+    reduction: Reduction | None
+    root: int | None
+    dst: int | None
+    src: int | None
+    tag: int
+    recv_tag: int
+    timeout: float | None
+    started: bool
+    completed: int
+    error: str | None
+
+
+_STARTED = _Entry._fields.index("started")
+
+
+class Group:
+    """One communicator as the recorder knows it; ``ranks`` are those of the communicator it was split from."""
+
+    def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, backend: str) -> None:
+        self.recorder, self.name, self.ranks, self.rank, self.backend = recorder, name, ranks, rank, backend
+        self.number = recorder.add(self)
+        self._splits = 0
+
+    @classmethod
+    def world(cls, rank: int, size: int, backend: str) -> Group:
+        """The group of all ranks, with a recorder of its own."""
+        return cls(Recorder(rank, size), "world", list(range(size)), rank, backend)
+
+    def next_split(self) -> str:
+        """The name of the next split of this group; the same on all its ranks, for all of them split it."""
+        self._splits += 1
+        return f"{self.name}.{self._splits - 1}"
+
+
+class Recorder:
+    """The last operations of one rank, over a communicator and its splits."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._slots: list[Any] = [None] * SLOTS
+        self._count = 0
+        self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+        self._numbers = itertools.count()
+        self._directory = os.environ.get("KOS_RECORDER_DIR")
+        self._failed = False
+        _recorders.add(self)
+
+    def add(self, group: Group) -> int:
+        """Take notice of a group, for as long as it is in use; returns its number on this rank."""
+        number = next(self._numbers)
+        self._groups[number] = group
+        return number
+
+    def record(self, group: Group, operation: Operation, depth: int) -> None:
+        """Note that ``operation`` is about to be launched; ``depth`` frames up may be the caller's."""
+        frame = sys._getframe(depth)
+        code = frame.f_code
+        while code.co_filename in _OURS and frame.f_back is not None:
+            frame = frame.f_back
+            code = frame.f_code
+        send, recv, count = operation.send, operation.recv, self._count
+        self._slots[count % SLOTS] = operation.record = [
+            group,
+            time_ns(),
+            code,
+            frame.f_lasti,
+            operation.name,
+            operation.sequence,
+            send and send.array.shape,
+            recv and recv is not send and recv.array.shape,
+            (send or recv) and (send or recv).dtype,  # type: ignore[union-attr]
+            operation.reduction,
+            operation.root,
+            operation.dst,
+            operation.src,
+            operation.tag,
+            operation.recv_tag,
+            operation.timeout,
+            False,
+            0,
+            None,
+        ]
+        self._count = count + 1
+
+    def entries(self) -> list[dict[str, Any]]:
+        """The operations, the oldest first, with the keys of PyTorch's entries and a few more.
+
+        ``send_recv`` becomes two entries.  The additional keys: ``reduce_op``, ``root``, ``tag``, ``error``.
+        """
+        count = self._count
+        first = max(0, count - SLOTS)
+        kept = [(number, self._slots[number % SLOTS]) for number in range(first, count)]
+        return [entry for number, slot in kept for entry in _describe(number, _Entry(*slot))]
+
+    def to_dict(self, reason: str = "") -> dict[str, Any]:
+        """Everything a dump holds; ``reason`` says why it was asked for."""
+        entries = self.entries()
+        groups = [group for _, group in sorted(self._groups.items())]
+        return {
+            "version": VERSION,
+            "rank": self.rank,
+            "world_size": self.size,
+            "host": os.uname().nodename,
+            "pid": os.getpid(),
+            "reason": reason,
+            "time_dumped_ns": time.time_ns(),
+            "pg_config": {
+                group.name: {"name": group.name, "desc": group.backend, "ranks": str(group.ranks)}
+                for group in groups
+            },
+            "pg_status": {str(group.number): _status(group, entries) for group in groups},
+            "entries": entries,
+        }
+
+    def dump(self, path: str | Path | None = None, reason: str = "asked for") -> Path:
+        """Write the record as JSON, whole or not at all; returns the file.
+
+        Without ``path`` it is ``rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, or in the working
+        folder.  Raises OSError where it cannot be written.
+        """
+        path = Path(path or Path(self._directory or ".") / f"rank_{self.rank}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
+        ) as file:
+            json.dump(self.to_dict(reason), file)
+        os.replace(file.name, path)
+        return path
+
+    def leave_dump(self, reason: str) -> None:
+        """Dump if KOS_RECORDER_DIR names a folder; what goes wrong is logged, for worse has happened before."""
+        if self._directory is None:
+            return
+        try:
+            self.dump(reason=reason)
+        except OSError as error:
+            log.warning("rank %d: no flight record was left: %s", self.rank, error)
+
+    def fail(self, error: Exception) -> None:
+        """An operation failed: the first failure of a rank leaves a dump."""
+        if not self._failed:
+            self._failed = True
+            self.leave_dump(f"{type(error).__name__}: {error}")
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def started(operation: Operation) -> None:
+    """A backend took the operation."""
+    if operation.record is not None:
+        operation.record[_STARTED] = True
+
+
+def completed(operation: Operation) -> None:
+    """The operation is over."""
+    if operation.record is not None:
+        operation.record[_COMPLETED] = time_ns()
+
+
+def failed(operation: Operation, error: Exception) -> None:
+    """The operation failed; leaves a dump where one is wanted."""
+    record = operation.record
+    if record is not None and record[_ERROR] is None:
+        record[_COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
+        record[0].recorder.fail(error)
+
+
+def dump_on_signal(number: int) -> None:
+    """Dump every recorder of this process when signal ``number`` arrives; a handler it had is called after it.
+
+    To be called from the main thread.  ``kos.init`` does it for the signal that KOS_RECORDER_SIGNAL names
+    (``USR2`` or ``12``).  Python runs handlers between two of its own instructions: a rank that is stuck
+    inside a C function does not answer.
+    """
+    previous = signal.getsignal(number)
+    if previous is _on_signal:
+        return
+    if callable(previous):
+        _previous[number] = previous
+    signal.signal(number, _on_signal)
+
+
+def listen() -> None:
+    """``dump_on_signal`` as the environment asks for it.  Raises InvalidArgument for a signal that is none."""
+    wanted = os.environ.get("KOS_RECORDER_SIGNAL")
+    if not wanted:
+        return
+    try:
+        number = int(wanted) if wanted.isdecimal() else signal.Signals["SIG" + wanted.upper().removeprefix("SIG")]
+        number = signal.Signals(number)
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError
+    except (KeyError, ValueError):
+        raise InvalidArgument(
+            f"KOS_RECORDER_SIGNAL: expected a signal that can be caught, such as USR2, got {wanted!r}"
+        ) from None
+    if threading.current_thread() is threading.main_thread():
+        dump_on_signal(number)
+
+
+_previous: dict[int, Any] = {}
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    for recorder in list(_recorders):
+        try:
+            recorder.dump(reason=f"signal {signal.Signals(number).name}")
+        except OSError as error:
+            log.warning("rank %d: no flight record was left: %s", recorder.rank, error)
+    if number in _previous:
+        _previous[number](number, frame)
+
+
+def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
+    group = e.group
+    output = e.input_shape if e.output_shape is False else e.output_shape
+    state = "failed" if e.error else "completed" if e.completed else "started" if e.started else "scheduled"
+    entry: dict[str, Any] = {
+        "record_id": number,
+        "pg_id": group.number,
+        "process_group": [group.name, group.backend],
+        "collective_seq_id": 0,
+        "p2p_seq_id": 0,
+        "op_id": number,
+        "profiling_name": f"{group.backend}:{e.name}",
+        "time_created_ns": e.created,
+        "input_sizes": _sizes(e.input_shape),
+        "input_dtypes": [e.dtype.name] if e.dtype and e.input_shape is not None else [],
+        "output_sizes": _sizes(output),
+        "output_dtypes": [e.dtype.name] if e.dtype and output is not None else [],
+        "state": state,
+        "time_discovered_started_ns": e.created if e.started else None,
+        "time_discovered_completed_ns": e.completed or None,
+        "retired": bool(e.completed),
+        "timeout_ms": None if e.timeout is None else round(e.timeout * 1000),
+        "is_p2p": e.name in POINT_TO_POINT,
+        "frames": [_frame(e.code, e.instruction)],
+        "reduce_op": e.reduction.op.name if e.reduction else None,
+        "root": e.root,
+        "error": e.error,
+    }
+    if not entry["is_p2p"]:
+        yield entry | {"collective_seq_id": e.sequence}
+        return
+    entry["p2p_seq_id"] = e.sequence
+    nothing = {"output_sizes": [], "output_dtypes": []}
+    if e.dst is not None:
+        name = f"{group.backend}:send {group.rank}->{e.dst}"
+        yield entry | nothing | {"profiling_name": name, "tag": e.tag}
+    if e.src is not None:
+        nothing = {"input_sizes": [], "input_dtypes": []}
+        name = f"{group.backend}:recv {group.rank}<-{e.src}"
+        yield entry | nothing | {"profiling_name": name, "tag": e.recv_tag}
+
+
+def _sizes(shape: tuple[int, ...] | None | bool) -> list[list[int]]:
+    return [list(shape)] if isinstance(shape, tuple) else []
+
+
+def _frame(code: CodeType, instruction: int) -> dict[str, Any]:
+    lines = (line for first, end, line in code.co_lines() if first <= instruction < end and line is not None)
+    return {"name": code.co_qualname, "filename": code.co_filename, "line": next(lines, code.co_firstlineno)}
+
+
+def _status(group: Group, entries: list[dict[str, Any]]) -> dict[str, int]:
+    """The last collectives of a group, by sequence number; -1 for none among those remembered."""
+    mine = [e for e in entries if e["pg_id"] == group.number and not e["is_p2p"]]
+
+    def last(*states: str) -> int:
+        return max((e["collective_seq_id"] for e in mine if e["state"] in states), default=-1)
+
+    return {
+        "last_enqueued_collective": last("scheduled", "started", "completed", "failed"),
+        "last_started_collective": last("started", "completed"),
+        "last_completed_collective": last("completed"),
+    }
