@@ -115,6 +115,13 @@ class Backend(ABC):
         """
         return None
 
+    def direct(self, operation: Operation, came: Callable[[], bool]) -> Steps | None:
+        """The backend's own way for a whole operation, from input to output, or None.
+
+        ``came`` is the poll of ``agree``; the operation is over only when it has said that all have come.
+        """
+        return None
+
     def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         """The backend's own call for one staged collective, or None to have it run as a schedule."""
         return None
@@ -136,10 +143,18 @@ class Backend(ABC):
 
     def _steps(self, o: Operation) -> Steps:
         everybody_came = self.agree(o) if o.collective else None
-        yield from _CARRIERS[o.name](self, o)
-        if everybody_came is not None:
-            while not everybody_came():
-                yield
+        if everybody_came is None:
+            yield from _CARRIERS[o.name](self, o)
+            return
+        direct = self.direct(o, everybody_came)
+        if direct is not None:
+            yield from direct
+            return
+        for _ in _CARRIERS[o.name](self, o):
+            everybody_came()  # raises where waiting would not end
+            yield
+        while not everybody_came():
+            yield
 
     def _carry(self, o: Operation, collective: str, **spaces: Array) -> Steps:
         """Run one staged collective, natively or as a schedule."""

@@ -17,7 +17,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from kos.errors import BackendUnavailable, RendezvousError
+from kos.errors import BackendUnavailable, RankLost, RendezvousError
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,8 @@ def guard_job() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         previous(kind, value, trace)
+        if issubclass(kind, RankLost):
+            time.sleep(_EXIT_GRACE + 1)  # the rank that left ends the job, by its own reason and exit code
         _end_job(f"{kind.__name__}: {value}", 130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:

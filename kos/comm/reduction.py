@@ -13,7 +13,7 @@ from kos.dtypes import DType
 from kos.errors import InvalidArgument
 
 Array = np.ndarray[Any, Any]
-Combine = Callable[[Array, Array], None]  # dst = op(dst, src), in place
+Combine = Callable[..., None]  # (dst, src, out=dst): out = op(dst, src)
 
 
 class ReduceOp(enum.Enum):
@@ -63,10 +63,10 @@ _ALLOWED: dict[str, frozenset[ReduceOp]] = {
 
 
 def _combine(ufunc: np.ufunc) -> Combine:
-    def combine(dst: Array, src: Array) -> None:
+    def combine(dst: Array, src: Array, out: Array | None = None) -> None:
         # Overflow and NaN are results here, as on any other carrier of a reduction.
         with np.errstate(all="ignore"):
-            ufunc(dst, src, out=dst)
+            ufunc(dst, src, out=dst if out is None else out)
 
     return combine
 

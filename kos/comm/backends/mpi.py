@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import COLLECTIVE_TAGS, Backend, Probe, Request
+from kos.comm.backend import COLLECTIVE_TAGS, Probe, Request
+from kos.comm.backends.host import HostBackend
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Engine, Idle, Steps
 from kos.dtypes import DType, dtype_of
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
 
 Array = np.ndarray[Any, Any]
 
@@ -41,7 +42,7 @@ _MPI_OP = {
 }
 
 
-class MPIBackend(Backend):
+class MPIBackend(HostBackend):
     """Carries a group whose ranks are processes of an MPI communicator."""
 
     name = "mpi"
@@ -56,7 +57,7 @@ class MPIBackend(Backend):
         self._comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         self._messages = _Messages(self._MPI, self._comm)
         self.transport = self._messages
-        self._calls: dict[int, Any] = {}  # native requests in flight, by sequence number
+        self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -68,16 +69,18 @@ class MPIBackend(Backend):
         return Probe(True, MPI.Get_library_version().split(",")[0].strip())
 
     def idle(self) -> Idle:
-        return _Poll()
+        return _CrowdedPoll() if self.crowded else _Poll()
 
     def close(self) -> None:
+        super().close()
         if not self._MPI.Is_finalized():
             self._comm.Free()
 
     def abort(self, reason: str) -> None:
-        for request in self._calls.values():
+        super().abort(reason)
+        for request in self._requests.values():
             mpi_job.keep_unfinished(request)
-        self._calls.clear()
+        self._requests.clear()
         self._messages.forget(None)
 
     def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
@@ -117,24 +120,17 @@ class MPIBackend(Backend):
         return None
 
     def _poll_native(self, o: Operation, request: Any) -> Steps:
-        self._calls[o.sequence] = request
+        self._requests[o.sequence] = request
         while not request.Test():
             yield
-        del self._calls[o.sequence]
+        del self._requests[o.sequence]
 
-    def missing(self, operation: Operation) -> str:
-        if not operation.collective:
-            if operation.src is None:
-                return f"rank {operation.dst} did not receive"
-            return f"rank {operation.src} sent nothing"
-        if operation.sequence in self._calls:
-            return super().missing(operation)
-        peers = self._messages.awaited(self._tag(operation))
-        return f"still waiting for ranks {peers}"
+    def awaited(self, operation: Operation) -> list[int]:
+        return self._messages.awaited(self._tag(operation))
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if operation.collective:
-            request = self._calls.pop(operation.sequence, None)
+            request = self._requests.pop(operation.sequence, None)
             if request is not None:
                 mpi_job.keep_unfinished(request)
             self._messages.forget(self._tag(operation))
@@ -143,12 +139,11 @@ class MPIBackend(Backend):
             self._messages.forget(operation.tag)
         MPI = self._MPI
         if isinstance(error, MPI.Exception):
-            kind = CollectiveError
+            named: KosError = CollectiveError(f"{operation}: MPI: {error.Get_error_string()}")
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
-                kind = CollectiveMismatch
+                named = CollectiveMismatch(str(named))
             elif error.Get_error_class() == getattr(MPI, "ERR_PROC_FAILED", None):
-                kind = RankLost
-            named = kind(f"{operation}: MPI: {error.Get_error_string()}")
+                named = self.lost(operation, error)
             named.__cause__ = error
             error = named
         return super().failed(operation, error)
@@ -243,3 +238,10 @@ class _Poll(mpi_job.Backoff):
 
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
         super().pause()
+
+
+class _CrowdedPoll(_Poll):
+    """More ranks than cores: to spin is to keep the one that is waited for from running."""
+
+    __slots__ = ()
+    SPINS = 0

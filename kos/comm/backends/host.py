@@ -1,0 +1,90 @@
+"""HostBackend: what backends whose ranks are processes have in common on one host.
+
+Where ranks share memory their calls are compared, their absence and death is seen, and if the whole group
+is on one host its collectives go through that memory.  A group that spans hosts keeps the first two for the
+ranks of each host; between hosts there is what the transport says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from kos.comm.backend import Backend
+from kos.comm.operation import Operation
+from kos.comm.rendezvous import Rendezvous
+from kos.comm.shared import Calls, SharedCollectives, open_segment
+from kos.comm.work import Engine, Steps
+from kos.errors import KosError, RankLost
+
+_SPINS = 300
+"""Polls of a word, about 50 ns each, before a wait goes back to the engine; none if ranks outnumber cores."""
+
+
+class HostBackend(Backend):
+    """Adds shared memory to a Backend that has a transport."""
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
+        super().__init__(rendezvous, engine)
+        self._segment, self.shared_memory = None, "a group of one"
+        self._calls: Calls | None = None
+        self._shared: SharedCollectives | None = None
+        self.crowded = False
+        if self.size > 1:
+            self._segment, self.shared_memory = open_segment(rendezvous)
+        if self._segment is not None:
+            self._calls = Calls(self._segment)
+            self.crowded = self._segment.size > (os.cpu_count() or 1)
+            if self._segment.size == self.size:
+                self._shared = SharedCollectives(self._calls, 0 if self.crowded else _SPINS)
+
+    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+        return self._calls.publish(operation) if self._calls is not None else None
+
+    def direct(self, operation: Operation, came: Callable[[], bool]) -> Steps | None:
+        return self._shared.start(operation, came) if self._shared is not None else None
+
+    def missing(self, operation: Operation) -> str:
+        if not operation.collective:
+            if operation.src is None:
+                return f"rank {operation.dst} did not receive"
+            return f"rank {operation.src} sent nothing"
+        if self._calls is not None and (late := self._calls.missing(operation)):
+            return f"ranks {late} did not arrive"
+        if self._shared is not None and (behind := self._shared.behind()):
+            return f"every rank arrived, ranks {behind} went no further"
+        awaited = self.awaited(operation)
+        return f"still waiting for ranks {awaited}" if awaited else super().missing(operation)
+
+    def awaited(self, operation: Operation) -> list[int]:
+        """Peers of the transport's messages in flight for a collective."""
+        return []
+
+    def lost(self, operation: Operation, error: Exception) -> RankLost:
+        """The error for a rank that the transport found gone, with its name if it was of this host."""
+        gone = self._calls.gone() if self._calls is not None else None
+        why = f"rank {gone[0]} is gone: {gone[1]}" if gone is not None else str(error)
+        return RankLost(f"{operation}: {why}")
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        failure = super().failed(operation, error)
+        if operation.collective and self._calls is not None:
+            self._calls.fail(failure, operation.sequence)
+        return failure
+
+    def abort(self, reason: str) -> None:
+        if self._calls is not None:
+            mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
+            begun = [operation.sequence for operation in mine if operation.collective]
+            lost = RankLost(f"rank {self.rank} is gone: {reason}")
+            self._calls.fail(lost, min(begun, default=self._calls.begun))
+        self._leave()
+
+    def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._calls is not None and self._segment is not None:
+            self._calls.close()
+            self._calls = self._shared = None
+            self._segment.close()

@@ -1,0 +1,241 @@
+"""What each rank of a host calls, published before it goes on: mismatches, absences and deaths are seen.
+
+A rank that begins collective s writes the 64-bit fingerprint of its call to its ring and then counts
+itself in.  Whoever waits for a rank compares the fingerprints once it has come.  What went wrong first is
+written once for all ranks of the host, so that all of them say the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any, NoReturn
+
+from kos.comm.operation import Operation
+from kos.comm.shared.segment import (
+    ARRIVED,
+    CLOSED,
+    FAILURE_BYTES,
+    PID,
+    RING,
+    STARTED,
+    TEXT_BYTES,
+    TEXTS,
+    Segment,
+    started,
+)
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+
+LOOK_EVERY = 0.01
+"""Seconds of waiting between two looks at whether the rank waited for still lives."""
+
+_KINDS: dict[str, type[KosError]] = {
+    kind.__name__: kind for kind in (CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost)
+}
+
+
+class Calls:
+    """The collectives of the ranks of one host, as each of them publishes its own."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        words, layout = segment.words, segment.layout
+        self._words, self._failure = words, layout.failure
+        self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
+        self._peers = [
+            (local, layout.line(local), layout.ring(local))
+            for local in range(segment.size)
+            if local != segment.rank
+        ]
+        self._known: dict[Any, int] = {}
+        pid = os.getpid()
+        words[self._line + STARTED] = started(pid)
+        words[self._line + PID] = pid
+
+    def publish(self, o: Operation) -> Callable[[], bool]:
+        """Say that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
+
+        The poll raises CollectiveMismatch if one of them began something else instead, RankLost if one is
+        gone, and what another rank of the host failed of.
+        """
+        words, sequence = self._words, o.sequence
+        buffer, reduction = o.send or o.recv, o.reduction
+        key = (
+            o.name,
+            None if buffer is None else buffer.array.shape,
+            None if buffer is None else buffer.dtype,
+            None if reduction is None else reduction.op,
+            o.root,
+            o.algorithm,
+            o.deterministic,
+            None if o.send_counts is None and o.recv_counts is None else _counts(o),
+        )
+        fingerprint = self._known.get(key) or self._learn(key, o)
+        slot = sequence % RING
+        words[self._ring + slot] = fingerprint
+        words[self._line + ARRIVED] = sequence + 1
+
+        peers = iter(self._peers)
+        peer: tuple[int, int, int] | None = next(peers)
+        wait: Wait | None = None
+
+        def everybody_came() -> bool:
+            nonlocal peer, wait
+            while peer is not None:
+                local, line, ring = peer
+                if words[line + ARRIVED] <= sequence:
+                    if wait is None:
+                        wait = Wait(self, o)
+                    wait.look(local)
+                    return False
+                if words[ring + slot] != fingerprint and words[line + ARRIVED] < sequence + RING:
+                    self._mismatch(o, local)
+                peer = next(peers, None)
+            if words[self._failure]:
+                self.raise_failure(sequence)
+            return True
+
+        return everybody_came
+
+    @property
+    def begun(self) -> int:
+        """Collectives that this rank has begun: the sequence number of its next one."""
+        return self._words[self._line + ARRIVED]
+
+    def missing(self, o: Operation) -> list[int]:
+        """The ranks of the host that have not begun ``o``."""
+        ranks, words = self.segment.ranks, self._words
+        return [ranks[local] for local, line, _ in self._peers if words[line + ARRIVED] <= o.sequence]
+
+    def gone(self) -> tuple[int, str] | None:
+        """A rank of the host whose process has ended, and how that is known."""
+        for local, _, _ in self._peers:
+            if (why := self._ended(local)) is not None:
+                return self.segment.ranks[local], why
+        return None
+
+    def fail(self, error: KosError, sequence: int) -> None:
+        """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
+
+        The first failure stays.
+        """
+        kind = type(error).__name__
+        data = json.dumps([kind if kind in _KINDS else "CollectiveError", sequence, str(error)[:3000]]).encode()
+        at = self.segment.layout.failure_text
+        with self.segment.locked():
+            if not self._words[self._failure] and len(data) <= FAILURE_BYTES:
+                self.segment.bytes[at : at + len(data)] = data
+                self._words[self._failure] = len(data)
+
+    def raise_failure(self, sequence: int) -> None:
+        """Raise what a rank of the host failed of, if that concerns collective ``sequence``."""
+        length = self._words[self._failure]
+        if length:
+            at = self.segment.layout.failure_text
+            kind, failed, text = json.loads(bytes(self.segment.bytes[at : at + length]))
+            if failed <= sequence:
+                raise _KINDS[kind](text)
+
+    def close(self) -> None:
+        """This rank begins no more collectives."""
+        self._words[self._line + CLOSED] = 1
+
+    def tell(self, error: KosError, sequence: int) -> NoReturn:
+        """Fail with ``error`` on all ranks of the host; raises it, or what another rank told before."""
+        self.fail(error, sequence)
+        self.raise_failure(sequence)
+        raise error
+
+    def departed(self, local: int) -> str | None:
+        """Why that rank of the host will do nothing more, or None."""
+        if (why := self._ended(local)) is not None:
+            return why
+        closed = self._words[self.segment.layout.line(local) + CLOSED]
+        return "it closed its communicator" if closed else None
+
+    def _ended(self, local: int) -> str | None:
+        line = self.segment.layout.line(local)
+        pid, began = self._words[line + PID], self._words[line + STARTED]
+        return f"its process {pid} ended" if pid and started(pid) != began else None
+
+    def _learn(self, key: Any, o: Operation) -> int:
+        """The fingerprint of a call not seen before; its description is kept where the others find it."""
+        call = o.fingerprint()
+        exact = json.dumps(call, sort_keys=True).encode()
+        fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
+        if len(self._known) == TEXTS:
+            self._known.clear()
+        said = str(o).removeprefix(f"{o.name} #{o.sequence}")
+        text = json.dumps([fingerprint, said[:200], {k: _brief(v) for k, v in call.items()}]).encode()
+        at = self.segment.layout.text(self.segment.rank, len(self._known))
+        self.segment.bytes[at : at + TEXT_BYTES] = text.ljust(TEXT_BYTES)
+        self._known[key] = fingerprint
+        return fingerprint
+
+    def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
+        """The call that a rank made as its ``sequence``-th collective, as text and as what must be equal."""
+        fingerprint = self._words[self.segment.layout.ring(local) + sequence % RING]
+        for index in range(TEXTS):
+            at = self.segment.layout.text(local, index)
+            text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
+            if text:
+                known, said, call = json.loads(text)
+                if known == fingerprint:
+                    return f"{call['operation']} #{sequence}{said}", call
+        return f"collective #{sequence}", {}
+
+    def _mismatch(self, o: Operation, local: int) -> NoReturn:
+        """Make all ranks raise what differs between this rank's call and that of ``local``."""
+        first, second = sorted((self.segment.rank, local))
+        (said, call), (other_said, other_call) = (self._describe(r, o.sequence) for r in (first, second))
+        keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
+        what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
+        ranks = self.segment.ranks
+        message = (
+            f"rank {ranks[first]} called {said} but rank {ranks[second]} called {other_said}: "
+            f"they differ in {what or 'calls that are no longer on record'}"
+        )
+        self.tell(CollectiveMismatch(message), o.sequence)
+
+
+class Wait:
+    """One wait of a collective: hears of failures at every poll, looks now and then whether the peer lives."""
+
+    __slots__ = ("_calls", "_departed", "_look_at", "_operation", "_sequence")
+
+    def __init__(self, calls: Calls, o: Operation) -> None:
+        self._calls, self._operation, self._sequence = calls, o, o.sequence
+        self._look_at = time.monotonic() + LOOK_EVERY
+        self._departed: int | None = None
+
+    def look(self, local: int) -> None:
+        """Called at each poll that finds rank ``local`` of the host still awaited."""
+        calls = self._calls
+        if calls._words[calls._failure]:
+            calls.raise_failure(self._sequence)
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        why = calls.departed(local)
+        if why is None:
+            self._look_at = now + LOOK_EVERY
+        elif self._departed != local:
+            self._departed = local  # what it did last may have come after this poll: the next one decides
+        else:
+            lost = RankLost(f"{self._operation}: rank {calls.segment.ranks[local]} is gone: {why}")
+            calls.tell(lost, self._sequence)
+
+
+def _counts(o: Operation) -> tuple[Any, ...]:
+    return tuple(o.send_counts or ()), tuple(o.recv_counts or ())
+
+
+def _brief(value: Any) -> Any:
+    """A value of a fingerprint, short enough to be kept: long lists by their head and their digest."""
+    if isinstance(value, list) and len(value) > 16:
+        digest = blake2b(json.dumps(value).encode(), digest_size=4).hexdigest()
+        return f"[{', '.join(map(str, value[:8]))}, ... {len(value)} in all, digest {digest}]"
+    return value
