@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.dtypes import DType
 from kos.errors import InvalidArgument, OutOfMemory
 
 ALIGNMENT = 64  # bytes: a cache line, and a whole AVX-512 register
@@ -76,7 +77,8 @@ class Arena:
             array, self._top = known
             return array
         start = self._top
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        itemsize = dtype.itemsize if isinstance(dtype, DType) else np.dtype(dtype).itemsize
+        nbytes = math.prod(shape) * itemsize
         end = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
         if end <= self._capacity:
             array = self._view(self._slab, start, shape, dtype)

@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kos.errors import InvalidArgument
 from kos.train.llama_config import EMBEDDING, FINAL_NORM, HEAD, LayerNames, LlamaConfig, RopeScaling
 from kos.train.ops import Array, Ops
 
 __all__ = ["BlockActivations", "Gradients", "Llama", "LlamaConfig", "RopeScaling"]
 
-HEAD_ROWS = 1024  # tokens whose logits are in memory at once
+HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 
 Weights = Mapping[str, Array]
 
@@ -53,12 +55,13 @@ class Llama:
 
     ``weights`` and ``gradients`` are mappings from names to arrays that also know the names of
     ``config.fused_groups()`` (``kos.train.parameters.Parameters``).  ``tokens`` and ``targets`` are int32
-    (B, T); a target of -1 is left out of the loss.
+    (B, T), on the host or where ``ops`` has its arrays; a target of -1 is left out of the loss.
     """
 
-    def __init__(self, config: LlamaConfig, ops: Ops) -> None:
+    def __init__(self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None) -> None:
         self.config = config
         self.ops = ops
+        self.head_rows = head_rows or HEAD_ROWS
         self.arena = ops.make_arena()
         self._layers = [LayerNames.of(layer) for layer in range(config.num_hidden_layers)]
         self._head = EMBEDDING if config.tie_word_embeddings else HEAD
@@ -81,9 +84,31 @@ class Llama:
         ``on_gradient(name)`` is called when a gradient is final, in the order of ``parameter_shapes``.
         A loss that is not finite is returned as it is.
         """
-        into = Gradients(gradients, accumulate, on_gradient or (lambda name: None))
-        tokens_N, targets_N = self._flatten(tokens, targets)
         with self.ops.step(self.arena):
+            loss = self.arena.take((1,), np.dtype(np.float64))
+            self.queue_loss_and_gradients(
+                weights, tokens, targets, gradients, loss, accumulate=accumulate, on_gradient=on_gradient
+            )
+            return float(self.ops.to_host(loss)[0])
+
+    def queue_loss_and_gradients(
+        self,
+        weights: Weights,
+        tokens: Array,
+        targets: Array,
+        gradients: Weights,
+        loss: Array,
+        *,
+        accumulate: bool,
+        on_gradient: Callable[[str], object] | None = None,
+    ) -> None:
+        """As ``loss_and_gradients``, inside ``ops.step`` of the caller: the loss goes to ``loss`` (1,), float64.
+
+        Waits for nothing, so that a dialect that queues its work may have the pass captured.
+        """
+        into = Gradients(gradients, accumulate, on_gradient or (lambda name: None))
+        with self.arena.scope():
+            tokens_N, targets_N = self._flatten(tokens, targets)
             dx_ND = self._take(weights, len(tokens_N), self.config.hidden_size)
             losses_N, count = self._loss_arrays(weights, targets_N)
             x_ND = self.embed(weights, tokens_N)
@@ -95,19 +120,21 @@ class Llama:
             for layer in reversed(range(self.config.num_hidden_layers)):
                 self.block_backward(layer, weights, kept.pop(), dx_ND, into)
             self.embed_backward(tokens_N, dx_ND, into)
-            return self.ops.mean_loss(losses_N, count)
+            self.ops.mean_loss(losses_N, count, loss)
 
     def loss(self, weights: Weights, tokens: Array, targets: Array) -> float:
         """The mean loss over the targets; keeps no activations."""
-        tokens_N, targets_N = self._flatten(tokens, targets)
         with self.ops.step(self.arena):
+            loss = self.arena.take((1,), np.dtype(np.float64))
+            _, targets_N = self._flatten(tokens, targets)
             losses_N, count = self._loss_arrays(weights, targets_N)
             normed_ND = self._final_states(weights, tokens)
-            for rows in _chunks(len(tokens_N)):
+            for rows in self._chunks(len(targets_N)):
                 with self.arena.scope():
                     logits = self._logits(weights, normed_ND[rows])
                     self.ops.cross_entropy(logits, targets_N[rows], losses_N[rows], self.arena)
-            return self.ops.mean_loss(losses_N, count)
+            self.ops.mean_loss(losses_N, count, loss)
+            return float(self.ops.to_host(loss)[0])
 
     def logits(self, weights: Weights, tokens: Array) -> Array:
         """The logits (B, T, V), on the host."""
@@ -155,11 +182,10 @@ class Llama:
         ops.linear(normed_in_ND, weights[names.qkv], qkv_NW)
         ops.rope(qkv_NW, self._rope_tables(T, x_ND.dtype), d, H + K, arena)
         heads_NA = ops.empty_columns(arena, N, H * d, x_ND.dtype)
-        lse_BHT = self._take(weights, B, H, T)
+        lse_BHT = self._take_statistics(weights, B, H, T)
         ops.attention(qkv_NW, H, K, heads_NA, lse_BHT, arena)
         mid_ND = self._take(weights, *x_ND.shape)
-        ops.linear(heads_NA, weights[names.o], mid_ND)
-        ops.add(mid_ND, x_ND, mid_ND)
+        ops.linear(heads_NA, weights[names.o], mid_ND, x_ND)
 
         normed_mid_ND, rstd_mid_N = self._norm(weights, names.post_attention_norm, mid_ND)
         gate_up_N2F = ops.empty_columns(arena, N, 2 * config.intermediate_size, x_ND.dtype)
@@ -167,8 +193,7 @@ class Llama:
         ops.linear(normed_mid_ND, weights[names.gate_up], gate_up_N2F)
         ops.swiglu(gate_up_N2F, hidden_NF, arena)
         out_ND = self._take(weights, *x_ND.shape)
-        ops.linear(hidden_NF, weights[names.down], out_ND)
-        ops.add(out_ND, mid_ND, out_ND)
+        ops.linear(hidden_NF, weights[names.down], out_ND, mid_ND)
         return out_ND, BlockActivations(
             x_ND,
             rstd_in_N,
@@ -233,12 +258,12 @@ class Llama:
         dx_ND: Array,
         into: Gradients,
     ) -> None:
-        """Forward and backward in one, so that only ``HEAD_ROWS`` rows of logits exist.  Writes ``dx_ND``."""
+        """Forward and backward in one, so that only ``head_rows`` rows of logits exist.  Writes ``dx_ND``."""
         ops, arena, name = self.ops, self.arena, self._head
         with arena.scope():
             normed_ND, rstd_N = self._norm(weights, FINAL_NORM, x_ND)
             d_normed_ND = self._take(weights, *x_ND.shape)
-            for rows in _chunks(len(targets_N)):
+            for rows in self._chunks(len(targets_N)):
                 with arena.scope():
                     logits_NV = self._logits(weights, normed_ND[rows])
                     ops.cross_entropy_with_gradient(logits_NV, targets_N[rows], count, losses_N[rows], arena)
@@ -268,18 +293,21 @@ class Llama:
             raise InvalidArgument(
                 f"expected tokens and targets of one shape (B, T), got {tokens.shape} and {targets.shape}"
             )
-        return tokens.reshape(-1), targets.reshape(-1)
+        return self.ops.indices(tokens.reshape(-1), self.arena), self.ops.indices(targets.reshape(-1), self.arena)
 
     def _take(self, weights: Weights, *shape: int) -> Array:
         return self.arena.take(shape, weights[EMBEDDING].dtype)
 
+    def _take_statistics(self, weights: Weights, *shape: int) -> Array:
+        return self.arena.take(shape, self.ops.statistics_dtype(weights[EMBEDDING].dtype))
+
     def _loss_arrays(self, weights: Weights, targets_N: Array) -> tuple[Array, Array]:
-        losses_N, count = self._take(weights, len(targets_N)), self._take(weights, 1)
+        losses_N, count = self._take_statistics(weights, len(targets_N)), self._take_statistics(weights, 1)
         self.ops.count_targets(targets_N, count)
         return losses_N, count
 
     def _norm(self, weights: Weights, name: str, x_ND: Array) -> tuple[Array, Array]:
-        normed_ND, rstd_N = self._take(weights, *x_ND.shape), self._take(weights, len(x_ND))
+        normed_ND, rstd_N = self._take(weights, *x_ND.shape), self._take_statistics(weights, len(x_ND))
         self.ops.rms_norm(x_ND, weights[name], self.config.rms_norm_eps, normed_ND, rstd_N)
         return normed_ND, rstd_N
 
@@ -294,6 +322,5 @@ class Llama:
             self._tables[key] = self.ops.rope_tables(self.config.rope_frequencies(), range(seq_len), dtype)
         return self._tables[key]
 
-
-def _chunks(rows: int) -> list[slice]:
-    return [slice(start, min(start + HEAD_ROWS, rows)) for start in range(0, rows, HEAD_ROWS)]
+    def _chunks(self, rows: int) -> list[slice]:
+        return [slice(start, min(start + self.head_rows, rows)) for start in range(0, rows, self.head_rows)]

@@ -7,7 +7,9 @@ optimizer walks each array once from end to end, and neighbours (q, k, v) can be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,24 +21,27 @@ class Parameters(Mapping[str, np.ndarray]):
 
     ``groups`` names runs of neighbouring tensors that agree in all but their first dimension; a group's
     name gives the tensors stacked along it, as a view (``qkv_proj`` for ``q_proj, k_proj, v_proj``).
-    Iterating gives the tensors' own names only.
+    Iterating gives the tensors' own names only.  ``zeros(size, dtype)`` makes the flat array: NumPy's, or
+    another kind that slices and reshapes like it (``kos.memory.array.Array``).
     """
 
     def __init__(
         self,
         shapes: Mapping[str, Shape],
-        dtype: np.typing.DTypeLike = np.float32,
+        dtype: Any = np.float32,
         groups: Mapping[str, Sequence[str]] | None = None,
+        zeros: Callable[[int, Any], Any] = np.zeros,
     ) -> None:
         self.shapes = dict(shapes)
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         self.spans: dict[str, slice] = {}
         offset = 0
         for name, shape in self.shapes.items():
-            size = int(np.prod(shape, dtype=np.int64))
+            size = math.prod(shape)
             self.spans[name] = slice(offset, offset + size)
             offset += size
-        self.flat = np.zeros(offset, dtype)
+        self._zeros = zeros
+        self.flat = zeros(offset, dtype)
         self._views = {name: self.flat[span].reshape(self.shapes[name]) for name, span in self.spans.items()}
         for group, members in self.groups.items():
             self._views[group] = self._stack(group, members)
@@ -51,9 +56,9 @@ class Parameters(Mapping[str, np.ndarray]):
             end = self.spans[member].stop
         return self.flat[first.start : last.stop].reshape(-1, *tail)
 
-    def like(self) -> Parameters:
-        """Zeros in the same layout."""
-        return Parameters(self.shapes, self.flat.dtype, self.groups)
+    def like(self, dtype: Any = None) -> Parameters:
+        """Zeros in the same layout, of the same dtype or another."""
+        return Parameters(self.shapes, self.flat.dtype if dtype is None else dtype, self.groups, self._zeros)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._views[name]

@@ -34,6 +34,12 @@ class Ops(Protocol):
     def step(self, arena: Arena) -> AbstractContextManager[None]:
         """Brackets one pass: gives back all of ``arena``, keeps inf and nan from warning."""
 
+    def statistics_dtype(self, dtype: Any) -> Any:
+        """The dtype of ``rstd``, ``log_sum_exp``, losses and counts where activations are of ``dtype``."""
+
+    def indices(self, source: Array, arena: Arena) -> Array:
+        """int32 tokens or targets, of the host or the dialect's own, as the operations take them."""
+
     def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
         """Uninitialised, in the memory order that ``rope``, ``attention`` and ``swiglu`` want."""
 
@@ -50,13 +56,16 @@ class Ops(Protocol):
         """out = a + b; ``out`` may be one of them."""
 
     def embedding(self, tokens: Array, table: Array, out: Array) -> None:
-        """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D); InvalidArgument for a token outside."""
+        """out (N, D) = rows ``tokens`` (N,) of ``table`` (V, D).
+
+        A token outside is refused by InvalidArgument, or, where the host cannot look, gives a row of NaN.
+        """
 
     def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
         """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token."""
 
-    def linear(self, x: Array, weight: Array, out: Array) -> None:
-        """out (N, F) = x (N, D) weight^T, weight (F, D)."""
+    def linear(self, x: Array, weight: Array, out: Array, residual: Array | None = None) -> None:
+        """out (N, F) = x (N, D) weight^T + residual (N, F), weight (F, D)."""
 
     def linear_backward(
         self,
@@ -132,5 +141,5 @@ class Ops(Protocol):
     ) -> None:
         """As ``cross_entropy``, and ``logits`` become the gradient of sum(losses) / count."""
 
-    def mean_loss(self, losses: Array, count: Array) -> float:
-        """sum(losses) / count as a Python float: the one place where the host waits for the result."""
+    def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
+        """out (1,), float64, = sum(losses) / count."""

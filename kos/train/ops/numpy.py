@@ -39,6 +39,14 @@ def step(arena: Arena) -> Iterator[None]:
             arena.release(0)
 
 
+def statistics_dtype(dtype: Any) -> Any:
+    return dtype
+
+
+def indices(source: Array, arena: Arena) -> Array:
+    return source
+
+
 def empty_columns(arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
     return arena.take((columns, rows), dtype).T
 
@@ -105,8 +113,10 @@ def embedding_backward(d_out: Array, tokens: Array, d_table: Array, accumulate: 
 # --- linear ------------------------------------------------------------------------------------------
 
 
-def linear(x: Array, weight: Array, out: Array) -> None:
+def linear(x: Array, weight: Array, out: Array, residual: Array | None = None) -> None:
     np.matmul(x, weight.T, out=out)
+    if residual is not None:
+        np.add(out, residual, out=out)
 
 
 def linear_backward(
@@ -433,5 +443,5 @@ def _softmax_rows(z: Array, targets: Array, losses: Array, arena: Arena) -> Arra
     return total
 
 
-def mean_loss(losses: Array, count: Array) -> float:
-    return float(losses.sum(dtype=np.float64) / count[0])
+def mean_loss(losses: Array, count: Array, out: Array) -> None:
+    out[0] = losses.sum(dtype=np.float64) / count[0]
