@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import logging
 
-from kos.comm import recorder
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.mpi import MPIBackend
 from kos.comm.backends.tcp import TCPBackend
 from kos.comm.batch import Batch, Persistent
 from kos.comm.communicator import Communicator
+from kos.comm.recorder.on_signal import listen
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.rendezvous import MPIRendezvous, Rendezvous, check_timeout, default_rendezvous
 from kos.comm.work import Work
@@ -41,7 +41,7 @@ def init(
     if backend != "auto" and backend not in BACKENDS:
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     timeout = check_timeout(timeout)
-    recorder.listen()
+    listen()
     if rendezvous is None:
         rendezvous = MPIRendezvous(timeout=timeout) if backend == "mpi" else default_rendezvous(timeout)
     probes = _agree(backend, rendezvous)

@@ -47,7 +47,8 @@ class Batch:
     ) -> None:
         self._comm._batch = None
         if value is None:
-            self.works = [self._comm._launch(operation, depth=3) for operation in self.operations]
+            for operation in self.operations:
+                self.works.append(self._comm._launch(operation, depth=3))
             if not self._async_op:
                 self.wait()
 

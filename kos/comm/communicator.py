@@ -12,7 +12,7 @@ from kos.comm.arguments import check_tag, expect_dtype, in_and_out, refuse_overl
 from kos.comm.backend import Backend, Probe
 from kos.comm.batch import Batch, Persistent
 from kos.comm.operation import Operation
-from kos.comm.recorder import Group, Recorder, failed, started
+from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.rendezvous import Rendezvous, check_timeout
 from kos.comm.schedules import algorithms
@@ -477,7 +477,7 @@ class Communicator:
         return work if async_op else work.wait()
 
     def _launch(self, operation: Operation, depth: int = 4) -> Work:
-        """Launch a checked operation that was called ``depth`` frames above ``Recorder.record``, or higher."""
+        """Launch a checked operation, whose caller is ``depth`` frames above ``Recorder.record``."""
         self._check_open()
         # Stamped at the launch, not when it was checked: a call that is refused does not count.
         if operation.collective:
@@ -488,12 +488,10 @@ class Communicator:
             self._messages += 1
         self._recorder.record(self._group, operation, depth)
         try:
-            work = self.backend.start(operation)
+            return self.backend.start(operation)
         except Exception as error:
             failed(operation, error)
             raise
-        started(operation)
-        return work
 
     def _drain(self) -> None:
         for work in self.backend.engine.outstanding():

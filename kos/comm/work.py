@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Generator
+from time import time_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kos.comm import recorder
 from kos.comm.operation import Operation
+from kos.comm.recorder import COMPLETED, failed, started
 from kos.errors import CollectiveTimeout, KosError
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Engine:
         with self._lock:
             if not work.advance():
                 self._active.append(work)
+                started(work.operation)
 
     def poll(self) -> None:
         """Move every operation as far as it goes without waiting."""
@@ -85,7 +87,9 @@ class Work:
             next(steps)
         except StopIteration:
             self._steps = None
-            recorder.completed(self.operation)
+            record = self.operation.record
+            if record is not None:
+                record[COMPLETED] = time_ns()
             return True
         except Exception as error:
             self._fail(error)
@@ -144,4 +148,4 @@ class Work:
     def _fail(self, error: Exception) -> None:
         self._steps = None
         self._error = self.backend.failed(self.operation, error)
-        recorder.failed(self.operation, self._error)
+        failed(self.operation, self._error)

@@ -11,33 +11,30 @@ import itertools
 import json
 import logging
 import os
-import signal
-import sys
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from sys import _getframe
 from time import time_ns
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any, NamedTuple
 
 from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
-from kos.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
 VERSION = "2.10"  # of PyTorch's format
-SLOTS = 1024
+SLOTS = 1024  # a power of two
 """Operations that a rank remembers."""
 
-# Files whose frames are not a call site: the communicator's own.
-_OURS = frozenset(str(file) for file in Path(__file__).parent.parent.glob("*.py"))
+_LAST = SLOTS - 1
+_OURS = str(Path(__file__).parent.parent / "communicator.py")
 
-_COMPLETED, _ERROR = -2, -1
+COMPLETED, _ERROR = -2, -1
 
 
 class _Entry(NamedTuple):
@@ -50,7 +47,7 @@ class _Entry(NamedTuple):
     name: str
     sequence: int
     input_shape: tuple[int, ...] | None
-    output_shape: tuple[int, ...] | None | bool  # False: the input's
+    output_shape: tuple[int, ...] | bool | None  # False: the input's
     dtype: DType | None
     reduction: Reduction | None
     root: int | None
@@ -97,7 +94,7 @@ class Recorder:
         self._numbers = itertools.count()
         self._directory = os.environ.get("KOS_RECORDER_DIR")
         self._failed = False
-        _recorders.add(self)
+        recorders.add(self)
 
     def add(self, group: Group) -> int:
         """Take notice of a group, for as long as it is in use; returns its number on this rank."""
@@ -106,14 +103,17 @@ class Recorder:
         return number
 
     def record(self, group: Group, operation: Operation, depth: int) -> None:
-        """Note that ``operation`` is about to be launched; ``depth`` frames up may be the caller's."""
-        frame = sys._getframe(depth)
+        """Note that ``operation`` is about to be launched, as its caller ``depth`` frames up asked."""
+        try:
+            frame = _getframe(depth)
+        except ValueError:  # C called us
+            frame = _getframe(1)
         code = frame.f_code
-        while code.co_filename in _OURS and frame.f_back is not None:
+        while code.co_filename == _OURS and frame.f_back is not None:  # a collective made of collectives
             frame = frame.f_back
             code = frame.f_code
         send, recv, count = operation.send, operation.recv, self._count
-        self._slots[count % SLOTS] = operation.record = [
+        self._slots[count & _LAST] = operation.record = [
             group,
             time_ns(),
             code,
@@ -122,7 +122,7 @@ class Recorder:
             operation.sequence,
             send and send.array.shape,
             recv and recv is not send and recv.array.shape,
-            (send or recv) and (send or recv).dtype,  # type: ignore[union-attr]
+            send.dtype if send else recv and recv.dtype,
             operation.reduction,
             operation.root,
             operation.dst,
@@ -174,11 +174,10 @@ class Recorder:
         """
         path = Path(path or Path(self._directory or ".") / f"rank_{self.rank}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=path.name, suffix=".part", delete=False
-        ) as file:
-            json.dump(self.to_dict(reason), file)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".dump") as aside:
+            part = Path(aside, path.name)
+            part.write_text(json.dumps(self.to_dict(reason)))
+            part.replace(path)
         return path
 
     def leave_dump(self, reason: str) -> None:
@@ -197,73 +196,22 @@ class Recorder:
             self.leave_dump(f"{type(error).__name__}: {error}")
 
 
-_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+"""All recorders of this process."""
 
 
 def started(operation: Operation) -> None:
-    """A backend took the operation."""
+    """The operation is under way and has to wait."""
     if operation.record is not None:
         operation.record[_STARTED] = True
-
-
-def completed(operation: Operation) -> None:
-    """The operation is over."""
-    if operation.record is not None:
-        operation.record[_COMPLETED] = time_ns()
 
 
 def failed(operation: Operation, error: Exception) -> None:
     """The operation failed; leaves a dump where one is wanted."""
     record = operation.record
     if record is not None and record[_ERROR] is None:
-        record[_COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
+        record[COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
         record[0].recorder.fail(error)
-
-
-def dump_on_signal(number: int) -> None:
-    """Dump every recorder of this process when signal ``number`` arrives; a handler it had is called after it.
-
-    To be called from the main thread.  ``kos.init`` does it for the signal that KOS_RECORDER_SIGNAL names
-    (``USR2`` or ``12``).  Python runs handlers between two of its own instructions: a rank that is stuck
-    inside a C function does not answer.
-    """
-    previous = signal.getsignal(number)
-    if previous is _on_signal:
-        return
-    if callable(previous):
-        _previous[number] = previous
-    signal.signal(number, _on_signal)
-
-
-def listen() -> None:
-    """``dump_on_signal`` as the environment asks for it.  Raises InvalidArgument for a signal that is none."""
-    wanted = os.environ.get("KOS_RECORDER_SIGNAL")
-    if not wanted:
-        return
-    try:
-        number = int(wanted) if wanted.isdecimal() else signal.Signals["SIG" + wanted.upper().removeprefix("SIG")]
-        number = signal.Signals(number)
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError
-    except (KeyError, ValueError):
-        raise InvalidArgument(
-            f"KOS_RECORDER_SIGNAL: expected a signal that can be caught, such as USR2, got {wanted!r}"
-        ) from None
-    if threading.current_thread() is threading.main_thread():
-        dump_on_signal(number)
-
-
-_previous: dict[int, Any] = {}
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    for recorder in list(_recorders):
-        try:
-            recorder.dump(reason=f"signal {signal.Signals(number).name}")
-        except OSError as error:
-            log.warning("rank %d: no flight record was left: %s", recorder.rank, error)
-    if number in _previous:
-        _previous[number](number, frame)
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
@@ -298,17 +246,17 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         yield entry | {"collective_seq_id": e.sequence}
         return
     entry["p2p_seq_id"] = e.sequence
-    nothing = {"output_sizes": [], "output_dtypes": []}
     if e.dst is not None:
         name = f"{group.backend}:send {group.rank}->{e.dst}"
-        yield entry | nothing | {"profiling_name": name, "tag": e.tag}
+        no_output: dict[str, Any] = {"output_sizes": [], "output_dtypes": []}
+        yield entry | no_output | {"profiling_name": name, "tag": e.tag}
     if e.src is not None:
-        nothing = {"input_sizes": [], "input_dtypes": []}
         name = f"{group.backend}:recv {group.rank}<-{e.src}"
-        yield entry | nothing | {"profiling_name": name, "tag": e.recv_tag}
+        no_input: dict[str, Any] = {"input_sizes": [], "input_dtypes": []}
+        yield entry | no_input | {"profiling_name": name, "tag": e.recv_tag}
 
 
-def _sizes(shape: tuple[int, ...] | None | bool) -> list[list[int]]:
+def _sizes(shape: tuple[int, ...] | bool | None) -> list[list[int]]:
     return [list(shape)] if isinstance(shape, tuple) else []
 
 
