@@ -408,7 +408,7 @@ class Communicator:
         if self.backend.broken is not None:
             self._give_up(self.backend.broken)  # ranks out of step cannot close together
             return
-        self._recorder.leave_dump("closed")
+        self._recorder.close(self._group)
         self._drain()
         self._closed = True
         self.backend.close()
@@ -430,7 +430,7 @@ class Communicator:
         for work in self.backend.engine.outstanding():
             if work.backend is self.backend:
                 work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
-        self._recorder.leave_dump(f"given up: {reason}")
+        self._recorder.close(self._group, f"given up: {reason}")
 
     def __enter__(self) -> Communicator:
         return self

@@ -92,6 +92,7 @@ class Recorder:
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
+        self._open: set[int] = set()
         self._directory = os.environ.get("KOS_RECORDER_DIR")
         self._failed = False
         recorders.add(self)
@@ -100,7 +101,15 @@ class Recorder:
         """Take notice of a group, for as long as it is in use; returns its number on this rank."""
         number = next(self._numbers)
         self._groups[number] = group
+        self._open.add(number)
         return number
+
+    def close(self, group: Group, reason: str = "closed") -> None:
+        """The communicator of that group is closed; with the last one, signals concern this recorder no more."""
+        self.leave_dump(reason)
+        self._open.discard(group.number)
+        if not self._open:
+            recorders.discard(self)
 
     def record(self, group: Group, operation: Operation, depth: int) -> None:
         """Note that ``operation`` is about to be launched, as its caller ``depth`` frames up asked."""
@@ -197,7 +206,7 @@ class Recorder:
 
 
 recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-"""All recorders of this process."""
+"""Those of this process that a signal concerns."""
 
 
 def started(operation: Operation) -> None:
