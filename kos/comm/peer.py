@@ -22,6 +22,7 @@ from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda import driver, load_kernel
 from kos.cuda.devices import device_info
+from kos.cuda.driver import call, cu
 from kos.dtypes import DType
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
@@ -93,7 +94,7 @@ class PeerEngine:
         sharing = max(sum(uuid == other for other, *_ in facts) for uuid, *_ in facts)
         self.blocks = min(CHANNELS, min(int(count) for _, count, _ in facts) // sharing)
         self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
-        self.staging = staging
+        self.staging = staging // 16 * 16
         self._macros = dict(macros, RANKS=self.size)
         self._memories: list[SymmetricMemory] = []
         self._record = pinned_empty(16, np.uint64, device)
@@ -168,10 +169,11 @@ class PeerEngine:
 
     def _kernel(self, file: str, launch: Launch, dtype: DType, op: ReduceOp, **macros: Any) -> Any:
         name = "uint8" if dtype.name == "bool" else dtype.name
-        return load_kernel(
+        kernel = load_kernel(
             KERNELS / file, launch.algorithm, self.device,
             DTYPE=name, OP=op.name, THREADS=launch.threads, ONLY=launch.algorithm.upper(), **macros, **self._macros,
         )  # fmt: skip
+        return _loaded(kernel)
 
     def _bind_packets(
         self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float, stream: Any
@@ -201,10 +203,12 @@ class PeerEngine:
     def _bind_direct(
         self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, stream: Any
     ) -> Callable[[], None]:
-        nbytes = count * dtype.itemsize
-        staged = (self.memory.peer_pointers.pointer, self._in), (self.memory.peer_pointers.pointer, self._out)
+        nbytes, itemsize, table = count * dtype.itemsize, dtype.itemsize, self.memory.peer_pointers.pointer
         source, target = self._symmetric(send, nbytes), self._symmetric(recv, nbytes)
-        piece = count if source and target else self.staging // dtype.itemsize
+        zero_copy = source is not None and target is not None
+        pieces = 1 if zero_copy else -(-nbytes // self.staging)
+        vector = 16 // itemsize
+        piece = count if zero_copy else -(-count // pieces // vector) * vector
         shared = 0
         if launch.algorithm == "bulk":
             shared = (launch.stages * self.size + 2) * launch.tile + 8 * launch.stages
@@ -214,8 +218,9 @@ class PeerEngine:
         blocks = min(launch.blocks or self.blocks, self.blocks)
         return kernel.bind(
             stream, blocks, launch.threads,
-            self._context.pointer, self.memory.pointer, self.rank, *(source or staged[0]), *(target or staged[1]),
-            0 if source else send, 0 if target else recv, count, piece, shared=shared,
+            self._context.pointer, self.memory.pointer, self.rank,
+            *(source if zero_copy else (table, self._in)), *(target if zero_copy else (table, self._out)),
+            0 if zero_copy else send, 0 if zero_copy else recv, count, piece, shared=shared,
         )  # fmt: skip
 
     def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
@@ -228,7 +233,7 @@ class PeerEngine:
 
     def bind_barrier(self, *, stream: Any = None) -> Callable[[], None]:
         """A function that queues a barrier of all ranks' streams."""
-        kernel = load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros)
+        kernel = _loaded(load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros))
         return kernel.bind(stream, 1, 32, self._context.pointer, self.memory.pointer, self.rank)
 
     @property
@@ -264,3 +269,11 @@ class PeerEngine:
         else:
             self.memory.close()
         self._memories.clear()
+
+
+def _loaded(kernel: Any) -> Any:
+    """The kernel, on its device now: CUDA would load it at its first launch, and wait for kernels that run,
+    which may be another rank's that waits for this one."""
+    with driver.on_device(kernel.device):
+        call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(kernel.handle.handle)))
+    return kernel

@@ -142,7 +142,7 @@ def reduce_once(
 
 def every_dtype(rendezvous: Rendezvous, device: int, launch: Launch, start: int) -> None:
     rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     size = rendezvous.size
     for dtype in DTYPES:
         op = ReduceOp.AVG if dtype.kind not in "iu" else ReduceOp.SUM
@@ -158,7 +158,7 @@ def every_dtype(rendezvous: Rendezvous, device: int, launch: Launch, start: int)
 
 def every_op(rendezvous: Rendezvous, device: int, launch: Launch, start: int) -> None:
     rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     size = rendezvous.size
     floats = [ReduceOp.SUM, ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG, ReduceOp.PREMUL_SUM]
     ints = [ReduceOp.PROD, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
@@ -187,7 +187,7 @@ def test_every_op(launch: Launch) -> None:
 def ring_order(rendezvous: Rendezvous, device: int, start: int) -> None:
     """Chunk b is added from rank b on: values for which every order gives another sum."""
     rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     size, blocks, per = rendezvous.size, 2, 40
     count = size * blocks * per * 3  # float32: 3 to a packet
     inputs = [(rng.standard_normal(count) * 10.0 ** rng.integers(-6, 7, count)).astype(np.float32) for _ in range(size)]
@@ -209,7 +209,7 @@ def test_ring_adds_in_ring_order() -> None:
 
 def zero_copy(rendezvous: Rendezvous, device: int, start: int) -> None:
     rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     with SymmetricMemory(rendezvous, 64 << 20, device) as memory:
         engine.register(memory)
         for launch in (LAUNCHES[-2], LAUNCHES[-1], Launch("bulk", blocks=8, threads=256)):
@@ -234,7 +234,7 @@ def storm(
 ) -> int:
     """Many graphs of back-to-back operations on changing data; the number of wrong elements on this rank."""
     rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, staging=1 << 14, **macros)
+    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14, **macros)
     stream = cuda.create_stream(device)
     size, rank, wrong = rendezvous.size, rendezvous.rank, 0
     dtype = np.dtype(np.int32)
@@ -337,7 +337,7 @@ def test_abort_ends_a_wait() -> None:
 
 
 def barriers(rendezvous: Rendezvous, device: int) -> None:
-    engine = PeerEngine(rendezvous, device, staging=1 << 14)
+    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     stream = cuda.create_stream(device)
     run = engine.bind_barrier(stream=stream)
     with cuda.capture(stream) as graph:

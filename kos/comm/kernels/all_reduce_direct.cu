@@ -7,8 +7,8 @@
 //
 // in_table[r] + in_offset is rank r's input as this rank sees it, 16-byte aligned; the same for the output, which
 // may be the input.  Where the users' buffers are not symmetric, ``source`` and ``target`` are theirs, and the
-// message goes through the tables' buffers ``piece`` elements at a time; a piece's first barrier then also
-// says that all have taken the last piece out.
+// message goes through the tables' buffers (padded to whole vectors) ``piece`` elements at a time.  A piece's first
+// barrier then also says that all have taken the piece before out of the same places: so all pieces are cut alike.
 #include "channel.cuh"
 #include "reduce.cuh"
 
@@ -51,38 +51,38 @@ __device__ __forceinline__ void store(u64 address, const Vector& v) {
                  : "memory");
 }
 
-// How ``count`` elements are cut: whole vectors into one chunk a rank, a chunk into tiles; and the elements left.
+// How ``count`` elements, of ``piece`` at most, are cut: vectors into one chunk a rank, a chunk into tiles.
 struct Cut {
-    long long vectors, chunk, count;
-    __device__ explicit Cut(long long count) : vectors(count / PER_VECTOR), count(count) {
-        chunk = (vectors + RANKS - 1) / RANKS;
+    long long count, vectors, chunk;
+    __device__ Cut(long long count, long long piece, bool padded)
+        : count(count), vectors((count + (padded ? PER_VECTOR - 1 : 0)) / PER_VECTOR) {
+        chunk = ((piece + PER_VECTOR - 1) / PER_VECTOR + RANKS - 1) / RANKS;
         chunk = (chunk + 7) / 8 * 8;  // 128-byte lines
     }
     __device__ long long begin(int r) const { return min(r * chunk, vectors); }
     __device__ long long end(int r) const { return min((r + 1) * chunk, vectors); }
 };
 
-// Copy this channel's tiles of all chunks, and channel 0 the elements after the last vector.
+// Copy this channel's tiles of all chunks.
 __device__ void copy_share(char* to, const char* from, const Cut& cut, int tile) {
     const bool aligned = (reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from)) % 16 == 0;
     for (int r = 0; r < RANKS; r++) {
         const long long begin = cut.begin(r), end = cut.end(r);
         for (long long t = begin + (long long)blockIdx.x * tile; t < end; t += (long long)gridDim.x * tile) {
             const long long stop = min(t + tile, end);
-            if (aligned) {
+            if (aligned && stop * PER_VECTOR <= cut.count) {
                 for (long long i = t + threadIdx.x; i < stop; i += blockDim.x)
                     reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
             } else {
-                for (long long i = t * PER_VECTOR + threadIdx.x; i < stop * PER_VECTOR; i += blockDim.x)
+                const long long last = min(stop * PER_VECTOR, cut.count);
+                for (long long i = t * PER_VECTOR + threadIdx.x; i < last; i += blockDim.x)
                     reinterpret_cast<Bits*>(to)[i] = reinterpret_cast<const Bits*>(from)[i];
             }
         }
     }
-    const long long i = cut.vectors * PER_VECTOR + threadIdx.x;
-    if (blockIdx.x == 0 && i < cut.count) reinterpret_cast<Bits*>(to)[i] = reinterpret_cast<const Bits*>(from)[i];
 }
 
-// The elements after the last vector: the last rank's channel 0 adds them.
+// The elements after the last whole vector: the last rank's channel 0 adds them.
 __device__ __noinline__ void reduce_rest(const u64* in_table, long long in_offset, const u64* out_table,
                                          long long out_offset, long long vectors, long long count, unsigned rank) {
     const long long i = vectors * PER_VECTOR + threadIdx.x;
@@ -116,14 +116,14 @@ __device__ __forceinline__ void each_piece(Channel& channel, const u64* in_table
                                            char* target, long long count, long long piece, int tile, Work work) {
     const unsigned rank = channel.rank;
     for (long long base = 0; base < count; base += piece) {
-        const Cut cut(min(piece, count - base));
+        const Cut cut(min(piece, count - base), piece, source);
         if (source)
             copy_share(reinterpret_cast<char*>(in_table[rank] + in_offset), source + base * sizeof(Bits), cut, tile);
         stall(rank, channel.barriers, 0);
         channel.barrier(0);
         stall(rank, channel.barriers, 1);
         work(cut);
-        reduce_rest(in_table, in_offset, out_table, out_offset, cut.vectors, cut.count, rank);
+        if (!source) reduce_rest(in_table, in_offset, out_table, out_offset, cut.vectors, cut.count, rank);
         channel.barrier(1);
         if (target)
             copy_share(target + base * sizeof(Bits), reinterpret_cast<char*>(out_table[rank] + out_offset), cut, tile);

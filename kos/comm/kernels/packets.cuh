@@ -90,14 +90,15 @@ __device__ __forceinline__ void send(u64 address, const Words& w, unsigned epoch
     }
 }
 
-// Look at a packet; returns the flag that came with it.
+// Look at a packet; returns the flag that came with it.  volatile, because ptxas narrows a relaxed load to the words
+// that are used, and reads them one by one.
 __device__ __forceinline__ unsigned look(u64 address, Words& w) {
     u64 low, high;
     if constexpr (LINES) {
-        asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(address) : "memory");
+        asm volatile("ld.volatile.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(address) : "memory");
         w[3] = unsigned(high >> 32);
     } else {
-        asm volatile("{ .reg .b128 x; ld.relaxed.sys.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
+        asm volatile("{ .reg .b128 x; ld.volatile.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
                      : "=l"(low), "=l"(high)
                      : "l"(address)
                      : "memory");
