@@ -1,0 +1,122 @@
+// AdamW over flat arrays: gradient norm, clipping, learning rate and update, all on the device.
+//
+// `squares` and `finish_norm` give the sum of squares of the gradients (between them and `prepare` it may be
+// summed over ranks).  `prepare`, one thread, reads the step counter, evaluates the schedule, folds averaging
+// and clipping into one factor, and counts the step; a norm that is not finite leaves everything as it is.
+// `adamw` updates fp32 master weights and both moments and writes the bf16 copy in the same pass: 30 bytes an
+// element with bf16 gradients, 32 with fp32.  A block takes one chunk, whose elements are all decayed or all
+// not.
+//
+// -DGRADIENT -DWEIGHT (dtype of the copy; -DCOPY=0: there is none)
+#include "vectors.cuh"
+
+constexpr int W = 4;
+
+struct State {  // doubles, read by the host by index
+    double step, lr, norm, scale, step_size, root, decay, finite, sum_of_squares;
+};
+
+struct Chunk {
+    long start;
+    int length, decayed;
+};
+
+__device__ __forceinline__ bool wide(const void* p, int bytes) { return (unsigned long long)p % bytes == 0; }
+
+// partial (gridDim.x,): fp32 within 16 bytes, double beyond.
+extern "C" __global__ void __launch_bounds__(512) squares(const GRADIENT* g, long n, double* partial) {
+    constexpr int V = 16 / sizeof(GRADIENT);
+    double total = 0;
+    const long stride = long(gridDim.x) * blockDim.x * V;
+    long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * V;
+#pragma unroll 4
+    for (; i + V <= n; i += stride) {
+        float x[V], sum = 0;
+        load(x, g + i);
+#pragma unroll
+        for (int j = 0; j < V; ++j) sum += x[j] * x[j];
+        total += sum;
+    }
+    for (int j = 0; i + j < n && j < V; ++j) total += double(widen(g[i + j])) * widen(g[i + j]);
+    total = block_sum(total);
+    if (threadIdx.x == 0) partial[blockIdx.x] = total;
+}
+
+extern "C" __global__ void finish_norm(const double* partial, int blocks, State* state) {
+    double total = 0;
+    for (int i = threadIdx.x; i < blocks; i += blockDim.x) total += partial[i];
+    total = block_sum(total);
+    if (threadIdx.x == 0) state->sum_of_squares = total;
+}
+
+// shape: 0 cosine, 1 constant, 2 wsd, as kos.train.optimizer.Schedule.
+__device__ double learning_rate(long step, int shape, double lr, double min_lr, long steps, long warmup, long decay) {
+    if (step < warmup) return lr * (step + 1) / warmup;
+    if (shape == 1) return lr;
+    const long start = shape == 0 ? warmup : (warmup > steps - decay ? warmup : steps - decay);
+    const double span = steps - start > 1 ? steps - start : 1;
+    double progress = step > start ? (step - start) / span : 0;
+    progress = progress < 1 ? progress : 1;
+    const double share = shape == 0 ? 0.5 * (1 + cospi(progress)) : 1 - progress;
+    return min_lr + share * (lr - min_lr);
+}
+
+// One thread.  `average`: what the summed gradients are multiplied by; max_norm 0 turns clipping off.
+extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,
+                                   long decay_steps, double beta1, double beta2, double weight_decay,
+                                   double average, double max_norm) {
+    const double norm = sqrt(state->sum_of_squares) * average;
+    state->norm = norm;
+    state->finite = isfinite(norm);
+    if (!isfinite(norm)) return;
+    const double rate = learning_rate(long(state->step), shape, lr, min_lr, steps, warmup, decay_steps);
+    const double t = state->step += 1;
+    const double clip = max_norm / (norm + 1e-6);
+    state->lr = rate;
+    state->scale = average * (max_norm > 0 && clip < 1 ? clip : 1);
+    state->step_size = rate / (1 - pow(beta1, t));
+    state->root = 1 / sqrt(1 - pow(beta2, t));
+    state->decay = 1 - rate * weight_decay;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+adamw(float* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg_sq, WEIGHT* copy,
+      const Chunk* chunks, const State* state, float beta1, float beta2, float eps) {
+    if (!state->finite) return;
+    const Chunk chunk = chunks[blockIdx.x];
+    const float scale = state->scale, step_size = state->step_size, root = state->root;
+    const float decay = chunk.decayed ? state->decay : 1.0;
+    float* w_at = weights + chunk.start;
+    const GRADIENT* g_at = gradients + chunk.start;
+    float *m_at = exp_avg + chunk.start, *v_at = exp_avg_sq + chunk.start;
+    WEIGHT* copy_at = copy + chunk.start;
+
+    auto update = [&](float& w, float g, float& m, float& v) {
+        g *= scale;
+        m = beta1 * m + (1 - beta1) * g;
+        v = beta2 * v + (1 - beta2) * (g * g);
+        w = w * decay - step_size * (m / (sqrtf(v) * root + eps));
+    };
+    // 16 bytes of fp32, 8 of bf16.
+    const bool aligned = wide(w_at, 16) && wide(m_at, 16) && wide(v_at, 16) && wide(g_at, W * sizeof(GRADIENT)) &&
+                         wide(copy_at, W * sizeof(WEIGHT));
+    const int packs = aligned ? chunk.length / W : 0;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < packs; i += 256) {
+        float w[W], g[W], m[W], v[W];
+        load(w, w_at + i * W);
+        load_few(g, g_at + i * W);
+        load(m, m_at + i * W);
+        load(v, v_at + i * W);
+#pragma unroll
+        for (int j = 0; j < W; ++j) update(w[j], g[j], m[j], v[j]);
+        store(w_at + i * W, w);
+        store(m_at + i * W, m);
+        store(v_at + i * W, v);
+        if (COPY) store_few(copy_at + i * W, w);
+    }
+    for (int i = packs * W + threadIdx.x; i < chunk.length; i += 256) {
+        update(w_at[i], widen(g_at[i]), m_at[i], v_at[i]);
+        if (COPY) narrow(w_at[i], copy_at[i]);
+    }
+}

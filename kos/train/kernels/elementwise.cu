@@ -1,0 +1,70 @@
+// add, cast, swiglu and its backward: one pass, 16-byte accesses, nothing kept.
+//
+// -DDTYPE (activations) -DWIDTH -DCOLUMNS (swiglu's F, a constant so that rows and columns of an index cost
+// no division) -DSOURCE (cast's input).  Grids cover all packs of WIDTH elements; `packs` is their number.
+#include "vectors.cuh"
+
+using T = DTYPE;
+constexpr int W = WIDTH;
+
+__device__ __forceinline__ long pack_index() { return long(blockIdx.x) * blockDim.x + threadIdx.x; }
+
+// out = a + b; out may be a or b.
+extern "C" __global__ void add(const T* a, const T* b, T* out, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    float x[W], y[W];
+    load(x, a + i * W);
+    load(y, b + i * W);
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] += y[j];
+    store(out + i * W, x);
+}
+
+extern "C" __global__ void cast(const SOURCE* source, T* out, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    float x[W];
+    load(x, source + i * W);
+    store(out + i * W, x);
+}
+
+// 1 / (1 + exp(-x)): goes to 0 and 1 at the ends, without overflow of what it multiplies.
+__device__ __forceinline__ float sigmoid(float x) {
+    if constexpr (sizeof(T) == 2) return __fdividef(1.0f, 1.0f + __expf(-x));
+    return 1.0f / (1.0f + expf(-x));
+}
+
+// gate_up (rows, 2 F) holds gate, then up; out (rows, F) = gate sigmoid(gate) up.
+extern "C" __global__ void swiglu(const T* gate_up, T* out, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    const long row = i / (COLUMNS / W);
+    const T* at = gate_up + i * W + row * COLUMNS;
+    float gate[W], up[W];
+    load(gate, at);
+    load(up, at + COLUMNS);
+#pragma unroll
+    for (int j = 0; j < W; ++j) gate[j] *= sigmoid(gate[j]) * up[j];
+    store(out + i * W, gate);
+}
+
+// With s = sigmoid(gate): d_up = d_out gate s, d_gate = d_out up s (1 + gate (1 - s)).
+extern "C" __global__ void swiglu_backward(const T* d_out, const T* gate_up, T* d_gate_up, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    const long at = i * W + i / (COLUMNS / W) * COLUMNS;
+    float gate[W], up[W], d[W];
+    load(d, d_out + i * W);
+    load(gate, gate_up + at);
+    load(up, gate_up + at + COLUMNS);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+        const float s = sigmoid(gate[j]);
+        const float d_up = d[j] * gate[j] * s;
+        gate[j] = d[j] * up[j] * s * (1.0f + gate[j] * (1.0f - s));
+        up[j] = d_up;
+    }
+    store(d_gate_up + at, gate);
+    store(d_gate_up + at + COLUMNS, up);
+}

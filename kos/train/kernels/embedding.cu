@@ -1,0 +1,155 @@
+// Embedding and its backward without float atomics: the same bits every time.
+//
+// Backward: tokens are sorted by a stable radix sort of 9-bit digits (two passes up to 262,144 tokens of
+// vocabulary), three kernels a pass: `digit_counts` of tiles of 1024, one `scan`, `scatter`.  A position's
+// place in its tile is the number of equal digits before it, counted in shared memory.  `sum_runs` then adds
+// the rows of each run of equal tokens, 32 sorted positions a block, in order; a run that leaves a block goes
+// as partial sums to `join_runs`, which adds those of neighbouring blocks, in order.
+//
+// -DDTYPE -DWIDTH -DCOLUMNS (D) -DGRADIENT (dtype of d_table) -DACCUMULATE
+#include "vectors.cuh"
+
+using T = DTYPE;
+constexpr int W = WIDTH, D = COLUMNS;
+constexpr int DIGITS = 512, TILE = 1024, RUN = 32;
+
+// out (n, D) = rows of table (vocabulary, D); a token outside gives NaN.
+extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, unsigned vocabulary, long packs) {
+    const long item = long(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (item >= packs) return;
+    const unsigned token = tokens[item / (D / W)];
+    float x[W];
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = __int_as_float(0x7fffffff);
+    if (token < vocabulary) load(x, table + long(token) * D + item % (D / W) * W);
+    store(out + item * W, x);
+}
+
+__device__ __forceinline__ int digit_of(int key, int shift) { return key >> shift & (DIGITS - 1); }
+
+// counts (DIGITS, gridDim.x): how often each digit occurs in each tile.
+extern "C" __global__ void __launch_bounds__(TILE) digit_counts(const int* keys, int n, int shift, int* counts) {
+    __shared__ int here[DIGITS];
+    if (threadIdx.x < DIGITS) here[threadIdx.x] = 0;
+    __syncthreads();
+    const int i = blockIdx.x * TILE + threadIdx.x;
+    if (i < n) atomicAdd(&here[digit_of(keys[i], shift)], 1);
+    __syncthreads();
+    if (threadIdx.x < DIGITS) counts[threadIdx.x * gridDim.x + blockIdx.x] = here[threadIdx.x];
+}
+
+// counts (DIGITS x tiles) become their exclusive sums.  One block of 512 threads, a digit each.
+extern "C" __global__ void __launch_bounds__(DIGITS) scan(int* counts, int tiles) {
+    __shared__ int warps[DIGITS / 32];
+    int* mine = counts + threadIdx.x * tiles;
+    int total = 0;
+#pragma unroll 8
+    for (int i = 0; i < tiles; ++i) total += mine[i];
+    int before = total;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset <<= 1) {
+        const int left = __shfl_up_sync(~0u, before, offset);
+        if (threadIdx.x % 32 >= offset) before += left;
+    }
+    if (threadIdx.x % 32 == 31) warps[threadIdx.x / 32] = before;
+    __syncthreads();
+    before -= total;
+    for (int i = 0; i < threadIdx.x / 32; ++i) before += warps[i];
+#pragma unroll 8
+    for (int i = 0; i < tiles; ++i) {
+        const int count = mine[i];
+        mine[i] = before;
+        before += count;
+    }
+}
+
+// Keys and positions to their places by one digit.  `positions` null: a key's position is its index.
+extern "C" __global__ void __launch_bounds__(TILE)
+scatter(const int* keys, const int* positions, int n, int shift, const int* offsets, int* keys_out,
+        int* positions_out) {
+    __shared__ __align__(16) int digits[TILE];
+    const int i = blockIdx.x * TILE + threadIdx.x;
+    const int key = i < n ? keys[i] : -1;
+    const int digit = i < n ? digit_of(key, shift) : -1;
+    digits[threadIdx.x] = digit;
+    __syncthreads();
+    if (i >= n) return;
+    int rank = 0;
+    const Quad* quads = reinterpret_cast<const Quad*>(digits);
+    const int whole = threadIdx.x / 32 * 8;  // four digits at a time, up to this warp's own
+    for (int k = 0; k < whole; ++k) {
+        const Quad q = quads[k];
+        rank += (int(q.x) == digit) + (int(q.y) == digit) + (int(q.z) == digit) + (int(q.w) == digit);
+    }
+    for (int k = whole * 4; k < threadIdx.x; ++k) rank += digits[k] == digit;
+    const int at = offsets[digit * gridDim.x + blockIdx.x] + rank;
+    keys_out[at] = key;
+    positions_out[at] = positions ? positions[i] : i;
+}
+
+template <class G>
+__device__ __forceinline__ void put(G* d_table, int key, unsigned vocabulary, int column, float (&sum)[W]) {
+    if (unsigned(key) >= vocabulary) return;
+    G* at = d_table + long(key) * D + column;
+    if (ACCUMULATE) {
+        float there[W];
+        load(there, at);
+#pragma unroll
+        for (int j = 0; j < W; ++j) sum[j] += there[j];
+    }
+    store(at, sum);
+}
+
+// Block (x, y): sorted positions [32 x, 32 x + 32), columns from y blockDim.x W.  edges (gridDim.x, 2, D): the
+// sums of a run that comes from the block before (0), and of one that starts here and goes on (1).
+extern "C" __global__ void sum_runs(const T* d_out, const int* keys, const int* positions, int n, GRADIENT* d_table,
+                                    unsigned vocabulary, float* edges) {
+    __shared__ int key[RUN + 2], position[RUN];  // with the keys before and after
+    const int first = blockIdx.x * RUN, count = min(RUN, n - first);
+    if (threadIdx.x < RUN && threadIdx.x < count) position[threadIdx.x] = positions[first + threadIdx.x];
+    for (int i = threadIdx.x; i < count + 2; i += blockDim.x) {
+        const int at = first + i - 1;
+        key[i] = at >= 0 && at < n ? keys[at] : -1;
+    }
+    __syncthreads();
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
+    if (column >= D) return;
+    float sum[W] = {};
+    bool from_before = key[0] == key[1] && first > 0;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+        float x[W];
+        load(x, d_out + long(position[i]) * D + column);
+#pragma unroll
+        for (int j = 0; j < W; ++j) sum[j] += x[j];
+        const bool goes_on = key[i + 1] == key[i + 2] && first + i + 1 < n;
+        if (goes_on && i + 1 < count) continue;
+        if (from_before)
+            store(edges + long(blockIdx.x) * 2 * D + column, sum);
+        else if (goes_on)
+            store(edges + (long(blockIdx.x) * 2 + 1) * D + column, sum);
+        else
+            put(d_table, key[i + 1], vocabulary, column, sum);
+        from_before = false;
+#pragma unroll
+        for (int j = 0; j < W; ++j) sum[j] = 0;
+    }
+}
+
+// A run that starts in block x and goes on: its partial sums, in order.
+extern "C" __global__ void join_runs(const int* keys, int n, GRADIENT* d_table, unsigned vocabulary,
+                                     const float* edges) {
+    const int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
+    const int last = (blockIdx.x + 1) * RUN - 1;
+    if (column >= D || last + 1 >= n || keys[last] != keys[last + 1]) return;
+    const int key = keys[last], first = blockIdx.x * RUN;
+    if (first > 0 && keys[first] == key && keys[first - 1] == key) return;  // it started earlier
+    float sum[W], x[W];
+    load(sum, edges + (long(blockIdx.x) * 2 + 1) * D + column);
+    for (int block = blockIdx.x + 1; block * RUN < n && keys[block * RUN] == key; ++block) {
+        load(x, edges + long(block) * 2 * D + column);
+#pragma unroll
+        for (int j = 0; j < W; ++j) sum[j] += x[j];
+    }
+    put(d_table, key, vocabulary, column, sum);
+}

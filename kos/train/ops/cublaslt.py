@@ -1,0 +1,244 @@
+"""Matrix products by cuBLASLt: row-major operands, any transposition, added to what is there if asked.
+
+A plan is made once per shape: descriptors, and the algorithm.  That is cuBLASLt's first suggestion, or with
+``search`` the fastest of the first ``CANDIDATES``, timed on the real operands and kept on disk for every
+later process: timing is not reproducible, a stored choice is.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.cuda import driver, streams
+from kos.cuda.devices import device_info
+from kos.cuda.driver import call, cu
+from kos.errors import BackendUnavailable, InvalidArgument
+from kos.memory.array import Array
+
+log = logging.getLogger(__name__)
+
+WORKSPACE = 32 << 20  # bytes; what cuBLAS itself takes on Hopper
+CANDIDATES = 12
+REPEATS = 5
+ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t), by cuBLASLt's promise to be stored as it is
+_DATA_TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType_t
+_COMPUTE_32F, _SCALE_32F = 68, 0
+
+
+class Plan(NamedTuple):
+    """What a call of one shape hands to cuBLASLt."""
+
+    operation: int
+    layouts: tuple[int, int, int]
+    algorithm: np.ndarray[Any, Any]
+
+
+class Matmul:
+    """out (M, N) = op(a) op(b) + c, in the order of one stream; fp32 inside, whatever the operands are."""
+
+    def __init__(self, device: int, stream: Any, *, search: bool = False) -> None:
+        self.device = device
+        self.stream = streams.handle(stream)
+        self.search = search
+        self.lt = _library()
+        with driver.on_device(device):
+            self._handle = self.lt.create()
+        self.workspace = Array.empty(WORKSPACE, np.uint8, device, stream=stream, label="cuBLASLt workspace")
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._constants = np.array([0, 1], np.float32)
+        self._zero, self._one = (self._constants.ctypes.data + 4 * i for i in range(2))
+        self._stored = _Stored(f"{device_info(device).name}-{self.lt.get_version()}") if search else None
+
+    def __call__(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        *,
+        transpose_a: bool = False,
+        transpose_b: bool = False,
+        c: Array | None = None,
+    ) -> None:
+        """``a`` (M, K), or (K, M) if transposed; ``b`` (K, N) likewise; ``c`` like ``out``, and may be it."""
+        if not out.size:
+            return
+        key = (a.shape, b.shape, a.dtype, out.dtype, transpose_a, transpose_b, c is not None,
+               *(_alignment(x) for x in (a, b, out if c is None else c, out)))  # fmt: skip
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c)
+        self._run(plan, plan.algorithm.ctypes.data, a, b, c, out)
+
+    def _run(self, plan: Plan, algorithm: int, a: Array, b: Array, c: Array | None, out: Array) -> None:
+        # Row-major out is column-major out^T = op(b)^T op(a)^T: the operands change places, nothing is moved.
+        first, second, result = plan.layouts
+        self.lt.matmul(
+            self._handle, plan.operation, self._one, b.pointer, first, a.pointer, second,
+            self._zero if c is None else self._one, out.pointer if c is None else c.pointer, result,
+            out.pointer, result, algorithm, self.workspace.pointer, WORKSPACE, self.stream,
+        )  # fmt: skip
+
+    def _plan(
+        self,
+        key: tuple[Any, ...],
+        a: Array,
+        b: Array,
+        out: Array,
+        transpose_a: bool,
+        transpose_b: bool,
+        c: Array | None,
+    ) -> Plan:
+        m, k = reversed(a.shape) if transpose_a else a.shape
+        k_of_b, n = reversed(b.shape) if transpose_b else b.shape
+        if k != k_of_b or out.shape != (m, n) or (c is not None and (c.shape, c.dtype) != (out.shape, out.dtype)):
+            raise InvalidArgument(
+                f"matmul: expected (M, K) (K, N) -> (M, N), got {a.shape}{'^T' * transpose_a} "
+                f"{b.shape}{'^T' * transpose_b} -> {out.shape}"
+            )
+        if a.dtype is not b.dtype or not {a.dtype.name, out.dtype.name} <= _DATA_TYPES.keys():
+            raise InvalidArgument(f"matmul: expected float32 or bfloat16, got {a.dtype}, {b.dtype} -> {out.dtype}")
+        lt = self.lt
+        operation = lt.matmul_desc_create(_COMPUTE_32F, _SCALE_32F)
+        for name, transposed in (("TRANSA", transpose_b), ("TRANSB", transpose_a)):
+            value = np.array([transposed], np.int32)
+            attribute = getattr(lt.MatmulDescAttribute, name)
+            lt.matmul_desc_set_attribute(operation, attribute, value.ctypes.data, value.nbytes)
+        first, second, result = (
+            lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], x.shape[1], x.shape[0], x.shape[1]) for x in (b, a, out)
+        )
+        plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
+        name = " ".join(map(str, key))
+        stored = self._stored.get(name) if self._stored else None
+        if stored is not None and self._usable(plan, stored):
+            return plan._replace(algorithm=stored)
+        candidates = self._candidates(plan, a, b, out if c is None else c, out)
+        if self._stored is None or len(candidates) == 1 or streams_capture(self.stream):
+            return plan._replace(algorithm=candidates[0])
+        best = self._fastest(plan, candidates, a, b, c, out)
+        self._stored.put(name, best)
+        return plan._replace(algorithm=best)
+
+    def _candidates(self, plan: Plan, a: Array, b: Array, c: Array, out: Array) -> list[np.ndarray[Any, Any]]:
+        """cuBLASLt's suggestions, its best guess first."""
+        lt = self.lt
+        preference = lt.matmul_preference_create()
+        limits = {"MAX_WORKSPACE_BYTES": np.array([WORKSPACE], np.uint64)}
+        for which, operand in zip("ABCD", (b, a, c, out), strict=True):
+            limits[f"MIN_ALIGNMENT_{which}_BYTES"] = np.array([_alignment(operand)], np.uint32)
+        for name, value in limits.items():
+            attribute = getattr(lt.MatmulPreferenceAttribute, name)
+            lt.matmul_preference_set_attribute(preference, attribute, value.ctypes.data, value.nbytes)
+        found = np.zeros(CANDIDATES, lt.matmul_heuristic_result_dtype)
+        count = np.zeros(1, np.int32)
+        first, second, result = plan.layouts
+        try:
+            lt.matmul_algo_get_heuristic(
+                self._handle, plan.operation, first, second, result, result, preference,
+                CANDIDATES if self.search else 1, found.ctypes.data, count.ctypes.data,
+            )  # fmt: skip
+        finally:
+            lt.matmul_preference_destroy(preference)
+        if not count[0]:
+            raise BackendUnavailable(f"cuBLASLt has no algorithm for {a} {b} -> {out}")
+        rows = found[: count[0]].view(np.uint8).reshape(count[0], -1)
+        return [row[:ALGORITHM_BYTES].copy() for row in rows]
+
+    def _usable(self, plan: Plan, algorithm: np.ndarray[Any, Any]) -> bool:
+        """Whether cuBLASLt accepts a stored algorithm."""
+        first, second, result = plan.layouts
+        answer = np.zeros(1, self.lt.matmul_heuristic_result_dtype)
+        try:
+            self.lt.matmul_algo_check(
+                self._handle, plan.operation, first, second, result, result,
+                algorithm.ctypes.data, answer.ctypes.data,
+            )  # fmt: skip
+        except self.lt.cuBLASLtError:
+            return False
+        return int(answer.view(np.uint64)[ALGORITHM_BYTES // 8]) <= WORKSPACE
+
+    def _fastest(
+        self, plan: Plan, candidates: list[np.ndarray[Any, Any]], a: Array, b: Array, c: Array | None, out: Array
+    ) -> np.ndarray[Any, Any]:
+        """The best of ``REPEATS`` of each, into an output of its own."""
+        scratch = Array.empty(out.shape, out.dtype, self.device, stream=self.stream, label="matmul search")
+        begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
+        best, least = candidates[0], float("inf")
+        for algorithm in candidates:
+            for _ in range(1 + REPEATS):
+                call(cu.cuEventRecord, begin, self.stream)
+                self._run(plan, algorithm.ctypes.data, a, b, c, scratch)
+                call(cu.cuEventRecord, end, self.stream)
+                call(cu.cuEventSynchronize, end)
+                elapsed = call(cu.cuEventElapsedTime, begin, end)
+                if elapsed < least:
+                    best, least = algorithm, elapsed
+        call(cu.cuEventDestroy, begin)
+        call(cu.cuEventDestroy, end)
+        return best
+
+
+def streams_capture(stream: int) -> bool:
+    """Whether ``stream`` is being captured into a graph."""
+    return bool(int(call(cu.cuStreamIsCapturing, stream)))
+
+
+def _alignment(array: Array) -> int:
+    """The largest power of two up to 256 that divides the address and the length of a row, in bytes."""
+    bits = array.pointer | array.shape[1] * array.dtype.itemsize | 256
+    return bits & -bits
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        from nvmath.bindings import cublasLt
+
+        cublasLt.get_version()
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise BackendUnavailable(f"cuBLASLt is not installed: pip install 'kos[cuda]' ({reason})") from error
+    return cublasLt
+
+
+class _Stored:
+    """Algorithms by shape, in one JSON file per GPU model and library version, shared by the user's processes."""
+
+    def __init__(self, name: str) -> None:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kos" / "matmul"
+        self._path = root / f"{name.replace(' ', '_')}.json"
+        self._known = self._read()
+
+    def _read(self) -> dict[str, str]:
+        try:
+            return {str(key): str(value) for key, value in json.loads(self._path.read_text()).items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, AttributeError) as error:
+            log.warning("matmul cache: %s cannot be read, searching anew: %s", self._path, error)
+            return {}
+
+    def get(self, key: str) -> np.ndarray[Any, Any] | None:
+        try:
+            algorithm = np.frombuffer(bytes.fromhex(self._known[key]), np.uint8).copy()
+        except (KeyError, ValueError):
+            return None
+        return algorithm if algorithm.size == ALGORITHM_BYTES else None
+
+    def put(self, key: str, algorithm: np.ndarray[Any, Any]) -> None:
+        """Keep the choice; what other processes have stored meanwhile stays."""
+        self._known = {**self._known, **self._read(), key: algorithm.tobytes().hex()}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
+                json.dump(self._known, file)
+            os.replace(file.name, self._path)
+        except OSError as error:
+            log.warning("matmul cache: %s cannot be written: %s", self._path, error)

@@ -1,0 +1,321 @@
+"""The cuda dialect of ``kos.train.ops``: kernels compiled by NVRTC and cuBLASLt, queued on one stream.
+
+Activations are bfloat16 or float32 and lie row-major; statistics are float32, and so may gradients of weights
+be.  Nothing waits for the device but ``to_host``, and with a fixed arena nothing is allocated: once a pass has
+run, the next can be captured into a CUDA graph.  Sums have a fixed order: results repeat bit for bit.
+
+Shapes that a kernel can unroll over are constants of its compilation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.cuda import driver, streams
+from kos.cuda.devices import device_info
+from kos.cuda.kernels import load_kernel
+from kos.dtypes import DTYPES, DType
+from kos.errors import InvalidArgument
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.train.ops import attention
+from kos.train.ops.cublaslt import Matmul
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+BLOCK = 256  # threads of an elementwise block
+DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
+FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
+
+
+class CudaOps:
+    """The operations on ``device``, in the order of ``stream`` (a new one unless given).
+
+    ``search`` lets matrix products be timed for their fastest algorithm on first use.
+    """
+
+    def __init__(self, device: int, stream: Any = None, *, search: bool = False) -> None:
+        driver.set_device(device)
+        self.device = device
+        self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
+        self.matmul = Matmul(device, self.stream, search=search)
+        self.multiprocessors = device_info(device).multiprocessors
+        self._kernels: dict[tuple[Any, ...], Any] = {}
+
+    def launch(self, file: str, name: str, grid: Any, block: int, *arguments: Any, **defines: str | int) -> None:
+        """Queue the kernel ``name`` of ``file``; arrays are handed over by their address."""
+        key = (file, name, *defines.items())
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = load_kernel(KERNELS / file, name, self.device, **defines)
+        values = (x.pointer if isinstance(x, Array) else x for x in arguments)
+        kernel(self.stream, grid, block, *values)
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def make_arena(self) -> Arena:
+        def allocate(nbytes: int) -> Array:
+            return Array.empty(nbytes, np.uint8, self.device, stream=self.stream, label="arena")
+
+        def view(slab: Array, offset: int, shape: tuple[int, ...], dtype: Any) -> Array:
+            return Array(slab.pointer + offset, shape, dtype, self.device, owner=slab.owner, stream=self.stream)
+
+        return Arena(0, allocate, view)
+
+    @contextmanager
+    def step(self, arena: Arena) -> Iterator[None]:
+        driver.set_device(self.device)
+        try:
+            yield
+        finally:
+            arena.release(0)
+
+    def zeros(self, shape: Any, dtype: Any) -> Array:
+        """An array of its own, as ``Parameters`` asks for."""
+        return Array.zeros(shape, dtype, self.device, stream=self.stream)
+
+    def statistics_dtype(self, dtype: Any) -> DType:
+        return FLOAT32
+
+    def indices(self, source: Any, arena: Arena) -> Array:
+        if isinstance(source, Array):
+            return source
+        return arena.take(source.shape, INT32).copy_from(np.ascontiguousarray(source, np.int32), self.stream)
+
+    def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
+        return arena.take((rows, columns), dtype)
+
+    def copy(self, source: Array, out: Array) -> None:
+        out.copy_from(source, self.stream)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return array.numpy(self.stream)
+
+    def zero(self, out: Array) -> None:
+        out.fill_bytes(0, self.stream)
+
+    # --- elementwise ---------------------------------------------------------------------------------
+
+    def add(self, a: Array, b: Array, out: Array) -> None:
+        width = _width(out.size, a, b, out)
+        self._elementwise("add", out.size // width, a, b, out, DTYPE=out.dtype.name, WIDTH=width)
+
+    def cast(self, source: Array, out: Array) -> None:
+        """out = source, of another dtype."""
+        width = _width(out.size, out, source)
+        self._elementwise(
+            "cast", out.size // width, source, out, DTYPE=out.dtype.name, WIDTH=width, SOURCE=source.dtype.name
+        )
+
+    def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
+        columns = out.shape[1]
+        width = _width(columns, out, gate_up)
+        self._elementwise("swiglu", out.size // width, gate_up, out, DTYPE=out.dtype.name, WIDTH=width, COLUMNS=columns)
+
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+        columns = d_out.shape[1]
+        width = _width(columns, d_out, gate_up, d_gate_up)
+        self._elementwise(
+            "swiglu_backward", d_out.size // width, d_out, gate_up, d_gate_up,
+            DTYPE=d_out.dtype.name, WIDTH=width, COLUMNS=columns,
+        )  # fmt: skip
+
+    def _elementwise(self, name: str, packs: int, *arguments: Any, **defines: str | int) -> None:
+        if packs:
+            every = {"COLUMNS": defines["WIDTH"], "SOURCE": "float32", **defines}
+            self.launch("elementwise.cu", name, -(-packs // BLOCK), BLOCK, *arguments, packs, **every)
+
+    # --- embedding -----------------------------------------------------------------------------------
+
+    def embedding(self, tokens: Array, table: Array, out: Array) -> None:
+        vocabulary, columns = table.shape
+        width = _width(columns, out, table)
+        if packs := out.size // width:
+            self.launch(
+                "embedding.cu", "embedding", -(-packs // BLOCK), BLOCK, tokens, table, out, vocabulary, packs,
+                DTYPE=out.dtype.name, WIDTH=width, COLUMNS=columns, GRADIENT="float32", ACCUMULATE=0,
+            )  # fmt: skip
+
+    def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
+        """Sorts the positions by token on the device; see embedding.cu."""
+        if not accumulate:
+            self.zero(d_table)
+        n, columns = d_out.shape
+        if not n:
+            return
+        vocabulary = d_table.shape[0]
+        width = _width(columns, d_out, d_table)
+        defines: dict[str, str | int]
+        defines = {"DTYPE": d_out.dtype.name, "WIDTH": width, "COLUMNS": columns,
+                   "GRADIENT": d_table.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
+
+        def launch(name: str, grid: Any, block: int, *arguments: Any) -> None:
+            self.launch("embedding.cu", name, grid, block, *arguments, **defines)
+
+        tiles, runs = -(-n // TILE), -(-n // RUN)
+        threads = min(BLOCK, -(-columns // width // 32) * 32)
+        grid = (runs, -(-columns // (width * threads)))
+        with arena.scope():
+            counts = arena.take((DIGITS, tiles), INT32)
+            buffers = arena.take((2, 2, n), INT32)
+            edges = arena.take((runs, 2, columns), FLOAT32)
+            keys, positions = tokens, 0
+            for turn, shift in enumerate(range(0, max(1, (vocabulary - 1).bit_length()), DIGIT_BITS)):
+                keys_out, positions_out = buffers[turn % 2][0], buffers[turn % 2][1]
+                launch("digit_counts", tiles, TILE, keys, n, shift, counts)
+                launch("scan", 1, DIGITS, counts, tiles)
+                launch("scatter", tiles, TILE, keys, positions, n, shift, counts, keys_out, positions_out)
+                keys, positions = keys_out, positions_out
+            launch("sum_runs", grid, threads, d_out, keys, positions, n, d_table, vocabulary, edges)
+            launch("join_runs", grid, threads, keys, n, d_table, vocabulary, edges)
+
+    # --- linear --------------------------------------------------------------------------------------
+
+    def linear(self, x: Array, weight: Array, out: Array, residual: Array | None = None) -> None:
+        self.matmul(x, weight, out, transpose_b=True, c=residual)
+
+    def linear_backward(
+        self, d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
+    ) -> None:
+        self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
+        self.matmul(d_out, weight, dx)
+
+    # --- rms_norm ------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
+        rows, columns = x.shape
+        width = _width(columns, x, weight, out)
+        threads = _row_threads(columns, width, 32)
+        together = max(1, BLOCK // threads)
+        self.launch(
+            "rms_norm.cu", "rms_norm", -(-rows // together), threads * together,
+            x, weight, np.float32(eps), out, rstd, rows,
+            DTYPE=x.dtype.name, WIDTH=width, COLUMNS=columns, THREADS=threads, ROWS=together,
+            GRADIENT="float32", ACCUMULATE=0,
+        )  # fmt: skip
+
+    def rms_norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        rstd: Array,
+        dx: Array,
+        d_weight: Array,
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
+        rows, columns = x.shape
+        width = _width(columns, x, d_out, weight, dx)
+        threads = _row_threads(columns, width, 16)
+        together = max(1, min(2 * BLOCK // threads, 12_288 // columns))  # 48 KiB of shared memory
+        blocks = min(-(-rows // together), self.multiprocessors * max(1, 1024 // (threads * together)))
+        defines: dict[str, str | int]
+        defines = {"DTYPE": x.dtype.name, "WIDTH": width, "COLUMNS": columns, "THREADS": threads, "ROWS": together,
+                   "GRADIENT": d_weight.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
+        with arena.scope():
+            partial = arena.take((blocks, columns), FLOAT32)
+            self.launch(
+                "rms_norm.cu", "rms_norm_backward", blocks, threads * together,
+                d_out, x, weight, rstd, dx, partial, rows, **defines,
+            )  # fmt: skip
+            self.launch("rms_norm.cu", "sum_partials", -(-columns // 32), 256, partial, blocks, d_weight, **defines)
+
+    # --- rope ----------------------------------------------------------------------------------------
+
+    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+        """cos and sin (T, d / 2), in float32 whatever the activations are."""
+        angles = np.multiply.outer(np.asarray(positions, np.float64), np.asarray(frequencies, np.float64))
+        cos, sin = (
+            Array.from_numpy(f(angles).astype(np.float32), self.device, stream=self.stream, label="rope tables")
+            for f in (np.cos, np.sin)
+        )
+        return cos, sin
+
+    def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        self._rotate(qkv, tables, head_dim, heads, 1)
+
+    def rope_backward(self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        self._rotate(d_qkv, tables, head_dim, heads, -1)
+
+    def _rotate(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, sign: int) -> None:
+        rows, columns = qkv.shape
+        width = _width(math.gcd(head_dim // 2, columns), qkv)
+        if packs := rows * heads * (head_dim // 2) // width:
+            self.launch(
+                "rope.cu", "rope", -(-packs // BLOCK), BLOCK, qkv, *tables, len(tables[0]), packs,
+                DTYPE=qkv.dtype.name, WIDTH=width, HALF=head_dim // 2, HEADS=heads, ROW=columns, SIGN=sign,
+            )  # fmt: skip
+
+    # --- attention -----------------------------------------------------------------------------------
+
+    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream)
+
+    def attention_backward(
+        self,
+        d_out: Array,
+        qkv: Array,
+        out: Array,
+        log_sum_exp: Array,
+        heads: int,
+        kv_heads: int,
+        d_qkv: Array,
+        arena: Arena,
+    ) -> None:
+        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self.stream)
+
+    # --- cross_entropy -------------------------------------------------------------------------------
+
+    def count_targets(self, targets: Array, out: Array) -> None:
+        self._entropy("count_targets", 1, 1024, targets, out, targets.size)
+
+    def cross_entropy(self, logits: Array, targets: Array, losses: Array, arena: Arena) -> None:
+        self._cross_entropy(logits, targets, 0, losses, 0)
+
+    def cross_entropy_with_gradient(
+        self, logits: Array, targets: Array, count: Array, losses: Array, arena: Arena
+    ) -> None:
+        self._cross_entropy(logits, targets, count, losses, 1)
+
+    def _cross_entropy(self, logits: Array, targets: Array, count: Any, losses: Array, backward: int) -> None:
+        rows, vocabulary = logits.shape
+        width = _width(vocabulary, logits)
+        threads = min(1024, _power_of_two(-(-vocabulary // width)))
+        if rows:
+            self._entropy(
+                "cross_entropy", rows, threads, logits, targets, count, losses, vocabulary,
+                DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward,
+            )  # fmt: skip
+
+    def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
+        self._entropy("mean_loss", 1, 1024, losses, count, out, losses.size)
+
+    def _entropy(self, name: str, grid: int, block: int, *arguments: Any, **defines: str | int) -> None:
+        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, **defines}
+        self.launch("cross_entropy.cu", name, grid, block, *arguments, **every)
+
+
+def _width(columns: int, first: Array, *others: Array) -> int:
+    """Elements of one access: 16 bytes of the dtype of ``first``, or 1 where rows or addresses do not allow it."""
+    for array in (first, *others):
+        if array.device != first.device:
+            raise InvalidArgument(f"expected arrays on cuda:{first.device}, got {array}")
+    wide = 16 // first.dtype.itemsize
+    aligned = columns % wide == 0 and all(array.pointer % 16 == 0 for array in (first, *others))
+    return wide if aligned else 1
+
+
+def _row_threads(columns: int, width: int, most: int) -> int:
+    """Threads that share a row so that none holds over ``most`` elements; whole warps, at most a block."""
+    return min(1024, _power_of_two(-(-columns // max(most, width))))
+
+
+def _power_of_two(size: int) -> int:
+    """The least power of two that is at least ``size`` and a warp."""
+    return max(32, 1 << (size - 1).bit_length())

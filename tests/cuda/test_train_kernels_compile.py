@@ -1,0 +1,53 @@
+"""The trainer's kernels compile for every architecture, without a GPU, in all the ways they are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kos.cuda import kernels
+from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.errors import BackendUnavailable
+from kos.train import ops
+
+try:
+    kernels.nvrtc_version()
+except BackendUnavailable as error:
+    pytestmark = pytest.mark.skip(reason=str(error))
+
+KERNELS = Path(ops.__file__).parent.parent / "kernels"
+ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
+BF16 = {"DTYPE": "bfloat16", "WIDTH": 8}
+FP32 = {"DTYPE": "float32", "WIDTH": 4}
+ODD = {"DTYPE": "bfloat16", "WIDTH": 1}
+SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
+NORM = [b"rms_norm", b"rms_norm_backward", b"sum_partials"]
+EMBEDDING = [b"embedding", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
+ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
+ADAMW = [b"squares", b"finish_norm", b"prepare", b"adamw"]
+CASES = [
+    ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32"}, [b"add", b"cast", b"swiglu"]),
+    ("elementwise.cu", {**FP32, "COLUMNS": 2048, "SOURCE": "bfloat16"}, [b"swiglu_backward"]),
+    ("elementwise.cu", {**ODD, "COLUMNS": 29, "SOURCE": "float32"}, [b"swiglu_backward"]),
+    ("rms_norm.cu", {**BF16, **SUMS, "COLUMNS": 4096, "THREADS": 256, "ROWS": 2}, NORM),
+    ("rms_norm.cu", {**ODD, **SUMS, "COLUMNS": 37, "THREADS": 32, "ROWS": 8}, NORM),
+    ("rms_norm.cu", {**FP32, **SUMS, "COLUMNS": 8192, "THREADS": 512, "ROWS": 1, "ACCUMULATE": 0}, NORM),
+    ("rope.cu", {**BF16, "HALF": 64, "HEADS": 40, "ROW": 6144, "SIGN": -1}, [b"rope"]),
+    ("rope.cu", {**FP32, "HALF": 32, "HEADS": 12, "ROW": 2304, "SIGN": 1}, [b"rope"]),
+    ("cross_entropy.cu", {**BF16, "BACKWARD": 1}, ENTROPY),
+    ("cross_entropy.cu", {**FP32, "BACKWARD": 0}, ENTROPY),
+    ("cross_entropy.cu", {**ODD, "BACKWARD": 1}, ENTROPY),
+    ("embedding.cu", {**BF16, **SUMS, "COLUMNS": 768}, EMBEDDING),
+    ("embedding.cu", {**ODD, "COLUMNS": 37, "GRADIENT": "bfloat16", "ACCUMULATE": 0}, EMBEDDING),
+    ("adamw.cu", {"GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
+    ("adamw.cu", {"GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, ADAMW),
+]
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(("file", "macros", "names"), CASES)
+def test_compiles(tmp_path: Path, arch: str, file: str, macros: dict, names: list[bytes]) -> None:
+    cubin = compile_kernels(KERNELS / file, arch, macros, KernelCache(tmp_path))
+    assert cubin[:4] == b"\x7fELF"
+    assert all(b".text." + name + b"\0" in cubin for name in names)
