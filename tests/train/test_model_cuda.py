@@ -1,0 +1,198 @@
+"""The model and the optimizer on a GPU against those of numpy: loss, every gradient, repeats, a captured graph."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.memory.array import Array
+from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.model import Llama
+from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.adamw import CudaAdamW
+from kos.train.ops.cuda import CudaOps
+from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
+from kos.train.parameters import Parameters
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
+SHAPES = {
+    "odd": LlamaConfig(37, 24, 29, 3, 4, 2, 6, max_position_embeddings=512),
+    "tied": LlamaConfig(
+        200, 256, 344, 2, 4, 1, 64, tie_word_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
+    ),
+    "wide": LlamaConfig(1000, 256, 512, 2, 4, 4, 128),
+}
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps(0)
+
+
+class Pair:
+    """One model in float64 and on the device, with the same rounded weights."""
+
+    def __init__(self, ops, config, dtype, gradient_dtype="float32"):
+        print(f"KOS_TEST_SEED={SEED}")
+        rng = np.random.default_rng(SEED)
+        self.config, self.ops = config, ops
+        shapes, groups = config.parameter_shapes(), config.fused_groups()
+        self.weights = Parameters(shapes, dtype, groups, ops.zeros)
+        self.gradients = self.weights.like(gradient_dtype)
+        self.gradients.flat.fill_bytes(255, ops.stream)
+        values = rng.normal(0, 0.15, self.weights.flat.size)
+        self.weights64 = Parameters(shapes, np.float64, groups)
+        self.weights64.flat[:] = values
+        for name, shape in shapes.items():
+            if len(shape) == 1:
+                self.weights64[name][:] += 1
+        rounded = self.weights64.flat.astype(self.weights.flat.dtype.numpy)
+        self.weights.flat.copy_from(rounded, ops.stream)
+        self.weights64.flat[:] = rounded
+        self.gradients64 = self.weights64.like()
+        self.model = Llama(config, ops, head_rows=40)
+        self.model64 = Llama(config, numpy_ops)
+        self.tokens, self.targets = rng.integers(0, config.vocab_size, (2, 3, 33), dtype=np.int32)
+        self.targets[rng.random(self.targets.shape) < 0.2] = -1
+
+    def batch_on_device(self):
+        return [Array.from_numpy(x, 0, stream=self.ops.stream) for x in (self.tokens, self.targets)]
+
+    def run(self, accumulate=False):
+        return self.model.loss_and_gradients(
+            self.weights, self.tokens, self.targets, self.gradients, accumulate=accumulate
+        )
+
+    def run64(self):
+        return self.model64.loss_and_gradients(
+            self.weights64, self.tokens, self.targets, self.gradients64, accumulate=False
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.06)])
+def test_loss_and_gradients(ops, shape, dtype, tolerance):
+    pair = Pair(ops, SHAPES[shape], dtype)
+    loss, expected = pair.run(), pair.run64()
+    assert loss == pytest.approx(expected, rel=tolerance / 4)
+    errors = {}
+    for name in pair.gradients:
+        got, want = pair.gradients[name].numpy(ops.stream).astype(np.float64), pair.gradients64[name]
+        errors[name] = np.linalg.norm(got - want) / np.linalg.norm(want)
+    worst = max(errors, key=lambda name: errors[name])
+    print(f"{shape} {dtype}: loss {loss} ({expected}), worst gradient {worst}: {errors[worst]:.2e}")
+    assert not any(np.isnan(error) for error in errors.values()) and errors[worst] < tolerance, worst
+    assert pair.model.loss(pair.weights, pair.tokens, pair.targets) == pytest.approx(loss, rel=1e-6)
+    logits, logits64 = (
+        m.logits(w, pair.tokens) for m, w in ((pair.model, pair.weights), (pair.model64, pair.weights64))
+    )
+    assert np.linalg.norm(logits.astype(np.float64) - logits64) < tolerance * np.linalg.norm(logits64)
+
+
+@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
+def test_accumulate_adds(ops, gradient_dtype):
+    pair = Pair(ops, SHAPES["tied"], "bfloat16", gradient_dtype)
+    pair.run()
+    once = pair.gradients.flat.numpy(ops.stream).astype(np.float64)
+    pair.run(accumulate=True)
+    twice = pair.gradients.flat.numpy(ops.stream).astype(np.float64)
+    limit = 2e-3 if gradient_dtype == "float32" else 1e-2  # a tied table is rounded in between
+    assert np.linalg.norm(twice - 2 * once) < limit * np.linalg.norm(twice)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_passes_repeat_bit_for_bit_and_as_a_graph(ops, dtype):
+    pair = Pair(ops, SHAPES["tied"], dtype)
+    first = pair.run()
+    kept = pair.gradients.flat.numpy(ops.stream)
+    pair.model.arena.fix()
+    pair.gradients.flat.fill_bytes(255, ops.stream)
+    assert pair.run() == first
+    assert np.array_equal(pair.gradients.flat.numpy(ops.stream), kept)
+
+    tokens, targets = pair.batch_on_device()
+    loss = ops.zeros(1, np.float64)
+    with cuda.capture(ops.stream) as graph, ops.step(pair.model.arena):
+        pair.model.queue_loss_and_gradients(pair.weights, tokens, targets, pair.gradients, loss, accumulate=False)
+    for _ in range(2):
+        pair.gradients.flat.fill_bytes(255, ops.stream)
+        graph.replay(ops.stream)
+        assert ops.to_host(loss)[0] == first
+        assert np.array_equal(pair.gradients.flat.numpy(ops.stream), kept)
+    graph.close()
+
+
+@pytest.mark.parametrize("kind", ["cosine", "constant", "wsd"])
+@pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
+def test_adamw(ops, kind, gradient_dtype):
+    """Nine steps as a graph, with warm-up and clipping, against numpy's in float64."""
+    print(f"KOS_TEST_SEED={SEED}")
+    rng = np.random.default_rng(SEED)
+    config = SHAPES["odd"]  # odd sizes: most tensors start where wide accesses may not
+    shapes = config.parameter_shapes() | {"large": (300, 301)}
+    weights = Parameters(shapes, "float32", None, ops.zeros)
+    copy, gradients = weights.like("bfloat16"), weights.like(gradient_dtype)
+    weights64 = Parameters(shapes, np.float64)
+    weights64.flat[:] = rng.normal(size=weights64.flat.size).astype(np.float32)
+    weights.flat.copy_from(weights64.flat.astype(np.float32), ops.stream)
+    schedule = Schedule(kind, 1e-2, 1e-3, 9, 3, 2)
+    ours = CudaAdamW(ops, weights, copy, schedule, grad_clip=1.0)
+    theirs = AdamW(weights64)
+    ours.queue_norm(gradients)  # kernels are loaded outside the capture
+    with cuda.capture(ops.stream) as graph:
+        ours.queue(gradients, average=0.25)
+    for step in range(9):
+        values = rng.normal(0, 0.5 if step % 2 else 1e-3, weights64.flat.size)
+        rounded = values.astype(np.float32).astype(gradients.flat.dtype.numpy)
+        gradients.flat.copy_from(rounded, ops.stream)
+        gradients64 = weights64.like()
+        gradients64.flat[:] = rounded
+        graph.replay(ops.stream)
+        norm = global_norm(gradients64.flat) / 4
+        theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
+        state = ours.read()
+        assert state["norm"] == pytest.approx(norm, rel=1e-6)
+        assert state["lr"] == pytest.approx(schedule(step), rel=1e-12)
+        assert (ours.step_count, state["finite"]) == (step + 1, 1)
+    for got, want in ((weights, weights64), (ours.exp_avg, theirs.exp_avg), (ours.exp_avg_sq, theirs.exp_avg_sq)):
+        got = got.flat.numpy(ops.stream)
+        assert np.linalg.norm(got - want.flat) < 2e-6 * np.linalg.norm(want.flat)
+    rounded = weights.flat.numpy(ops.stream).astype(copy.flat.dtype.numpy)
+    assert np.array_equal(copy.flat.numpy(ops.stream).view(np.uint16), rounded.view(np.uint16))
+    before = weights.flat.numpy(ops.stream)
+    gradients.flat.fill_bytes(255, ops.stream)  # NaN
+    graph.replay(ops.stream)
+    assert ours.read()["finite"] == 0 and ours.step_count == 9
+    assert np.array_equal(weights.flat.numpy(ops.stream), before)
+    graph.close()
+
+
+def test_training_lowers_the_loss(ops):
+    """bf16 with fp32 master weights: a batch learnt by heart, gradients of two micro-batches added up."""
+    config = SHAPES["tied"]
+    master = Parameters(config.parameter_shapes(), "float32", config.fused_groups(), ops.zeros)
+    host = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
+    config.init_weights(host, 1)
+    master.flat.copy_from(host.flat, ops.stream)
+    weights, gradients = master.like("bfloat16"), master.like()
+    optimizer = CudaAdamW(ops, master, weights, Schedule("constant", 3e-3, 0, 60, 5), grad_clip=1.0)
+    optimizer.refresh_copy()
+    model = Llama(config, ops)
+    batches = np.random.default_rng(2).integers(0, config.vocab_size, (2, 4, 32), dtype=np.int32)
+    losses = []
+    for _ in range(60):
+        for index, tokens in enumerate(batches):
+            losses.append(
+                model.loss_and_gradients(weights, tokens, np.roll(tokens, -1, 1), gradients, accumulate=index > 0)
+            )
+        optimizer.queue(gradients, average=0.5)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    assert losses[0] > 5 and losses[-1] < 1

@@ -1,0 +1,328 @@
+"""Each operation of the cuda dialect against the numpy one in float64, on odd and even shapes.
+
+Inputs are rounded to the dtype first, so that what is measured is the kernel's error alone: its norm over that
+of the result, as a multiple of the dtype's rounding unit.  Outputs and scratch start as NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import CudaOps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
+DTYPES = ["float32", "bfloat16"]
+UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8}  # half a unit in the last place, relative
+
+
+@pytest.fixture
+def rng():
+    print(f"KOS_TEST_SEED={SEED}")
+    return np.random.default_rng(SEED)
+
+
+@pytest.fixture(scope="module")
+def ops():
+    return CudaOps(0)
+
+
+@pytest.fixture
+def arena(ops):
+    """Scratch memory that is NaN wherever nothing has been written."""
+
+    def allocate(nbytes):
+        slab = ops.zeros(max(nbytes, 1), np.uint8)
+        slab.fill_bytes(255, ops.stream)
+        return slab
+
+    arena = ops.make_arena()
+    return Arena(0, allocate, arena._view)
+
+
+class Side:
+    """Arrays that exist twice: rounded to ``dtype`` on the device, and the same numbers in float64."""
+
+    def __init__(self, ops, dtype):
+        self.ops, self.dtype = ops, dtype
+
+    def put(self, values, dtype=None):
+        """The device's array and float64's, of the same rounded numbers."""
+        from kos.dtypes import DTYPES as table
+
+        rounded = np.asarray(values, np.float32).astype(table[dtype or self.dtype].numpy)
+        return Array.from_numpy(rounded, 0, stream=self.ops.stream), rounded.astype(np.float64)
+
+    def nan(self, *shape, dtype=None):
+        array = self.ops.zeros(shape, dtype or self.dtype)
+        array.fill_bytes(255, self.ops.stream)
+        return array
+
+    def ints(self, values):
+        return Array.from_numpy(np.asarray(values, np.int32), 0, stream=self.ops.stream)
+
+    def get(self, array):
+        return self.ops.to_host(array).astype(np.float64)
+
+    def close(self, got, expected, units, dtype=None):
+        """The error of ``got``, an array of the device, in rounding units of its dtype."""
+        got = self.get(got)
+        assert got.shape == expected.shape
+        error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
+        floor = UNIT[dtype or self.dtype]
+        assert error <= units * floor, f"{error / floor:.2f} units, expected at most {units}"
+
+
+@pytest.fixture(params=DTYPES)
+def side(ops, request):
+    return Side(ops, request.param)
+
+
+def columns(array):
+    return np.asfortranarray(array)
+
+
+def weight_gradients(side, rng, shape, expected, backward, units):
+    """A weight's gradient, in the activations' dtype and in fp32, written and added."""
+    for dtype in {side.dtype, "float32"}:
+        written = side.nan(*shape, dtype=dtype)
+        backward(written, False)
+        units = units if dtype == "float32" else 2  # fp32 sums, rounded once
+        side.close(written, expected, units, dtype)
+        added, start = side.put(rng.normal(size=shape), dtype)
+        backward(added, True)
+        side.close(added, start + expected, units, dtype)
+
+
+@pytest.mark.parametrize(
+    ("n", "vocabulary", "width"), [(1, 3, 8), (23, 11, 7), (700, 65, 40), (5000, 3000, 24), (4099, 300_000, 8)]
+)
+def test_embedding(ops, side, rng, arena, n, vocabulary, width):
+    tokens = (vocabulary * rng.random(n) ** 3).astype(np.int32)  # low tokens are frequent
+    table, table64 = side.put(rng.normal(size=(vocabulary, width)))
+    out = side.nan(n, width)
+    ops.embedding(side.ints(tokens), table, out)
+    assert np.array_equal(side.get(out), table64[tokens])
+    d_out, d_out64 = side.put(rng.normal(size=(n, width)))
+    expected = np.full(table64.shape, np.nan)
+    reference.embedding_backward(d_out64, tokens, expected, False, Arena())
+
+    def backward(d, add):
+        ops.embedding_backward(d_out, side.ints(tokens), d, add, arena)
+
+    weight_gradients(side, rng, table64.shape, expected, backward, 40)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1025, 4096])
+def test_embedding_of_one_token_only(ops, side, arena, n):
+    """All rows in one run, over many blocks: each counts once."""
+    d_out, _ = side.put(np.ones((n, 8)))
+    d_table = side.nan(5, 8)
+    ops.embedding_backward(d_out, side.ints(np.full(n, 3)), d_table, False, arena)
+    got = side.get(d_table)
+    assert not got[[0, 1, 2, 4]].any()
+    np.testing.assert_allclose(got[3], n, rtol=UNIT[side.dtype])
+
+
+def test_embedding_of_a_token_outside_is_nan(ops, side):
+    table, _ = side.put(np.ones((4, 8)))
+    out = side.nan(3, 8)
+    ops.embedding(side.ints([1, 4, -1]), table, out)
+    got = side.get(out)
+    assert (got[0] == 1).all() and np.isnan(got[1:]).all()
+
+
+@pytest.mark.parametrize(("n", "d", "f"), [(13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8)])
+def test_linear(ops, side, rng, arena, n, d, f):
+    x, x64 = side.put(rng.normal(size=(n, d)))
+    weight, weight64 = side.put(rng.normal(size=(f, d)))
+    residual, residual64 = side.put(rng.normal(size=(n, f)))
+    out = side.nan(n, f)
+    ops.linear(x, weight, out)
+    side.close(out, x64 @ weight64.T, 4)
+    ops.linear(x, weight, out, residual)
+    side.close(out, x64 @ weight64.T + residual64, 4)
+    d_out, d_out64 = side.put(rng.normal(size=(n, f)))
+    dx = side.nan(n, d)
+
+    def backward(d_weight, add):
+        ops.linear_backward(d_out, x, weight, dx, d_weight, add, arena)
+
+    weight_gradients(side, rng, (f, d), d_out64.T @ x64, backward, 8)
+    side.close(dx, d_out64 @ weight64, 4)
+
+
+@pytest.mark.parametrize(
+    ("n", "d"), [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 2048), (5, 4096), (600, 4097), (9, 8192), (3, 20_000)]
+)
+def test_rms_norm(ops, side, rng, arena, n, d):
+    x, x64 = side.put(rng.normal(size=(n, d)))
+    weight, weight64 = side.put(1 + rng.normal(size=d))
+    d_out, d_out64 = side.put(rng.normal(size=(n, d)))
+    start, start64 = side.put(rng.normal(size=(n, d)))
+    out, rstd, dx = side.nan(n, d), side.nan(n, dtype="float32"), side.nan(n, d)
+    ops.rms_norm(x, weight, 0.1, out, rstd)
+    expected, rstd64 = np.full((n, d), np.nan), np.full(n, np.nan)
+    reference.rms_norm(x64, weight64, 0.1, expected, rstd64)
+    side.close(out, expected, 4)
+    side.close(rstd, rstd64, 6, "float32")
+    d_weight64 = np.full(d, np.nan)
+    dx64 = start64.copy()
+    reference.rms_norm_backward(d_out64.copy(), x64, weight64, rstd64, dx64, d_weight64, False, Arena())
+
+    def backward(d_weight, add):
+        ops.copy(start, dx)
+        ops.rms_norm_backward(d_out, x, weight, rstd, dx, d_weight, add, arena)
+
+    weight_gradients(side, rng, (d,), d_weight64, backward, 12)
+    side.close(dx, dx64, 4)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "others", "length"), [(6, 3, 1, 5), (64, 5, 2, 33), (128, 4, 1, 9)])
+def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
+    x = rng.normal(size=(3 * length, (heads + others) * head_dim))
+    frequencies = 10_000.0 ** (-np.arange(head_dim // 2) / head_dim)
+    tables = ops.rope_tables(frequencies, range(length), None)
+    tables64 = reference.rope_tables(frequencies, range(length), np.float64)
+    for name in ("rope", "rope_backward"):
+        array, array64 = side.put(x)
+        array64 = columns(array64)
+        getattr(ops, name)(array, tables, head_dim, heads, arena)
+        getattr(reference, name)(array64, tables64, head_dim, heads, Arena())
+        side.close(array, array64, 2)
+
+
+@pytest.mark.parametrize(
+    ("samples", "length", "heads", "kv_heads", "head_dim"),
+    [(2, 7, 3, 3, 6), (1, 33, 4, 2, 10), (2, 130, 4, 2, 64), (1, 65, 4, 1, 128)],
+)
+def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head_dim):
+    n = samples * length
+    qkv, qkv64 = side.put(rng.normal(size=(n, (heads + 2 * kv_heads) * head_dim)))
+    d_out, d_out64 = side.put(rng.normal(size=(n, heads * head_dim)))
+    out, lse = side.nan(n, heads * head_dim), side.nan(samples, heads, length, dtype="float32")
+    ops.attention(qkv, heads, kv_heads, out, lse, arena)
+    out64, lse64 = columns(np.empty((n, heads * head_dim))), np.empty((samples, heads, length))
+    reference.attention(columns(qkv64), heads, kv_heads, out64, lse64, Arena())
+    side.close(out, out64, 4)
+    d_qkv, d_qkv64 = side.nan(*qkv64.shape), columns(np.empty(qkv64.shape))
+    ops.attention_backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena)
+    reference.attention_backward(columns(d_out64), columns(qkv64), out64, lse64, heads, kv_heads, d_qkv64, Arena())
+    side.close(d_qkv, d_qkv64, 8)
+
+
+@pytest.mark.parametrize(("n", "f"), [(13, 7), (5, 2048), (200, 344)])
+def test_swiglu(ops, side, rng, arena, n, f):
+    gate_up, gate_up64 = side.put(3 * rng.normal(size=(n, 2 * f)))
+    d_out, d_out64 = side.put(rng.normal(size=(n, f)))
+    out, d_gate_up = side.nan(n, f), side.nan(n, 2 * f)
+    ops.swiglu(gate_up, out, arena)
+    ops.swiglu_backward(d_out, gate_up, out, d_gate_up, arena)
+    out64, d_gate_up64 = columns(np.empty((n, f))), columns(np.empty((n, 2 * f)))
+    reference.swiglu(columns(gate_up64), out64, Arena())
+    reference.swiglu_backward(columns(d_out64), columns(gate_up64), out64, d_gate_up64, Arena())
+    side.close(out, out64, 3)
+    side.close(d_gate_up, d_gate_up64, 3)
+
+
+def test_swiglu_stands_large_gates(ops, side, arena):
+    gate_up, _ = side.put([[-1e4, 2.0], [1e4, 2.0]])
+    ones, _ = side.put([[1.0], [1.0]])
+    out, d_gate_up = side.nan(2, 1), side.nan(2, 2)
+    ops.swiglu(gate_up, out, arena)
+    ops.swiglu_backward(ones, gate_up, out, d_gate_up, arena)
+    large = side.get(gate_up)[1, 0]
+    assert np.array_equal(side.get(out), [[0], [2 * large]])
+    assert np.array_equal(side.get(d_gate_up), [[0, 0], [2, large]])
+
+
+@pytest.mark.parametrize(("n", "vocabulary"), [(13, 17), (5, 65), (70, 1000), (33, 50_304), (7, 128_256)])
+def test_cross_entropy(ops, side, rng, arena, n, vocabulary):
+    logits, logits64 = side.put(rng.normal(size=(n, vocabulary)) * 5)
+    targets = rng.integers(0, vocabulary, n).astype(np.int32)
+    targets[[2, n - 1]] = -1
+    on_device = side.ints(targets)
+    losses, alone, count, mean = (
+        side.nan(size, dtype=dtype) for size, dtype in ((n, "float32"), (n, "float32"), (1, "float32"), (1, "float64"))
+    )
+    losses64, count64, mean64 = np.empty(n), np.empty(1), np.empty(1)
+    scratch, _ = side.put(logits64)
+    ops.cross_entropy(scratch, on_device, alone, arena)
+    ops.count_targets(on_device, count)
+    assert side.get(count) == [n - 2]
+    ops.cross_entropy_with_gradient(logits, on_device, count, losses, arena)
+    reference.count_targets(targets, count64)
+    reference.cross_entropy_with_gradient(logits64, targets, count64, losses64, Arena())
+    side.close(losses, losses64, 20, "float32")
+    assert np.array_equal(side.get(losses), side.get(alone))
+    side.close(logits, logits64, 20 if side.dtype == "float32" else 3)
+    assert not side.get(logits)[[2, n - 1]].any()
+    ops.mean_loss(losses, count, mean)
+    reference.mean_loss(losses64, count64, mean64)
+    assert side.get(mean)[0] == pytest.approx(mean64[0], rel=1e-6)
+
+
+def test_cross_entropy_stands_large_logits(ops, side, arena):
+    logits, _ = side.put([[8192.0, 0.0], [-8192.0, 0.0], [-math.inf, 1.0]])
+    count, _ = side.put([2.0], "float32")
+    losses = side.nan(3, dtype="float32")
+    ops.cross_entropy_with_gradient(logits, side.ints([1, 1, 1]), count, losses, arena)
+    assert np.array_equal(side.get(losses), [8192, 0, 0])
+    assert np.array_equal(side.get(logits), [[0.5, -0.5], [0, 0], [0, 0]])
+
+
+def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):
+    logits, _ = side.put(rng.normal(size=(3, 5)))
+    targets, losses, count = side.ints([-1, -1, -1]), side.nan(3, dtype="float32"), side.nan(1, dtype="float32")
+    mean = side.nan(1, dtype="float64")
+    ops.count_targets(targets, count)
+    ops.cross_entropy_with_gradient(logits, targets, count, losses, arena)
+    ops.mean_loss(losses, count, mean)
+    assert side.get(mean)[0] == 0 and not side.get(logits).any()
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (64, 40)])
+def test_small_things(ops, side, rng, shape):
+    (a, a64), (b, b64) = side.put(rng.normal(size=shape)), side.put(rng.normal(size=shape))
+    out = side.nan(*shape)
+    ops.add(a, b, out)
+    side.close(out, a64 + b64, 1)
+    ops.copy(a, out)
+    assert np.array_equal(side.get(out), a64)
+    for dtype in DTYPES:
+        other = side.nan(*shape, dtype=dtype)
+        ops.cast(a, other)
+        assert np.array_equal(side.get(other), side.put(a64, dtype)[1])
+    ops.zero(out)
+    assert not side.get(out).any()
+
+
+def test_views_at_odd_addresses(ops, side, rng, arena):
+    """Rows of an odd length start where wide accesses may not."""
+    whole, whole64 = side.put(rng.normal(size=(9, 24)))
+    flat, flat64 = whole.reshape(-1), whole64.reshape(-1)
+    a, b, out = flat[1:97].reshape(4, 24), flat[97:193].reshape(4, 24), side.nan(4, 24)
+    ops.add(a, b, out)
+    side.close(out, (flat64[1:97] + flat64[97:193]).reshape(4, 24), 1)
+    weight, weight64 = flat[3:27], flat64[3:27]
+    rstd = side.nan(4, dtype="float32")
+    ops.rms_norm(a, weight, 0.1, out, rstd)
+    expected, rstd64 = np.empty((4, 24)), np.empty(4)
+    reference.rms_norm(flat64[1:97].reshape(4, 24), weight64, 0.1, expected, rstd64)
+    side.close(out, expected, 4)
+    x, x64 = flat[1:25].reshape(3, 8), flat64[1:25].reshape(3, 8)
+    product = side.nan(3, 3)
+    ops.linear(x, flat[25:49].reshape(3, 8), product)
+    side.close(product, x64 @ flat64[25:49].reshape(3, 8).T, 4)
