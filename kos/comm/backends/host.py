@@ -17,9 +17,6 @@ from kos.comm.shared import Calls, SharedCollectives, open_segment
 from kos.comm.work import Engine, Steps
 from kos.errors import KosError, RankLost
 
-_SPINS = 300
-"""Polls of a word, about 50 ns each, before a wait goes back to the engine; none if ranks outnumber cores."""
-
 
 class HostBackend(Backend):
     """Adds shared memory to a Backend that has a transport."""
@@ -36,13 +33,14 @@ class HostBackend(Backend):
             self._calls = Calls(self._segment)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             if self._segment.size == self.size:
-                self._shared = SharedCollectives(self._calls, 0 if self.crowded else _SPINS)
+                self._shared = SharedCollectives(self._calls, self.crowded)
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         return self._calls.publish(operation) if self._calls is not None else None
 
-    def direct(self, operation: Operation, came: Callable[[], bool]) -> Steps | None:
-        return self._shared.start(operation, came) if self._shared is not None else None
+    def _steps(self, operation: Operation) -> Steps:
+        steps = self._shared.start(operation) if self._shared is not None else None
+        return super()._steps(operation) if steps is None else steps
 
     def missing(self, operation: Operation) -> str:
         if not operation.collective:

@@ -40,8 +40,11 @@ FAILURE_BYTES = 4096
 
 DEPTH = 2
 """Slots of a rank: one is filled while the other is read."""
-BLOCK = 256 * 1024
-"""Bytes of a slot: the slots of two ranks fit the second-level cache of a core."""
+BLOCK_BYTES = 512 * 1024
+"""A slot: large enough that its waits cost little, small enough that two stay in a core's second-level cache."""
+SLOTS_BYTES = 16 << 20
+"""All slots of a segment: many ranks have smaller ones."""
+MAX_RANKS = 256
 
 
 class Segment:
@@ -83,7 +86,8 @@ class _Layout:
         self.texts = 8 * (self.rings + RING * size)
         self.failure_text = self.texts + TEXTS * TEXT_BYTES * size
         self.data = -(-(self.failure_text + FAILURE_BYTES) // 4096) * 4096
-        self.total = self.data + DEPTH * BLOCK * (size + 1)
+        self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * (size + 1)) // 4096 * 4096)
+        self.total = self.data + DEPTH * self.block * (size + 1)
 
     def line(self, rank: int) -> int:
         return self.lines + _LINE * rank
@@ -104,6 +108,8 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     mine = json.loads(hosts[rendezvous.rank])[0]
     ranks = [rank for rank, host in enumerate(hosts) if json.loads(host)[0] == mine]
     refusal = next((reason for rank in ranks if (reason := json.loads(hosts[rank])[1])), "")
+    if len(ranks) > MAX_RANKS:
+        refusal = refusal or f"{len(ranks)} ranks on one host are more than {MAX_RANKS}"
     alone = "" if len(ranks) > 1 else "no other rank runs on this host"
 
     offer, file = "", -1

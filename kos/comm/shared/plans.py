@@ -1,0 +1,230 @@
+"""How each collective uses the slots of a segment: what a rank puts into its own, reduces and gets.
+
+Contributions are added in rank order, each element by one rank or by all alike: the bits are the same on
+all ranks, and those of ``deterministic=True`` on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.comm.operation import Operation
+from kos.comm.reduction import Reduction
+from kos.comm.shared.segment import DEPTH, Segment
+
+Array = np.ndarray[Any, Any]
+Step = Callable[[int, int, int], None]  # slot, first element, end
+
+ONE_SHOT_BYTES = 192 * 1024
+"""Bytes of others up to which a rank of three or more reads and reduces everything itself."""
+_ALIGN = 64
+"""Bytes: ranks write to cache lines of their own."""
+
+
+class Plan(NamedTuple):
+    """How one rank takes part in one operation.  Steps that it has no part in are None."""
+
+    elements: int  # elements to go through, equal on all ranks
+    per_stage: int
+    sources: Sequence[int]  # the ranks whose slots this rank reads
+    put: Step | None = None
+    reduce: Step | None = None
+    get: Step | None = None
+
+
+class Plans:
+    """Makes the plans of one rank; they work from the user's input to the user's output."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._data, self._block, self._ranks = segment.data, segment.layout.block, segment.ranks
+        self.rank, self.size = segment.rank, segment.size
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        # Every rank may reduce everything itself, with one wait less, where the bytes that it then reads of
+        # others are few.  Between two ranks they are not more than in two steps.
+        few = self._block if self.size == 2 else ONE_SHOT_BYTES // (self.size - 1)
+        self.one_shot_bytes = min(few, self._block)
+        self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._scratch = np.empty(0, np.uint8)
+
+    def make(self, o: Operation) -> Plan | None:
+        """The plan of ``o``, or None if it is not carried here."""
+        plan = _PLANS.get(o.name)
+        return plan(self, o) if plan is not None and o.algorithm == "auto" else None
+
+    def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """The slots as arrays of ``dtype``: by rank, the result slots last, and by stage % DEPTH."""
+        slots = self._slots.get(dtype)
+        if slots is None:
+            typed = self._data.view(dtype).reshape(self.size + 1, DEPTH, self._block // dtype.itemsize)
+            slots = self._slots[dtype] = [list(slots) for slots in typed]
+        return slots
+
+    def _accumulator(self, reduction: Reduction, result: Array) -> Array:
+        """Where the carrier values of ``result`` are added up: there, if it has their type."""
+        if result.dtype == reduction.carrier:
+            return result
+        if self._scratch.size < self._block:
+            self._scratch = np.empty(self._block, np.uint8)
+        return self._scratch.view(reduction.carrier)[: result.size]
+
+    def _sum(self, reduction: Reduction, contributions: list[Array], result: Array) -> None:
+        """Reduce contributions, in rank order, and finish the reduction, into ``result``."""
+        total = self._accumulator(reduction, result)
+        reduction.combine(contributions[0], contributions[1], total)
+        for contribution in contributions[2:]:
+            reduction.combine(total, contribution)
+        reduction.finish(total, result)
+
+    # The operations.
+
+    def _all_reduce(self, o: Operation) -> Plan:
+        assert o.send is not None and o.reduction is not None
+        x, reduction, rank = o.send.flat, o.reduction, self.rank
+        out = (o.recv or o.send).flat if o.root is None or o.root == self._ranks[rank] else None
+        itemsize, plain = reduction.carrier.itemsize, reduction.is_plain
+        slots, results = self.typed(reduction.carrier), self.typed(reduction.dtype.numpy)[self.size]
+
+        def put_all(slot: int, a: int, b: int) -> None:
+            reduction.stage(x[a:b], slots[rank][slot][: b - a])
+
+        def get_all(slot: int, a: int, b: int) -> None:
+            if out is not None:
+                self._sum(reduction, [slots[r][slot][: b - a] for r in range(self.size)], out[a:b])
+
+        if self.size == 2 or x.size * itemsize <= self.one_shot_bytes:
+            return Plan(x.size, self._block // itemsize, self.peers, put=put_all, get=get_all)
+
+        def part(length: int) -> tuple[int, int]:
+            step = -(-length * itemsize // (self.size * _ALIGN)) * _ALIGN // itemsize
+            return min(rank * step, length), min((rank + 1) * step, length)
+
+        def put(slot: int, a: int, b: int) -> None:
+            if not plain:
+                put_all(slot, a, b)
+                return
+            mine, (first, end) = slots[rank][slot], part(b - a)
+            mine[:first] = x[a : a + first]
+            mine[end : b - a] = x[a + end : b]
+
+        def reduce(slot: int, a: int, b: int) -> None:
+            first, end = part(b - a)
+            contributions = [slots[r][slot][first:end] for r in range(self.size)]
+            if plain:
+                contributions[rank] = x[a + first : a + end]
+            self._sum(reduction, contributions, results[slot][first:end])
+
+        def get(slot: int, a: int, b: int) -> None:
+            if out is not None:
+                out[a:b] = results[slot][: b - a]
+
+        return Plan(x.size, self._block // itemsize, self.peers, put, reduce, get)
+
+    def _reduce_scatter(self, o: Operation) -> Plan:
+        assert o.send is not None and o.recv is not None and o.reduction is not None
+        x, out, reduction, rank = o.send.flat, o.recv.flat, o.reduction, self.rank
+        count, slots = out.size, self.typed(reduction.carrier)
+        per_stage = self._per_part(reduction.carrier.itemsize)
+        plain = reduction.is_plain and not np.may_share_memory(x, out)
+
+        def put(slot: int, a: int, b: int) -> None:
+            for r in self.peers if plain else range(self.size):
+                at = r * per_stage
+                reduction.stage(x[r * count + a : r * count + b], slots[rank][slot][at : at + b - a])
+
+        def get(slot: int, a: int, b: int) -> None:
+            at = rank * per_stage
+            contributions = [slots[r][slot][at : at + b - a] for r in range(self.size)]
+            if plain:
+                contributions[rank] = x[rank * count + a : rank * count + b]
+            self._sum(reduction, contributions, out[a:b])
+
+        return Plan(count, per_stage, self.peers, put=put, get=get)
+
+    def _broadcast(self, o: Operation) -> Plan:
+        assert o.send is not None and o.recv is not None
+        x, out, root = o.send.flat, o.recv.flat, self._root(o)
+        slots = self.typed(x.dtype)[root]
+
+        def put(slot: int, a: int, b: int) -> None:
+            slots[slot][: b - a] = x[a:b]
+            if x is not out:
+                out[a:b] = x[a:b]
+
+        def get(slot: int, a: int, b: int) -> None:
+            out[a:b] = slots[slot][: b - a]
+
+        per_stage = self._block // x.itemsize
+        if self.rank == root:
+            return Plan(x.size, per_stage, (), put=put)
+        return Plan(x.size, per_stage, (root,), get=get)
+
+    def _all_gather(self, o: Operation) -> Plan:
+        """all_gather, and gather where ``recv`` is the root's alone."""
+        assert o.send is not None
+        x, rank, slots = o.send.flat, self.rank, self.typed(o.send.flat.dtype)
+        out = o.recv.flat.reshape(self.size, -1) if o.recv is not None else None
+
+        def put(slot: int, a: int, b: int) -> None:
+            slots[rank][slot][: b - a] = x[a:b]
+
+        def get(slot: int, a: int, b: int) -> None:
+            assert out is not None
+            out[rank, a:b] = x[a:b]
+            for r in self.peers:
+                out[r, a:b] = slots[r][slot][: b - a]
+
+        per_stage = self._block // x.itemsize
+        if out is None:
+            return Plan(x.size, per_stage, (), put=put)
+        return Plan(x.size, per_stage, self.peers, put=put, get=get)
+
+    def _all_to_all(self, o: Operation) -> Plan:
+        """all_to_all, and scatter where ``send`` is the root's alone."""
+        assert o.recv is not None
+        out, rank, slots = o.recv.flat, self.rank, self.typed(o.recv.flat.dtype)
+        sources = range(self.size) if o.root is None else (self._root(o),)
+        count = out.size // len(sources)
+        x = o.send.flat.reshape(self.size, -1) if o.send is not None else None
+        per_stage = self._per_part(out.itemsize)
+
+        def put(slot: int, a: int, b: int) -> None:
+            assert x is not None
+            for r in self.peers:
+                slots[rank][slot][r * per_stage : r * per_stage + b - a] = x[r, a:b]
+
+        def get(slot: int, a: int, b: int) -> None:
+            at = rank * per_stage
+            for i, r in enumerate(sources):
+                theirs = slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b]
+                out[i * count + a : i * count + b] = theirs
+
+        peers = [r for r in sources if r != rank]
+        return Plan(count, per_stage, peers, put=put if x is not None else None, get=get)
+
+    def _barrier(self, o: Operation) -> Plan:
+        return Plan(0, 1, ())
+
+    def _root(self, o: Operation) -> int:
+        assert o.root is not None
+        return self._ranks.index(o.root)
+
+    def _per_part(self, itemsize: int) -> int:
+        """Elements of each rank's part of a slot, of whole cache lines where they fit."""
+        part = self._block // self.size
+        return max(part // _ALIGN * _ALIGN, itemsize) // itemsize
+
+
+_PLANS: dict[str, Callable[[Plans, Operation], Plan]] = {
+    "all_reduce": Plans._all_reduce,
+    "reduce": Plans._all_reduce,
+    "reduce_scatter": Plans._reduce_scatter,
+    "broadcast": Plans._broadcast,
+    "all_gather": Plans._all_gather,
+    "gather": Plans._all_gather,
+    "all_to_all": Plans._all_to_all,
+    "scatter": Plans._all_to_all,
+    "barrier": Plans._barrier,
+}
