@@ -1,0 +1,86 @@
+// What all attention kernels share: 16-bit types without CUDA's headers, softmax's arithmetic, order of blocks.
+//
+// Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM).
+// Scores are kept in powers of two: exp(scale (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one FFMA and one EX2.
+//
+// Tokens: qkv (B, T, W), W = (H + 2K) HEAD_DIM, holds the heads of q, then k, then v; out and d_out (B, T, H d).
+#pragma once
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+#define LOG2_SCALE (SCALE * LOG2_E)
+#define INFINITE __int_as_float(0x7f800000)
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define float32 2
+#define float16 1
+#define bfloat16 0
+#define IS_FLOAT32 (DTYPE == float32)
+#define IS_FLOAT16 (DTYPE == float16)
+
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Two floats as a pair of 16-bit values, `low` at the lower address.
+__device__ inline u32 pack(float low, float high) {
+    u32 pair;
+#if IS_FLOAT16
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+#endif
+    return pair;
+}
+
+__device__ inline float2 unpack(u32 pair) {
+#if IS_FLOAT16
+    float2 x;
+    asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(x.x), "=f"(x.y) : "r"(pair));
+    return x;
+#else
+    return {__int_as_float(pair << 16), __int_as_float(pair & 0xffff0000u)};
+#endif
+}
+
+// The maximum or the sum over the four lanes that hold one row of a matrix fragment.
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Which block of rows of which head this thread block works on.  Blocks start in the order of their number: the rows
+// with the most work come first, so that the last wave is short, and `section` heads at a time, so that what they
+// read stays in the L2.
+struct Place {
+    int head, block;  // head counts over samples too; block 0 is the one that starts first
+};
+__device__ inline Place place(int index, int heads, int blocks, int section) {
+    const int number = index / (section * blocks), rest = index - number * section * blocks;
+    const int width = min(section, heads - number * section);
+    return {number * section + rest % width, rest / width};
+}
+
+// Statistics that the backward reads, fp32: per head and 64 tokens, 64 log2-sum-exps of the scores and 64 deltas
+// (sum of d_out out); T is padded to PAD, with inf and 0, so that tokens that do not exist have probability 0.
+#define PAD 128
+__host__ __device__ constexpr int padded(int T) { return (T + PAD - 1) / PAD * PAD; }
+__device__ inline long statistics_at(int head, int token, int T) {
+    return ((long)head * (padded(T) / 64) + token / 64) * 128 + token % 64;
+}
+
+// Accumulators of the tensor cores, 16 rows a warp: element i of a lane is in row lane / 4, or in the row 8 below.
+// Packed in pairs they are, unmoved, the left operand of the next product.
+#define LOWER(i) ((i) / 2 % 2)  // 1: the row below
+#define COLUMN_OF(i, lane) ((i) / 4 * 8 + (lane) % 4 * 2 + (i) % 2)

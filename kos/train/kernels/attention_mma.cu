@@ -1,0 +1,205 @@
+// Causal attention, forward and backward, for every GPU since Ampere: FlashAttention-2's plan (Dao 2023,
+// arXiv:2307.08691) with mma.sync.
+//
+// A block owns 128 rows (queries, or keys in the first backward pass), 16 a warp, and streams tiles of the other side
+// through two buffers filled by cp.async.  The backward is two passes that each own what they write, so that nothing is
+// added across blocks and every sum has one order; see attention_backward_hopper.cu, whose mathematics this shares.
+#include "attention_mma.cuh"
+
+#ifndef KEYS
+#define KEYS 64  // of a tile of the forward
+#endif
+#ifndef STEP
+#define STEP (HEAD_DIM == 64 ? 64 : 32)  // rows of a tile of the backward, two of which a buffer holds
+#endif
+
+struct Shape {
+    int samples, T, H, K;
+    __device__ long width() const { return (long)(H + 2 * K) * HEAD_DIM; }
+    __device__ long out_width() const { return (long)H * HEAD_DIM; }
+};
+extern __shared__ char raw[];
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_forward(const u16* qkv, u16* out, float* log_sum_exp, int samples, int T, int H, int K, int section) {
+    const Shape shape{samples, T, H, K};
+    const int blocks = (T + OWN - 1) / OWN, lane = threadIdx.x % 32;
+    const Place at = place(blockIdx.x, samples * H, blocks, section);
+    const int sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
+    const int first = (blocks - 1 - at.block) * OWN, own = threadIdx.x / 32 * 16, row = first + own + lane / 4;
+    const int tiles = (min(T, first + OWN) + KEYS - 1) / KEYS;
+    const long width = shape.width();
+    const u16* heads = qkv + sample * T * width;
+    const u16 *k = heads + (H + kv_head) * HEAD_DIM, *v = k + K * HEAD_DIM;
+    const u32 q_tile = shared_address(raw), ring = q_tile + TILE_BYTES(OWN);
+    const auto load = [&](int tile) {
+        const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(KEYS);
+        load_tile<KEYS>(buffer, k, width, tile * KEYS, T);
+        load_tile<KEYS>(buffer + TILE_BYTES(KEYS), v, width, tile * KEYS, T);
+        load_commit();
+    };
+
+    float scores[KEYS / 2], sums[HEAD_DIM / 2], top[2] = {-INFINITE, -INFINITE}, total[2] = {0, 0};
+    u32 probabilities[KEYS / 4];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0;
+    load_tile<OWN>(q_tile, heads + head * HEAD_DIM, width, first, T);
+    load(0);
+    for (int tile = 0; tile < tiles; ++tile) {
+        const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(KEYS);
+        if (tile + 1 < tiles)
+            load(tile + 1), load_wait<1>();
+        else
+            load_wait<0>();
+        __syncthreads();
+        multiply_transposed<KEYS>(scores, q_tile, own, buffer);
+        if ((tile + 1) * KEYS > first)
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; ++i)
+                if (tile * KEYS + COLUMN_OF(i, lane) > row + LOWER(i) * 8) scores[i] = -INFINITE;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float high = top[half];  // finite from the first tile on, which holds key 0
+#pragma unroll
+            for (int i = 2 * half; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(scores[i], scores[i + 1]));
+            high = quad_max(high);
+            const float shift = high * LOG2_SCALE, factor = exp2_fast(top[half] * LOG2_SCALE - shift);
+            top[half] = high;
+            total[half] *= factor;
+#pragma unroll
+            for (int i = 2 * half; i < KEYS / 2; i += 4) {
+                scores[i] = exp2_fast(scores[i] * LOG2_SCALE - shift);
+                scores[i + 1] = exp2_fast(scores[i + 1] * LOG2_SCALE - shift);
+                total[half] += scores[i] + scores[i + 1];
+            }
+#pragma unroll
+            for (int i = 2 * half; i < HEAD_DIM / 2; i += 4) sums[i] *= factor, sums[i + 1] *= factor;
+        }
+#pragma unroll
+        for (int i = 0; i < KEYS / 4; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1]);
+        multiply_add<KEYS>(sums, probabilities, buffer + TILE_BYTES(KEYS));
+        __syncthreads();
+    }
+    const float sum[2] = {quad_sum(total[0]), quad_sum(total[1])};
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        if (lane % 4 == 0 && row + 8 * half < T)
+            log_sum_exp[(long)at.head * T + row + 8 * half] = top[half] * SCALE + __logf(sum[half]);
+    store_rows(sums, 1 / sum[0], 1 / sum[1], out + sample * T * shape.out_width() + head * HEAD_DIM, shape.out_width(), row, T);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_backward_kv(const u16* qkv, const u16* d_out, u16* d_qkv, const float* statistics, int samples, int T, int H, int K,
+                          int section) {
+    const Shape shape{samples, T, H, K};
+    const int lane = threadIdx.x % 32, group = H / K;
+    const Place at = place(blockIdx.x, samples * K, (T + OWN - 1) / OWN, section);
+    const int sample = at.head / K, kv_head = at.head % K;
+    const int first = at.block * OWN, own = threadIdx.x / 32 * 16, key = first + own + lane / 4;
+    const long width = shape.width(), out_width = shape.out_width();
+    const u16 *heads = qkv + sample * T * width, *d_outs = d_out + sample * T * out_width;
+    const long k_at = (long)(H + kv_head) * HEAD_DIM, v_at = k_at + K * HEAD_DIM;
+    const u32 k_tile = shared_address(raw), v_tile = k_tile + TILE_BYTES(OWN), ring = v_tile + TILE_BYTES(OWN);
+    const int steps = (T - first + STEP - 1) / STEP;  // of each query head
+    const auto load = [&](int i) {
+        const u32 buffer = ring + i % 2 * 2 * TILE_BYTES(STEP);
+        const int head = kv_head * group + i / steps, token = first + i % steps * STEP;
+        load_tile<STEP>(buffer, heads + head * HEAD_DIM, width, token, T);
+        load_tile<STEP>(buffer + TILE_BYTES(STEP), d_outs + head * HEAD_DIM, out_width, token, T);
+        load_commit();
+    };
+
+    float scores[STEP / 2], slopes[STEP / 2], dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
+    u32 narrow[STEP / 4];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0;
+    load_tile<OWN>(k_tile, heads + k_at, width, first, T);
+    load_tile<OWN>(v_tile, heads + v_at, width, first, T);
+    load(0);
+    for (int i = 0; i < group * steps; ++i) {
+        const u32 q = ring + i % 2 * 2 * TILE_BYTES(STEP), dout = q + TILE_BYTES(STEP);
+        const int head = sample * H + kv_head * group + i / steps, token = first + i % steps * STEP;
+        if (i + 1 < group * steps)
+            load(i + 1), load_wait<1>();
+        else
+            load_wait<0>();
+        __syncthreads();
+        if (token + STEP > first + own) {
+            multiply_transposed<STEP>(scores, k_tile, own, q);
+            multiply_transposed<STEP>(slopes, v_tile, own, dout);
+            const float* statistic = statistics + statistics_at(head, token, T);
+#pragma unroll
+            for (int j = 0; j < STEP / 2; ++j) {
+                const int column = COLUMN_OF(j, lane);
+                scores[j] = exp2_fast(scores[j] * LOG2_SCALE - statistic[column]);
+                if (token + column < key + LOWER(j) * 8) scores[j] = 0;
+                slopes[j] = scores[j] * (slopes[j] - statistic[64 + column]);
+            }
+#pragma unroll
+            for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(scores[2 * j], scores[2 * j + 1]);
+            multiply_add<STEP>(dv, narrow, dout);
+#pragma unroll
+            for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(slopes[2 * j], slopes[2 * j + 1]);
+            multiply_add<STEP>(dk, narrow, q);
+        }
+        __syncthreads();
+    }
+    u16* target = d_qkv + sample * T * width;
+    store_rows(dk, SCALE, SCALE, target + k_at, width, key, T);
+    store_rows(dv, 1, 1, target + v_at, width, key, T);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    attention_backward_q(const u16* qkv, const u16* d_out, u16* d_qkv, const float* statistics, int samples, int T, int H, int K,
+                         int section) {
+    const Shape shape{samples, T, H, K};
+    const int blocks = (T + OWN - 1) / OWN, lane = threadIdx.x % 32;
+    const Place at = place(blockIdx.x, samples * H, blocks, section);
+    const int sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
+    const int first = (blocks - 1 - at.block) * OWN, own = threadIdx.x / 32 * 16, row = first + own + lane / 4;
+    const int tiles = (min(T, first + OWN) + STEP - 1) / STEP;
+    const long width = shape.width(), out_width = shape.out_width();
+    const u16* heads = qkv + sample * T * width;
+    const u16 *k = heads + (H + kv_head) * HEAD_DIM, *v = k + K * HEAD_DIM;
+    const u32 q_tile = shared_address(raw), dout_tile = q_tile + TILE_BYTES(OWN), ring = dout_tile + TILE_BYTES(OWN);
+    const auto load = [&](int tile) {
+        const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(STEP);
+        load_tile<STEP>(buffer, k, width, tile * STEP, T);
+        load_tile<STEP>(buffer + TILE_BYTES(STEP), v, width, tile * STEP, T);
+        load_commit();
+    };
+
+    float scores[STEP / 2], slopes[STEP / 2], dq[HEAD_DIM / 2];
+    u32 narrow[STEP / 4];
+    const float* statistic = statistics + statistics_at(at.head, row, T);
+    const float lse[2] = {statistic[0], statistic[8]}, delta[2] = {statistic[64], statistic[72]};
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) dq[i] = 0;
+    load_tile<OWN>(q_tile, heads + head * HEAD_DIM, width, first, T);
+    load_tile<OWN>(dout_tile, d_out + sample * T * out_width + head * HEAD_DIM, out_width, first, T);
+    load(0);
+    for (int tile = 0; tile < tiles; ++tile) {
+        const u32 k_tile = ring + tile % 2 * 2 * TILE_BYTES(STEP), v_tile = k_tile + TILE_BYTES(STEP);
+        if (tile + 1 < tiles)
+            load(tile + 1), load_wait<1>();
+        else
+            load_wait<0>();
+        __syncthreads();
+        if (tile * STEP < first + own + 16) {
+            multiply_transposed<STEP>(scores, q_tile, own, k_tile);
+            multiply_transposed<STEP>(slopes, dout_tile, own, v_tile);
+#pragma unroll
+            for (int j = 0; j < STEP / 2; ++j) {
+                const int half = LOWER(j);
+                scores[j] = exp2_fast(scores[j] * LOG2_SCALE - lse[half]);
+                if (tile * STEP + COLUMN_OF(j, lane) > row + half * 8) scores[j] = 0;
+                slopes[j] = scores[j] * (slopes[j] - delta[half]);
+            }
+#pragma unroll
+            for (int j = 0; j < STEP / 4; ++j) narrow[j] = pack(slopes[2 * j], slopes[2 * j + 1]);
+            multiply_add<STEP>(dq, narrow, k_tile);
+        }
+        __syncthreads();
+    }
+    store_rows(dq, SCALE, SCALE, d_qkv + sample * T * width + head * HEAD_DIM, width, row, T);
+}

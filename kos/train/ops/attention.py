@@ -1,0 +1,233 @@
+"""Flash attention on a GPU: which kernel, with what tiles, for which shape.
+
+Three families of kernels compute the same function (``kos/train/kernels/attention_*.cu``): ``hopper`` (wgmma and
+TMA, sm_90a), ``mma`` (tensor cores of every GPU since Ampere) and ``simple`` (any dtype, any head size up to 256:
+fp32 checks).  The first two take bfloat16 and float16 and head sizes 64 and 128.
+
+Nothing is allocated and nothing waits, so both calls can be captured in a CUDA graph; scratch memory of the
+backward comes from the arena.  No sum depends on the order in which blocks run: equal inputs, equal bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.cuda.devices import device_info
+from kos.cuda.kernels import Define, Kernel, load_kernel
+from kos.errors import InvalidArgument
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+FAMILIES = ("hopper", "mma", "simple")
+_TENSOR_CORE_HEAD_DIMS = (64, 128)
+_PAD = 128  # tokens: PAD of attention.cuh
+_BLOCK = 128  # rows that a block of threads owns
+_ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
+_CACHED = 24 << 20  # bytes of keys and values (or queries) in use at once: half of an H200's L2
+
+# Tiles, by head size. Measured on one H200, driver 580 (benchmarks/attention.py).
+Tiles = dict[str, Define]
+_FORWARD: dict[int, Tiles] = {64: {"KEYS": 128, "STAGES": 2}, 128: {"KEYS": 128, "STAGES": 2}}
+_BACKWARD: dict[int, Tiles] = {
+    64: {"KEYS": 128, "STAGES": 2, "STEP": 64, "STEP_STAGES": 2},
+    128: {"KEYS": 128, "STAGES": 2, "STEP": 64, "STEP_STAGES": 2},
+}
+
+
+def attention(
+    qkv: Array,
+    heads: int,
+    kv_heads: int,
+    out: Array,
+    log_sum_exp: Array,
+    stream: Any,
+    *,
+    family: str | None = None,
+    tiles: Tiles | None = None,
+) -> None:
+    """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
+
+    ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
+    fp32, of the scaled scores, is kept for the backward.  ``family`` and ``tiles`` are for measurements.
+    """
+    samples, length, head_dim = _check(qkv, heads, kv_heads, out, log_sum_exp)
+    family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
+    size = (samples, length, heads, kv_heads)
+    if family == "simple":
+        kernel = _kernel("simple", "attention_forward", qkv, head_dim, {})
+        kernel(stream, _rows(samples * length * heads), 256, qkv.pointer, out.pointer, log_sum_exp.pointer, *size)
+        return
+    tiles = _FORWARD[head_dim] | (tiles or {}) if family == "hopper" else tiles or {}
+    keys, row = int(tiles.get("KEYS", 64)), head_dim * 2
+    rows = 64 * int(tiles.get("CONSUMERS", 2))
+    grid = samples * heads * -(-length // rows)
+    section = _section(samples * heads, heads // kv_heads, length, head_dim)
+    if family == "mma":
+        kernel = _kernel("mma", "attention_forward", qkv, head_dim, tiles)
+        shared = (_BLOCK + 4 * keys) * row
+        pointers = (qkv.pointer, out.pointer, log_sum_exp.pointer)
+        kernel(stream, grid, 256, *pointers, *size, section, shared=shared)
+        return
+    kernel = _kernel("forward_hopper", "attention_forward", qkv, head_dim, tiles)
+    shared = (rows + 2 * int(tiles["STAGES"]) * keys) * row + 2 * _ALIGNMENT
+    maps = (_map(qkv, samples, length), _map(out, samples, length))
+    kernel(stream, grid, 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared)
+
+
+def attention_backward(
+    d_out: Array,
+    qkv: Array,
+    out: Array,
+    log_sum_exp: Array,
+    heads: int,
+    kv_heads: int,
+    d_qkv: Array,
+    arena: Arena,
+    stream: Any,
+    *,
+    family: str | None = None,
+    tiles: Tiles | None = None,
+) -> None:
+    """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
+
+    Takes 2 B H T floats, T rounded up to 128, from ``arena``: its arrays are of ``kos.memory.array``.
+    """
+    samples, length, head_dim = _check(qkv, heads, kv_heads, out, log_sum_exp)
+    _expect("d_out", d_out, out.shape, out.dtype)
+    _expect("d_qkv", d_qkv, qkv.shape, qkv.dtype)
+    family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
+    size = (samples, length, heads, kv_heads)
+    if family == "simple":
+        pointers = (x.pointer for x in (qkv, d_out, out, log_sum_exp, d_qkv))
+        arguments = (*pointers, *size)
+        for name, of in (("attention_backward_q", heads), ("attention_backward_kv", kv_heads)):
+            kernel = _kernel("simple", name, qkv, head_dim, {})
+            kernel(stream, _rows(samples * length * of), 256, *arguments)
+        return
+    hopper = family == "hopper"
+    tiles = _BACKWARD[head_dim] | (tiles or {}) if hopper else tiles or {}
+    padded, row = -(-length // _PAD) * _PAD, head_dim * 2
+    blocks = -(-length // _BLOCK)
+    group, per_kv_head = heads // kv_heads, samples * kv_heads
+    with arena.scope():
+        statistics = arena.take((samples * heads * padded * 2,), np.float32)
+        prepare = _kernel("statistics", "attention_statistics", qkv, head_dim, {})
+        threads = samples * padded * heads * (head_dim // 8)
+        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer, statistics.pointer)
+        prepare(stream, -(-threads // 256), 256, *inputs, samples, length, heads)
+        file = "backward_hopper" if hopper else "mma"
+        kernel_kv = _kernel(file, "attention_backward_kv", qkv, head_dim, tiles)
+        kernel_q = _kernel(file, "attention_backward_q", qkv, head_dim, tiles)
+        operands: tuple[Any, ...]
+        if hopper:
+            operands = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
+            block = 384
+            step = 2 * int(tiles["STEP_STAGES"]) * int(tiles["STEP"])
+            keys = 2 * int(tiles["STAGES"]) * int(tiles["KEYS"])
+            shared_kv = (2 * _BLOCK + step) * row + 4 * step + 2 * _ALIGNMENT
+            shared_q = (2 * _BLOCK + keys) * row + 2 * _ALIGNMENT
+        else:
+            operands = (qkv.pointer, d_out.pointer, d_qkv.pointer)
+            block = 256
+            shared_kv = shared_q = (2 * _BLOCK + 4 * int(tiles.get("STEP", 64 if head_dim == 64 else 32))) * row
+        operands += (statistics.pointer, *size)
+        section_kv = _section(per_kv_head, 1, length, head_dim * group)
+        section_q = _section(samples * heads, group, length, head_dim)
+        kernel_kv(stream, per_kv_head * blocks, block, *operands, section_kv, shared=shared_kv)
+        kernel_q(stream, samples * heads * blocks, block, *operands, section_q, shared=shared_q)
+
+
+@functools.cache
+def family_for(device: int, dtype: str, head_dim: int) -> str:
+    """The fastest of FAMILIES that takes this dtype and head size on this GPU."""
+    info = device_info(device)
+    if dtype == "float32" or head_dim not in _TENSOR_CORE_HEAD_DIMS or info.compute_capability < (8, 0):
+        return "simple"
+    return "hopper" if info.arch == "sm_90a" else "mma"
+
+
+def _expect(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
+    if (array.shape, str(array.dtype)) != (shape, str(dtype)):
+        raise InvalidArgument(f"attention: expected {name} {dtype}{shape}, got {array.dtype}{array.shape}")
+
+
+def _check(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array) -> tuple[int, int, int]:
+    """B, T and d, of operands that fit together."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise InvalidArgument(f"attention: expected heads to be a multiple of kv_heads, got {heads} and {kv_heads}")
+    if qkv.dtype.name not in ("bfloat16", "float16", "float32"):
+        raise InvalidArgument(f"attention: expected bfloat16, float16 or float32, got {qkv.dtype}")
+    if len(log_sum_exp.shape) != 3 or log_sum_exp.shape[1] != heads:
+        raise InvalidArgument(f"attention: expected log_sum_exp (B, {heads}, T), got {log_sum_exp.shape}")
+    samples, _, length = log_sum_exp.shape
+    head_dim, rest = divmod(qkv.shape[-1], heads + 2 * kv_heads)
+    if rest or not 1 <= head_dim <= 256:
+        raise InvalidArgument(
+            f"attention: expected {heads + 2 * kv_heads} heads of 1 to 256 elements in qkv, got {qkv.shape[-1]}"
+        )
+    tokens = samples * length
+    _expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * head_dim), qkv.dtype)
+    _expect("out", out, (tokens, heads * head_dim), qkv.dtype)
+    _expect("log_sum_exp", log_sum_exp, log_sum_exp.shape, "float32")
+    return samples, length, head_dim
+
+
+def _rows(count: int) -> int:
+    """Blocks of ``attention_simple.cu``: a warp a row, 8 warps a block."""
+    return -(-count // 8)
+
+
+def _section(heads: int, group: int, length: int, head_dim: int) -> int:
+    """How many heads to work on at once: whole groups, whose other side fits the cache."""
+    groups = max(1, _CACHED // (4 * length * head_dim))
+    return min(heads, group * groups)
+
+
+def _kernel(file: str, name: str, qkv: Array, head_dim: int, tiles: Tiles) -> Kernel:
+    return _load(file, name, qkv.device, qkv.dtype.name, head_dim, tuple(tiles.items()))
+
+
+@functools.cache
+def _load(
+    file: str, name: str, device: int, dtype: str, head_dim: int, tiles: tuple[tuple[str, Define], ...]
+) -> Kernel:
+    return load_kernel(KERNELS / f"attention_{file}.cu", name, device, **macros(dtype, head_dim), **dict(tiles))
+
+
+def macros(dtype: str, head_dim: int) -> dict[str, Define]:
+    """What every file of kernels needs to be told."""
+    return {"DTYPE": dtype, "HEAD_DIM": head_dim, "SCALE": f"{1 / math.sqrt(head_dim):.9e}f"}
+
+
+class _Words:
+    """Device memory as (B, T, columns) 16-bit words, for the tensor map: it only moves them."""
+
+    def __init__(self, pointer: int, shape: tuple[int, int, int]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape, "typestr": "<u2", "data": (pointer, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+
+def _map(array: Array, samples: int, length: int) -> Any:
+    return _tensor_map(array.pointer, samples, length, array.shape[-1])
+
+
+@functools.lru_cache(maxsize=1024)
+def _tensor_map(pointer: int, samples: int, length: int, columns: int) -> Any:
+    """A TMA descriptor for boxes of 64 tokens and 64 columns.
+
+    Tokens beyond a sample's end are read as zeros and not written.
+    """
+    from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
+    from cuda.core.utils import StridedMemoryView
+
+    words = StridedMemoryView.from_cuda_array_interface(_Words(pointer, (samples, length, columns)), -1)
+    return words.as_tensor_map(
+        (1, 64, 64), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
+    )

@@ -1,0 +1,47 @@
+"""The attention kernels compile for every architecture, without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kos.cuda import kernels
+from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.errors import BackendUnavailable, CompileError
+from kos.train.ops import attention
+from kos.train.ops.attention import KERNELS, macros
+
+try:
+    kernels.nvrtc_version()
+except BackendUnavailable as error:
+    pytestmark = pytest.mark.skip(reason=str(error))
+
+FORWARD, BACKWARD = [b"attention_forward"], [b"attention_backward_q", b"attention_backward_kv"]
+PORTABLE = [
+    ("mma", "bfloat16", 128, FORWARD + BACKWARD),
+    ("mma", "float16", 64, FORWARD + BACKWARD),
+    ("simple", "float32", 48, FORWARD + BACKWARD),
+    ("simple", "bfloat16", 256, FORWARD + BACKWARD),
+    ("statistics", "bfloat16", 64, [b"attention_statistics"]),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
+@pytest.mark.parametrize(("file", "dtype", "head_dim", "names"), PORTABLE)
+def test_compiles_everywhere(
+    tmp_path: Path, arch: str, file: str, dtype: str, head_dim: int, names: list[bytes]
+) -> None:
+    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", arch, macros(dtype, head_dim), KernelCache(tmp_path))
+    assert all(b".text." + name in cubin for name in names)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", BACKWARD)])
+def test_compiles_for_hopper(tmp_path: Path, file: str, head_dim: int, names: list[bytes]) -> None:
+    tiles = attention._FORWARD if file == "forward_hopper" else attention._BACKWARD
+    defines = {**macros("bfloat16", head_dim), **tiles[head_dim]}
+    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", "sm_90a", defines, KernelCache(tmp_path))
+    assert all(b".text." + name in cubin for name in names)
+    with pytest.raises(CompileError):  # these instructions are Hopper's alone
+        compile_kernels(KERNELS / f"attention_{file}.cu", "sm_80", defines, KernelCache(tmp_path))

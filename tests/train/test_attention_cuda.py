@@ -1,0 +1,212 @@
+"""Attention on a GPU against the numpy dialect in float64: values, gradients, odd sizes, equal bits, graphs."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.cuda.devices import device_info
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.train.ops import attention as ops
+from kos.train.ops import numpy as reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+# samples, T, heads, kv_heads, head_dim
+SHAPES = [
+    (1, 1, 1, 1, 128),
+    (2, 77, 4, 4, 64),
+    (2, 128, 4, 1, 128),
+    (1, 333, 8, 2, 128),
+    (3, 257, 8, 1, 64),
+    (1, 640, 8, 2, 128),
+    (2, 512, 3, 3, 64),
+]
+SMALL = [(2, 65, 4, 2, 48), (1, 130, 4, 1, 128), (1, 40, 2, 2, 200)]
+EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    seed = int(os.environ.get("KOS_TEST_SEED") or secrets.randbits(32))
+    print(f"KOS_TEST_SEED={seed}")
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def stream() -> Any:
+    cuda.set_device(0)
+    return cuda.create_stream(0)
+
+
+@dataclass
+class Case:
+    """Random operands on the device, and what they should give, from float64."""
+
+    heads: int
+    kv_heads: int
+    qkv: Array
+    d_out: Array
+    out: Array
+    log_sum_exp: Array
+    d_qkv: Array
+    expected: dict[str, np.ndarray]
+
+    def run(self, stream: Any, arena: Arena, **options: Any) -> dict[str, np.ndarray]:
+        """All outputs, poisoned beforehand."""
+        for array in (self.out, self.log_sum_exp, self.d_qkv):
+            array.fill_bytes(255, stream)
+        self.launch(stream, arena, **options)
+        return self.results(stream)
+
+    def launch(self, stream: Any, arena: Arena, **options: Any) -> None:
+        operands = (self.qkv, self.heads, self.kv_heads, self.out, self.log_sum_exp)
+        ops.attention(*operands, stream, **options)
+        ops.attention_backward(
+            self.d_out, self.qkv, self.out, self.log_sum_exp, self.heads, self.kv_heads, self.d_qkv, arena, stream,
+            **options,
+        )  # fmt: skip
+
+    def results(self, stream: Any) -> dict[str, np.ndarray]:
+        names = {"out": self.out, "log_sum_exp": self.log_sum_exp, "d_qkv": self.d_qkv}
+        return {name: array.numpy(stream) for name, array in names.items()}
+
+
+def device_arena() -> Arena:
+    return Arena(
+        allocate=lambda nbytes: Array.empty(max(nbytes, 1), "uint8", 0),
+        view=lambda slab, offset, shape, dtype: Array(slab.pointer + offset, shape, dtype, 0, owner=slab),
+    )
+
+
+def make_case(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, spread: float = 1.0) -> Case:
+    samples, length, heads, kv_heads, d = shape
+    tokens, width = samples * length, (heads + 2 * kv_heads) * d
+    kind = DTYPES[dtype].numpy
+    qkv = (rng.standard_normal((tokens, width)) * spread).astype(kind)
+    d_out = rng.standard_normal((tokens, heads * d)).astype(kind)
+    expected = expect(qkv, d_out, samples, length, heads, kv_heads)
+    empty = [Array.empty(s, t, 0) for s, t in (
+        ((tokens, heads * d), dtype), ((samples, heads, length), "float32"), ((tokens, width), dtype))]  # fmt: skip
+    return Case(heads, kv_heads, Array.from_numpy(qkv, 0), Array.from_numpy(d_out, 0), *empty, expected)
+
+
+def expect(
+    qkv: np.ndarray, d_out: np.ndarray, samples: int, length: int, heads: int, kv_heads: int
+) -> dict[str, np.ndarray]:
+    arena = Arena()
+    x, dy, y, dx = (reference.empty_columns(arena, len(qkv), n, np.float64)
+                    for n in (qkv.shape[1], d_out.shape[1], d_out.shape[1], qkv.shape[1]))  # fmt: skip
+    x[...], dy[...] = qkv.astype(np.float64), d_out.astype(np.float64)
+    log_sum_exp = np.empty((samples, heads, length))
+    reference.attention(x, heads, kv_heads, y, log_sum_exp, arena)
+    reference.attention_backward(dy, x, y, log_sum_exp, heads, kv_heads, dx, arena)
+    return {"out": y, "log_sum_exp": log_sum_exp, "d_qkv": dx}
+
+
+def assert_close(case: Case, results: dict[str, np.ndarray], dtype: str, d: int) -> None:
+    """Errors as multiples of the dtype's rounding: of every part as a whole, and of each head of each token."""
+    epsilon = EPSILON[dtype]
+    np.testing.assert_allclose(results["log_sum_exp"], case.expected["log_sum_exp"], rtol=0, atol=2e-5)
+    q_end, k_end = case.heads * d, (case.heads + case.kv_heads) * d
+    parts = {"out": ("out", slice(None)), "dq": ("d_qkv", slice(0, q_end)),
+             "dk": ("d_qkv", slice(q_end, k_end)), "dv": ("d_qkv", slice(k_end, None))}  # fmt: skip
+    for name, (array, columns) in parts.items():
+        got = results[array][:, columns].astype(np.float64)
+        want = np.ascontiguousarray(case.expected[array][:, columns])
+        assert np.isfinite(got).all(), f"{name}: not all written"
+        size = np.linalg.norm(want)
+        if size < 1e-12:  # one token: its q and k have no gradient
+            assert np.abs(got).max() < 1e-2
+            continue
+        error = np.linalg.norm(got - want) / size
+        assert error < (2 if dtype != "float32" else 16) * epsilon, f"{name}: {error / epsilon:.2f} epsilon"
+        rows = want.reshape(-1, d)
+        floor = np.sqrt((rows**2).mean()) * np.sqrt(d)
+        worst = (np.linalg.norm(got.reshape(-1, d) - rows, axis=1) / (np.linalg.norm(rows, axis=1) + floor)).max()
+        assert worst < (8 if dtype != "float32" else 64) * epsilon, f"{name}: a row with {worst / epsilon:.2f} epsilon"
+
+
+def families() -> list[str]:
+    if cuda.unavailable() is not None:
+        return ["mma"]
+    return ["mma", "hopper"] if device_info(0).arch == "sm_90a" else ["mma"]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", families())
+def test_tensor_cores(rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[int, ...]) -> None:
+    case = make_case(rng, shape, dtype)
+    assert_close(case, case.run(stream, device_arena(), family=family), dtype, shape[-1])
+
+
+@pytest.mark.parametrize("shape", SMALL, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_simple(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...]) -> None:
+    case = make_case(rng, shape, dtype)
+    assert_close(case, case.run(stream, device_arena(), family="simple"), dtype, shape[-1])
+
+
+@pytest.mark.parametrize("family", families())
+def test_large_scores(rng: np.random.Generator, stream: Any, family: str) -> None:
+    """Scores of hundreds: only the shift by the maximum keeps them finite."""
+    case = make_case(rng, (1, 200, 2, 2, 64), "bfloat16", spread=8.0)
+    results = case.run(stream, device_arena(), family=family)
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in results.values())
+    error = np.linalg.norm(results["out"].astype(np.float64) - case.expected["out"])
+    assert error < 2 * EPSILON["bfloat16"] * np.linalg.norm(case.expected["out"])
+
+
+@pytest.mark.parametrize("family", families())
+def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, family: str) -> None:
+    """Run after run, and replayed from a graph, on operands that change between replays."""
+    shape = (2, 777, 8, 2, 128)
+    case, other = make_case(rng, shape, "bfloat16"), make_case(rng, shape, "bfloat16")
+    arena = device_arena()
+    first = case.run(stream, arena, family=family)
+    second = case.run(stream, arena, family=family)
+    with cuda.capture(stream, keep=[case, arena]) as graph:
+        case.launch(stream, arena, family=family)
+    case.qkv.copy_from(other.qkv, stream)
+    graph.replay(stream)
+    assert not np.array_equal(case.results(stream)["out"].view(np.uint16), first["out"].view(np.uint16))
+    case.qkv.copy_from(Array.from_numpy(case.qkv.numpy(stream), 0), stream)
+    replayed, again = case.results(stream), case.run(stream, arena, family=family)
+    for a, b in ((first, second), (replayed, again)):
+        for name in a:
+            np.testing.assert_array_equal(a[name].view(np.uint8), b[name].view(np.uint8))
+
+
+def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> None:
+    """NaN in one sample and one kv head stays there."""
+    case = make_case(rng, (2, 150, 4, 2, 64), "bfloat16")
+    clean = case.run(stream, device_arena())
+    poisoned = case.qkv.numpy(stream)
+    poisoned[150:, 4 * 64 : 5 * 64] = np.nan  # keys of the second sample's first kv head
+    case.qkv.copy_from(poisoned, stream)
+    results = case.run(stream, device_arena())
+    bits = {name: x.view(np.uint16) for name, x in (("new", results["out"]), ("old", clean["out"]))}
+    np.testing.assert_array_equal(bits["new"][:150], bits["old"][:150])
+    np.testing.assert_array_equal(bits["new"][:, 2 * 64 :], bits["old"][:, 2 * 64 :])
+    assert np.isnan(results["out"][150:, : 2 * 64].astype(np.float32)).all()
+
+
+def test_operands_are_checked(rng: np.random.Generator, stream: Any) -> None:
+    case = make_case(rng, (1, 8, 4, 2, 64), "bfloat16")
+    with pytest.raises(InvalidArgument, match="multiple of kv_heads, got 4 and 3"):
+        ops.attention(case.qkv, 4, 3, case.out, case.log_sum_exp, stream)
+    with pytest.raises(InvalidArgument, match="expected out bfloat16"):
+        ops.attention(case.qkv, 4, 2, case.qkv, case.log_sum_exp, stream)
