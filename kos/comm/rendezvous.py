@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kos.comm import mpi_job
+from kos.comm.faults import FaultPlan
 from kos.errors import InvalidArgument, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
@@ -31,6 +32,8 @@ class Rendezvous(ABC):
     timeout: float
     threads: ThreadGroup | None = None
     mpi_comm: Any = None
+    device: int | None = None
+    """The GPU that this rank was told to use, by its number in this process."""
     _local: tuple[int, int] | None = None
 
     @abstractmethod
@@ -95,8 +98,9 @@ class SingleRendezvous(Rendezvous):
 class ThreadWorld:
     """What all threads of one ``spawn`` share: one lock, a wake-up call per rank, and who is gone."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, faults: FaultPlan | None = None) -> None:
         self.lock = threading.RLock()
+        self.faults = faults
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a look and a wait
         self.departed: dict[int, str] = {}  # world rank -> why

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kos.comm.backend import Backend, Probe, Request
+from kos.comm.faults import FaultyTransport
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
-from kos.comm.work import Engine, Idle
+from kos.comm.work import Engine, Idle, Work
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
@@ -47,6 +48,10 @@ class MockBackend(Backend):
         self._room = self._group.shared("mock", _Room)
         self._mailboxes = _Mailboxes(self._group, self._room, self.rank)
         self.transport = self._mailboxes
+        self._faults: FaultyTransport | None = None
+        if (plan := self._group.world.faults) is not None:
+            self._faults = FaultyTransport(plan, self._group, self.rank, self._mailboxes)
+            self.transport = self._faults
         self._idle = _WakeUp(self._group, self.rank)
 
     @classmethod
@@ -57,6 +62,15 @@ class MockBackend(Backend):
 
     def idle(self) -> Idle:
         return self._idle
+
+    def start(self, operation: Operation) -> Work:
+        if self._faults is not None and self.broken is None:
+            self._faults.start(operation, self._tag(operation) if operation.collective else operation.tag)
+        return super().start(operation)
+
+    def close(self) -> None:
+        if self._faults is not None:
+            self._faults.close()
 
     def abort(self, reason: str) -> None:
         self._group.fail(RankLost, f"rank {self.rank} is gone: {reason}")
@@ -97,7 +111,9 @@ class MockBackend(Backend):
         with self._group.world.lock:
             calls = self._room.calls.get(operation.sequence, {})
             late = [rank for rank in range(self.size) if rank not in calls]
-        return f"ranks {late} did not arrive"
+        if calls and late:
+            return f"ranks {late} did not arrive"
+        return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(operation))}"
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if operation.collective and isinstance(error, CollectiveTimeout):
@@ -136,6 +152,11 @@ class _Mailboxes:
             else:
                 self._room.posted.setdefault(key, deque()).append(receive)
         return receive
+
+    def awaited(self, tag: int) -> list[int]:
+        """The ranks from which this one waits for a message with that tag."""
+        with self._group.world.lock:
+            return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self._rank, tag)})
 
     def forget(self, tag: int) -> None:
         """Nobody waits any more for messages to this rank with that tag: their memory is given back."""

@@ -1,38 +1,56 @@
-"""Ranks as threads, for tests: ours and users'."""
+"""Ranks as threads, for tests: ours and users'.
+
+``spawn`` runs a function on some ranks, with faults by a plan; ``kos.testing.plugin`` is for pytest.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from kos.comm import Communicator, init
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
-from kos.errors import CollectiveTimeout, RankLost
+from kos.comm.faults import Crashed, Fault, FaultPlan
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.errors import CollectiveTimeout, InvalidArgument, RankLost
+
+__all__ = ["Fault", "spawn"]
 
 T = TypeVar("T")
 
 _NOTHING: Any = object()
 
 
-def spawn(fn: Callable[[Communicator], T], world_size: int, timeout: float = 60.0) -> list[T]:
+def spawn(
+    fn: Callable[[Communicator], T], world_size: int, timeout: float = 60.0, *, faults: Sequence[Fault] = ()
+) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` ranks that are threads of this process; their results by rank.
 
     If a rank raises, the others raise RankLost from whatever they wait in, and the first error is raised here
     with a note that names the rank.  Raises CollectiveTimeout, naming the ranks, if some are still running
     after ``timeout`` seconds (their threads cannot be killed, but every wait in them is woken and fails).
+
+    ``faults`` is what goes wrong (see ``Fault``).  A rank that crashes or stalls for good has the result None.
+    Raises InvalidArgument if one of the faults never happened, for such a test shows nothing.
     """
-    group = ThreadGroup(world_size)
-    results: list[T] = [_NOTHING] * world_size
+    plan = FaultPlan(faults, world_size) if faults else None
+    group = ThreadGroup(world_size, ThreadWorld(world_size, plan))
+    results: list[Any] = [_NOTHING] * world_size
     errors: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         why = "its function returned"
         try:
-            with init("mock", rendezvous=ThreadRendezvous(group, rank, timeout), timeout=timeout) as comm:
+            comm = init("mock", rendezvous=ThreadRendezvous(group, rank, timeout), timeout=timeout)
+            with ExitStack() as stack:
+                stack.enter_context(comm)
                 try:
                     results[rank] = fn(comm)
+                except Crashed as crash:
+                    stack.pop_all()  # it closes nothing, and tells nobody
+                    results[rank], why = None, str(crash)
                 except BaseException as error:
                     errors.append((rank, error))  # before the others hear of it
                     raise
@@ -61,4 +79,9 @@ def spawn(fn: Callable[[Communicator], T], world_size: int, timeout: float = 60.
         rank, error = errors[0]
         error.add_note(f"raised on rank {rank} of {world_size}")
         raise error
+    if plan is not None and plan.pending:
+        raise InvalidArgument(
+            f"faults: expected all to happen, got none of {sorted(plan.pending, key=str)} in "
+            f"{plan.operations} operations of the ranks (or nothing was sent in those)"
+        )
     return results

@@ -1,0 +1,229 @@
+"""Faults for tests: what a network and its hosts can do to the mock backend's messages and ranks, by a plan.
+
+While there is a plan, every message travels as a packet with a number and a checksum (CRC-32), as on a
+network: packets that come late, twice or in another order are put right, a packet that is lost leaves its
+receiver waiting, and one that was changed on the way fails the operation on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kos.comm.operation import Operation
+from kos.errors import CollectiveError, InvalidArgument, KosError
+
+if TYPE_CHECKING:
+    from kos.comm.backend import Request, Transport
+    from kos.comm.rendezvous import ThreadGroup
+
+Array = np.ndarray[Any, Any]
+
+KINDS = ("delay", "drop", "duplicate", "corrupt", "reorder", "stall", "crash")
+_SHORT = 0.02  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong with operation ``operation`` (from 0) of rank ``rank``.
+
+    Operations are those that the rank starts, on whichever communicator: collectives and messages, in their
+    order.  ``kind`` is one of
+
+    - ``delay``: what it sends in that operation arrives ``seconds`` later (0.02 unless given);
+    - ``reorder``: each message arrives after the next one, or ``seconds`` later if none follows;
+    - ``duplicate``: each message arrives twice;
+    - ``drop``: no message arrives: the ranks that wait for one raise CollectiveTimeout;
+    - ``corrupt``: a byte of each message changes on the way: all ranks of the group raise CollectiveError;
+    - ``stall``: the rank stops before that operation for ``seconds``, or for good: it is gone once all others
+      are, and the others raise CollectiveTimeout that names it;
+    - ``crash``: the rank is gone before that operation, without a word: the others raise RankLost.
+
+    Delays, other orders and duplicates change no result.  Raises InvalidArgument for a plan that makes no
+    sense.
+    """
+
+    kind: str
+    rank: int
+    operation: int = 0
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidArgument(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.rank < 0 or self.operation < 0:
+            raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
+        if self.seconds is not None and not (self.seconds > 0 and self.kind in ("delay", "reorder", "stall")):
+            raise InvalidArgument(
+                f"fault: expected positive seconds of a delay, reorder or stall, got {self}"
+            )
+
+
+class Crashed(BaseException):
+    """Ends the thread of a rank that a plan made crash or stall; not an Exception, so that no test keeps it."""
+
+
+class FaultPlan:
+    """The faults of one ``spawn``, and which of them happened."""
+
+    def __init__(self, faults: Iterable[Fault], size: int) -> None:
+        self._faults: dict[tuple[int, int], list[Fault]] = {}
+        for fault in faults:
+            if fault.rank >= size:
+                raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
+            self._faults.setdefault((fault.rank, fault.operation), []).append(fault)
+        self.operations = [0] * size  # that each rank started
+        self.pending = {fault for faults in self._faults.values() for fault in faults}
+        self.stalled = 0
+
+    def next_operation(self, rank: int) -> list[Fault]:
+        """What goes wrong with the operation that ``rank`` is about to start."""
+        number = self.operations[rank]
+        self.operations[rank] += 1
+        return self._faults.get((rank, number), [])
+
+
+class _Packet(NamedTuple):
+    number: int  # among those of its pair and tag
+    checksum: int
+    data: Array
+
+
+class FaultyTransport:
+    """The transport of one rank of a group while a plan holds."""
+
+    def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Transport) -> None:
+        self._plan, self._group, self._rank, self._inner = plan, group, rank, inner
+        self._faults: dict[int, list[Fault]] = {}  # by tag
+        self._sent: dict[tuple[int, int], int] = {}  # by destination and tag
+        self._arrived: dict[tuple[int, int], int] = {}
+        self._early: dict[tuple[int, int], dict[int, _Packet]] = {}
+        self._held: list[threading.Timer] = []
+
+    def start(self, operation: Operation, tag: int) -> None:
+        """The rank is about to start ``operation``, whose messages have ``tag``."""
+        faults = self._plan.next_operation(self._group.members[self._rank])
+        self._faults[tag] = [fault for fault in faults if fault.kind not in ("stall", "crash")]
+        for fault in faults:
+            if fault.kind in ("stall", "crash"):
+                self._plan.pending.discard(fault)
+            if fault.kind == "stall":
+                self._stall(fault, operation)
+            elif fault.kind == "crash":
+                raise Crashed(f"it crashed before {operation.name}")
+
+    def _stall(self, fault: Fault, operation: Operation) -> None:
+        world, plan = self._group.world, self._plan
+        me = world.wakeup[self._group.members[self._rank]]
+        with world.lock:
+            if fault.seconds is not None:
+                me.wait_for(lambda: False, fault.seconds)
+                return
+            plan.stalled += 1
+            world.notify(list(range(len(world.wakeup))))
+            me.wait_for(lambda: len(world.departed) + plan.stalled >= len(world.wakeup))
+        raise Crashed(f"it stalled before {operation.name}")
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        return self._inner.irecv(array, peer, tag)
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        key = peer, tag
+        with self._group.world.lock:
+            self._group.raise_failure()
+            number = self._sent[key] = self._sent.get(key, -1) + 1
+            packet = _Packet(number, _checksum(array), array.copy())
+            faults = self._faults.get(tag, [])
+            self._held = [timer for timer in self._held if timer.is_alive()]
+            overtaken = [timer for timer in self._held if timer.name == "reorder"]
+            if overtaken:  # this message is the one that overtakes
+                self._plan.pending.difference_update(faults)
+                faults = [fault for fault in faults if fault.kind != "reorder"]
+            self._travel(packet, key, faults)
+            for timer in overtaken:
+                timer.cancel()
+                timer.function()
+        return _SENT
+
+    def close(self) -> None:
+        """Return once everything has arrived."""
+        for timer in list(self._held):
+            timer.join()
+
+    def _travel(self, packet: _Packet, key: tuple[int, int], faults: list[Fault]) -> None:
+        """What happens to a packet on its way; the caller holds the lock."""
+        later: Fault | None = None
+        copies = 1
+        for fault in faults:
+            self._plan.pending.discard(fault)
+            if fault.kind == "drop":
+                copies = 0
+            elif fault.kind == "duplicate":
+                copies *= 2
+            elif fault.kind == "corrupt":
+                packet = _changed(packet)
+            else:
+                later = fault
+        for _ in range(copies):
+            if later is None:
+                self._arrive(packet, key)
+            else:
+                timer = threading.Timer(later.seconds or _SHORT, self._arrive_later(packet, key))
+                timer.name, timer.daemon = later.kind, True
+                self._held.append(timer)
+                timer.start()
+
+    def _arrive_later(self, packet: _Packet, key: tuple[int, int]) -> Any:
+        def arrive() -> None:
+            with self._group.world.lock:
+                try:
+                    self._arrive(packet, key)
+                except KosError:
+                    pass  # the group has failed meanwhile: nobody waits for it
+
+        return arrive
+
+    def _arrive(self, packet: _Packet, key: tuple[int, int]) -> None:
+        """At the receiver: into the order in which it was sent, once; the caller holds the lock."""
+        expected = self._arrived.get(key, 0)
+        early = self._early.setdefault(key, {})
+        if packet.number >= expected:
+            early[packet.number] = packet
+        while (ready := early.pop(expected, None)) is not None:
+            expected += 1
+            peer, tag = key
+            if _checksum(ready.data) != ready.checksum:
+                self._group.fail(
+                    CollectiveError,
+                    f"rank {peer}: a message from rank {self._rank} was changed on its way: expected checksum "
+                    f"{ready.checksum:08x}, got {_checksum(ready.data):08x}",
+                )
+                return
+            self._inner.isend(ready.data, peer, tag)
+        self._arrived[key] = expected
+
+
+class _Sent:
+    def done(self) -> bool:
+        return True
+
+
+_SENT = _Sent()
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(array.view(np.uint8).data)
+
+
+def _changed(packet: _Packet) -> _Packet:
+    """The packet with its middle byte changed; an empty one has only its checksum to lose."""
+    data = packet.data.view(np.uint8)
+    if data.size == 0:
+        return packet._replace(checksum=packet.checksum ^ 1)
+    data[data.size // 2] ^= 0x10
+    return packet

@@ -1,0 +1,41 @@
+"""A pytest plugin: ``pytest_plugins = ["kos.testing.plugin"]`` in a conftest.py brings the fixture ``spawn_ranks``.
+
+::
+
+    @pytest.mark.parametrize("world_size", [1, 2, 5])
+    def test_mean(spawn_ranks, world_size):
+        def mean(comm):
+            return comm.all_reduce(np.float32([comm.rank]), kos.ReduceOp.AVG)
+
+        for result in spawn_ranks(mean):
+            assert result == (world_size - 1) / 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kos.testing import spawn
+
+
+@pytest.fixture
+def world_size() -> int:
+    """Ranks of ``spawn_ranks``: 2, or what a test, its class or its module says by parametrizing this name."""
+    return 2
+
+
+@pytest.fixture
+def spawn_ranks(world_size: int) -> Callable[..., list[Any]]:
+    """``spawn_ranks(fn)`` runs ``fn(comm)`` on ``world_size`` ranks, and returns their results by rank.
+
+    Keywords are those of ``kos.testing.spawn``: ``timeout`` in seconds (60), ``faults``.  An assertion that
+    fails on a rank fails the test, with that rank named.
+    """
+
+    def run(fn: Callable[..., Any], timeout: float = 60.0, **keywords: Any) -> list[Any]:
+        return spawn(fn, world_size, timeout, **keywords)
+
+    return run

@@ -1,0 +1,279 @@
+"""Every fault of a plan at every collective: results that stay right, or errors that name the rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
+from kos.testing import Fault, spawn
+from tests.comm.ranks import assert_bits, poison
+
+SIZE, COUNT = 3, 12
+WAIT = 0.3  # seconds until a collective gives up
+CULPRIT = 1
+
+
+def mine(rank: int, salt: int = 0) -> np.ndarray:
+    return np.random.default_rng([17, rank, salt]).integers(-99, 99, COUNT).astype(np.float32)
+
+
+ALL = [mine(r) for r in range(SIZE)]
+SUM = np.sum(ALL, 0)
+PART = COUNT // SIZE
+
+
+def _all_reduce(c: kos.Communicator, **how: Any) -> tuple[Any, Any]:
+    return c.all_reduce(mine(c.rank), **how), SUM
+
+
+def _reduce(c: kos.Communicator) -> tuple[Any, Any]:
+    got = c.reduce(mine(c.rank))
+    return (got, SUM) if c.rank == 0 else (got, got)
+
+
+def _reduce_scatter(c: kos.Communicator) -> tuple[Any, Any]:
+    return c.reduce_scatter(mine(c.rank)), SUM[c.rank * PART :][:PART]
+
+
+def _reduce_scatter_v(c: kos.Communicator) -> tuple[Any, Any]:
+    got = c.reduce_scatter_v(mine(c.rank), [5, 0, 7])
+    return got, (SUM[:5], SUM[:0], SUM[5:])[c.rank]
+
+
+def _broadcast(c: kos.Communicator) -> tuple[Any, Any]:
+    return c.broadcast(mine(c.rank), CULPRIT), ALL[CULPRIT]
+
+
+def _all_gather(c: kos.Communicator) -> tuple[Any, Any]:
+    return c.all_gather(mine(c.rank), poison((SIZE, COUNT), np.float32)), np.stack(ALL)
+
+
+def _all_gather_v(c: kos.Communicator) -> tuple[Any, Any]:
+    got = c.all_gather_v(mine(c.rank)[: c.rank + 1], [1, 2, 3])
+    return got, np.concatenate([ALL[r][: r + 1] for r in range(SIZE)])
+
+
+def _all_to_all(c: kos.Communicator) -> tuple[Any, Any]:
+    got = c.all_to_all(mine(c.rank))
+    return got, np.concatenate([x[c.rank * PART :][:PART] for x in ALL])
+
+
+def _all_to_all_v(c: kos.Communicator) -> tuple[Any, Any]:
+    got = c.all_to_all_v(mine(c.rank), [2, 4, 6], [2 * (c.rank + 1)] * SIZE)
+    at = (0, 2, 6, 12)
+    return got, np.concatenate([x[at[c.rank] : at[c.rank + 1]] for x in ALL])
+
+
+def _gather(c: kos.Communicator) -> tuple[Any, Any]:
+    got = c.gather(mine(c.rank))
+    return (got, np.stack(ALL)) if c.rank == 0 else (got, None)
+
+
+def _scatter(c: kos.Communicator) -> tuple[Any, Any]:
+    x = mine(CULPRIT) if c.rank == CULPRIT else None
+    return c.scatter(x, poison(PART, np.float32), CULPRIT), ALL[CULPRIT][c.rank * PART :][:PART]
+
+
+def _send_recv(c: kos.Communicator) -> tuple[Any, Any]:
+    out = poison(COUNT, np.float32)
+    return c.send_recv(mine(c.rank), out, (c.rank + 1) % SIZE, (c.rank - 1) % SIZE), ALL[c.rank - 1]
+
+
+def _barrier(c: kos.Communicator) -> tuple[Any, Any]:
+    return c.barrier(), None
+
+
+Call = Callable[[kos.Communicator], tuple[Any, Any]]
+CALLS: dict[str, Call] = {
+    "all_reduce": _all_reduce,
+    "all_reduce ring": lambda c: _all_reduce(c, algorithm="ring"),
+    "all_reduce tree": lambda c: _all_reduce(c, algorithm="tree"),
+    "all_reduce deterministic": lambda c: _all_reduce(c, deterministic=True),
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_v": _reduce_scatter_v,
+    "broadcast": _broadcast,
+    "all_gather": _all_gather,
+    "all_gather_v": _all_gather_v,
+    "all_to_all": _all_to_all,
+    "all_to_all_v": _all_to_all_v,
+    "gather": _gather,
+    "scatter": _scatter,
+    "send_recv": _send_recv,
+    "barrier": _barrier,
+}
+
+every_call = pytest.mark.parametrize("name", CALLS)
+
+
+def check(got: Any, expected: Any, name: str) -> None:
+    if expected is None:
+        assert got is None
+    else:
+        assert_bits(got, expected, name)
+
+
+@every_call
+@pytest.mark.parametrize("kind", ["delay", "reorder", "duplicate", "stall"])
+def test_results_that_no_fault_changes(name: str, kind: str) -> None:
+    """Late, twice, overtaken, or after a pause; and so is what follows on the same communicator."""
+    seconds = None if kind == "duplicate" else 0.01
+    faults = [Fault(kind, CULPRIT, operation, seconds) for operation in (1, 2)]
+
+    def body(comm: kos.Communicator) -> None:
+        for _ in range(4):
+            check(*CALLS[name](comm), name)
+
+    spawn(body, SIZE, 20, faults=faults)
+
+
+class Outcome:
+    """What each rank raised from an operation that cannot succeed, all of them still there meanwhile."""
+
+    def __init__(self, name: str, fault: Fault, survivors: int) -> None:
+        self.errors: dict[int, KosError] = {}
+        self.seconds = 0.0
+        first, over = threading.Barrier(SIZE), threading.Barrier(survivors)
+
+        def body(comm: kos.Communicator) -> None:
+            check(*CALLS[name](comm), name)
+            first.wait(15)
+            comm.timeout = WAIT
+            began = time.monotonic()
+            try:
+                check(*CALLS[name](comm), name)
+            except KosError as error:
+                self.errors[comm.rank] = error
+                self.seconds = max(self.seconds, time.monotonic() - began)
+            over.wait(15)
+
+        results = spawn(body, SIZE, 20, faults=[fault])
+        assert results == [None] * SIZE
+
+
+@every_call
+def test_a_rank_that_stalls_is_named(name: str) -> None:
+    outcome = Outcome(name, Fault("stall", CULPRIT, 1), SIZE - 1)
+    late = [error for error in outcome.errors.values() if isinstance(error, CollectiveTimeout)]
+    assert late and CULPRIT not in outcome.errors
+    assert outcome.seconds < 10
+    if name == "send_recv":
+        assert str(late[0]).endswith(f"rank {CULPRIT} sent nothing")
+        return
+    assert sorted(outcome.errors) == [0, 2]
+    for error in outcome.errors.values():
+        assert isinstance(error, CollectiveTimeout | RankLost)
+        assert f"ranks [{CULPRIT}] did not arrive" in str(error)
+
+
+@every_call
+def test_a_rank_that_crashes_is_named(name: str) -> None:
+    outcome = Outcome(name, Fault("crash", CULPRIT, 1), SIZE - 1)
+    lost = outcome.errors if name != "send_recv" else {2: outcome.errors[2]}
+    assert name == "send_recv" or sorted(lost) == [0, 2]
+    for error in lost.values():
+        assert isinstance(error, RankLost)
+        assert f"rank {CULPRIT} is gone: it crashed before" in str(error)
+
+
+@every_call
+def test_a_message_that_is_lost(name: str) -> None:
+    """Nobody waits for ever; whoever waits for a message says whose."""
+    outcome = Outcome(name, Fault("drop", CULPRIT, 1), SIZE)
+    late = [error for error in outcome.errors.values() if isinstance(error, CollectiveTimeout)]
+    assert late
+    assert outcome.seconds < 10
+    for error in outcome.errors.values():
+        assert isinstance(error, CollectiveTimeout | RankLost)
+    told = " ".join(map(str, outcome.errors.values()))
+    assert f"rank {CULPRIT} sent nothing" in told or "all ranks arrived; no message from ranks [" in told
+
+
+@every_call
+def test_a_message_that_was_changed_is_found(name: str) -> None:
+    outcome = Outcome(name, Fault("corrupt", CULPRIT, 1), SIZE)
+    assert outcome.errors
+    told = [e for e in outcome.errors.values() if f"message from rank {CULPRIT} was changed" in str(e)]
+    assert told and all(isinstance(error, CollectiveError) for error in outcome.errors.values())
+
+
+def test_ranks_of_a_split_are_those_of_the_world() -> None:
+    """Operation 1 of world rank 2 is its first on the split, where it is rank 1."""
+
+    def body(comm: kos.Communicator) -> str:
+        comm.barrier()
+        part = comm.split(comm.rank % 2)
+        assert part is not None
+        try:
+            part.all_reduce(np.ones(3))
+        except RankLost as error:
+            return str(error)
+        return "fine"
+
+    results = spawn(body, 4, 20, faults=[Fault("crash", 2, 1)])
+    assert results[2] is None and results[1] == results[3] == "fine"
+    assert "rank 1 is gone: it crashed" in results[0]
+
+
+def test_several_faults_at_once() -> None:
+    faults = [
+        Fault(kind, rank, operation)
+        for kind in ("delay", "reorder", "duplicate")
+        for rank in range(SIZE)
+        for operation in range(3)
+    ]
+
+    def body(comm: kos.Communicator) -> None:
+        works = [comm.all_reduce(mine(comm.rank, n), async_op=True) for n in range(3)]
+        for n, work in reversed(list(enumerate(works))):
+            assert_bits(work.wait(), np.sum([mine(r, n) for r in range(SIZE)], 0))
+
+    spawn(body, SIZE, 20, faults=faults)
+
+
+def test_two_that_stall_and_one_that_crashes() -> None:
+    faults = [Fault("stall", 0), Fault("stall", 1), Fault("crash", 2)]
+
+    def body(comm: kos.Communicator) -> str:
+        with pytest.raises(RankLost, match="rank 2 is gone: it crashed before barrier"):
+            comm.barrier(timeout=15)
+        return "survived"
+
+    assert spawn(body, 4, 20, faults=faults) == [None, None, None, "survived"]
+
+
+def test_a_plan_that_makes_no_sense() -> None:
+    for wrong in (
+        lambda: Fault("loss", 0),
+        lambda: Fault("drop", -1),
+        lambda: Fault("drop", 0, -1),
+        lambda: Fault("drop", 0, seconds=1),
+        lambda: Fault("delay", 0, seconds=0),
+    ):
+        with pytest.raises(InvalidArgument, match="fault: expected"):
+            wrong()
+    with pytest.raises(InvalidArgument, match="faults: expected ranks below 2, got .*rank=2"):
+        spawn(lambda comm: None, 2, faults=[Fault("drop", 2)])
+
+
+def test_a_fault_that_never_happens_fails_the_test() -> None:
+    def body(comm: kos.Communicator) -> None:
+        comm.broadcast(np.ones(1))  # of which rank 1 sends nothing
+
+    for fault in (Fault("drop", 1), Fault("crash", 0, 1)):
+        with pytest.raises(InvalidArgument, match=r"got none of .*Fault.* in \[1, 1\] operations"):
+            spawn(body, 2, faults=[fault])
+
+
+def test_without_a_plan_messages_go_the_short_way() -> None:
+    def body(comm: kos.Communicator) -> str:
+        return type(comm.backend.transport).__name__
+
+    assert spawn(body, 2) == ["_Mailboxes"] * 2
