@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from kos.comm.reduction import Reduction
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.schedules import build
 from kos.comm.schedules.execute import execute
+from kos.comm.staging import Staging
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import CollectiveError, KosError
 
@@ -33,6 +34,8 @@ class Probe:
 
     usable: bool
     reason: str
+    claim: str = ""
+    """What only one rank of the group may use, such as a GPU."""
 
 
 class Request(Protocol):
@@ -70,12 +73,13 @@ _SMALL = 32 * 1024  # bytes under which latency, not bandwidth, decides between 
 class Backend(ABC):
     """One way to carry collectives.  Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.engine = engine or Engine()
         self.transport: Transport
+        self._staging = Staging()
         self.broken: str | None = None  # the first failure of a collective: the ranks are out of step
 
     @classmethod
@@ -87,9 +91,12 @@ class Backend(ABC):
     def idle(self) -> Idle:
         """How one wait of this backend waits."""
 
-    def split(self, rendezvous: Rendezvous) -> Backend:
-        """The same kind of backend for a part of the group; its operations progress with this one's."""
-        return type(self)(rendezvous, self.engine)
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
+        """The same kind of backend for a part of the group; its operations progress with this one's.
+
+        Called on every rank, as ``Communicator.split`` was; ``rendezvous`` is None where ``color`` is.
+        """
+        return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
         """Give back what the backend holds.  Collective; nothing may be in flight."""
@@ -97,11 +104,28 @@ class Backend(ABC):
     def abort(self, reason: str) -> None:  # noqa: B027
         """Give up on everything in flight without waiting for anybody; ranks that can be told hear why."""
 
+    def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:  # noqa: B027
+        """Wait on the host for what is queued on a GPU."""
+
+    def allocate(self, shape: Any, dtype: Any) -> Any:
+        """An array in the memory that this backend moves best.  Collective."""
+        return np.empty(shape, dtype)
+
+    def prepare(self, operation: Operation) -> None:  # noqa: B027
+        """Refuse, before anything is sent, what this backend cannot carry; resolve what can be beforehand."""
+
+    def owns(self, work: Work) -> bool:
+        """Whether it started ``work``; splits share an engine."""
+        return work.backend is self
+
     def start(self, operation: Operation) -> Work:
         """Launch one checked operation."""
         if self.broken is not None:
             raise CollectiveError(f"{operation.name}: the communicator failed before: {self.broken}")
-        work = Work(operation, self._steps(operation), self)
+        buffer = operation.send or operation.recv
+        on_host = buffer is None or buffer.device is None
+        steps = self._steps(operation) if on_host else self._staging.carry(operation, self._steps)
+        work = Work(operation, steps, self)
         self.engine.launch(work)
         return work
 
