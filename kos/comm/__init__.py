@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import logging
 
+from kos.comm.arguments import whole_number
 from kos.comm.backend import Backend, Probe
+from kos.comm.backends.auto import AutoBackend
+from kos.comm.backends.device import DeviceBackend
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.mpi import MPIBackend
+from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.backends.tcp import TCPBackend
 from kos.comm.batch import Batch, Persistent
 from kos.comm.communicator import Communicator
@@ -21,20 +25,26 @@ __all__ = ["BACKENDS", "Batch", "Communicator", "Persistent", "PremulSum", "Redu
 
 log = logging.getLogger(__name__)
 
-BACKENDS: dict[str, type[Backend]] = {"mpi": MPIBackend, "tcp": TCPBackend, "mock": MockBackend}
-"""All backends by name, in the order in which ``auto`` prefers them."""
+BACKENDS: dict[str, type[Backend]] = {"mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "mock": MockBackend}
+"""All backends by name, in the order in which ``auto`` prefers them, for host memory and for GPUs."""
 
 
 def init(
-    backend: str = "auto", *, rendezvous: Rendezvous | None = None, timeout: float = 120.0
+    backend: str = "auto",
+    *,
+    rendezvous: Rendezvous | None = None,
+    timeout: float = 120.0,
+    device: int | None = None,
 ) -> Communicator:
     """The communicator of all ranks of this program.  Collective.
 
     ``rendezvous`` is how the ranks find each other: unless one is given by MPI under mpirun, by the
     environment where torchrun, srun or a shell says which rank this is, a group of one otherwise.
-    ``timeout`` in seconds holds for every wait of the communicator.  ``backend`` is a name, or "auto" for the
-    first that every rank can use (``Communicator.explain`` says why).  Raises BackendUnavailable where the
-    backend asked for cannot run, with the reason; RendezvousError where the ranks do not find each other.
+    ``timeout`` in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where
+    it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto" for
+    the first that every rank can use, one for host memory and one for GPUs (``Communicator.explain`` says
+    why).  Raises BackendUnavailable where the backend asked for cannot run, with the reason; RendezvousError
+    where the ranks do not find each other.
 
     Under mpirun an uncaught exception on one rank ends the whole job from here on.
     """
@@ -44,23 +54,34 @@ def init(
     listen()
     if rendezvous is None:
         rendezvous = MPIRendezvous(timeout=timeout) if backend == "mpi" else default_rendezvous(timeout)
+    if device is not None:
+        rendezvous.device = whole_number("device", device)
     probes = _agree(backend, rendezvous)
     chosen = backend
     if backend == "auto":
-        chosen = next((name for name, probe in probes.items() if probe.usable), "")
+        usable = [name for name, probe in probes.items() if probe.usable]
+        chosen = next((name for name in usable if not issubclass(BACKENDS[name], DeviceBackend)), "")
         if not chosen:
             reasons = "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
             raise BackendUnavailable(f"auto: no backend can run here: {reasons}")
         log.info("backend %s: %s", chosen, probes[chosen].reason)
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
-    return Communicator(BACKENDS[chosen](rendezvous), rendezvous, probes, timeout)
+    made = BACKENDS[chosen](rendezvous)
+    if backend == "auto":
+        for name in usable:
+            gpu = BACKENDS[name]
+            if issubclass(gpu, DeviceBackend):
+                log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
+                made = AutoBackend(rendezvous, made, gpu(rendezvous))
+                break
+    return Communicator(made, rendezvous, probes, timeout)
 
 
 def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:
     """What all ranks together can use: a backend that one rank cannot use is usable on none."""
     mine = {name: kind.probe(rendezvous) for name, kind in BACKENDS.items()}
-    ballot = {name: (probe.usable, probe.reason) for name, probe in mine.items()}
+    ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
     ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps([wanted, ballot]).encode())]
     for rank, (theirs, _) in enumerate(ballots):
         if theirs != wanted:
@@ -70,8 +91,13 @@ def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:
     agreed = dict(mine)
     for name in BACKENDS:
         for rank, (_, votes) in enumerate(ballots):
-            usable, reason = votes[name]
+            usable, reason, _ = votes[name]
             if not usable:
                 agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
                 break
+        claims: dict[str, int] = {}
+        for rank, (_, votes) in enumerate(ballots):
+            claim = votes[name][2]
+            if agreed[name].usable and claim and claims.setdefault(claim, rank) != rank:
+                agreed[name] = Probe(False, f"ranks {claims[claim]} and {rank} share {claim}")
     return agreed

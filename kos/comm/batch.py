@@ -17,12 +17,16 @@ class Persistent:
     """An operation checked once and started many times, always on the same arrays."""
 
     def __init__(self, comm: Communicator, operation: Operation) -> None:
+        comm.backend.prepare(operation)
         self._comm, self._operation = comm, operation
         self._work: Work | None = None
 
     def start(self) -> Work:
-        """Launch it once more.  Raises InvalidArgument if the previous start is still in flight."""
-        if self._work is not None and not self._work.done():
+        """Launch it once more.  Raises InvalidArgument if the previous start is still in flight.
+
+        On a GPU starts queue up behind one another, on the stream of the arrays.
+        """
+        if self._work is not None and self._operation.launch is None and not self._work.done():
             raise InvalidArgument(f"start: expected the previous start to be done, got {self._operation}")
         self._work = self._comm._launch(self._operation, depth=3)
         return self._work
@@ -47,8 +51,7 @@ class Batch:
     ) -> None:
         self._comm._batch = None
         if value is None:
-            for operation in self.operations:
-                self.works.append(self._comm._launch(operation, depth=3))
+            self._comm._launch_all(self.operations, self._async_op, self.works)
             if not self._async_op:
                 self.wait()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,9 @@ class Operation:
     deterministic: bool = False
     timeout: float | None = None
     sequence: int = -1
+    stream: int = 0  # handle of the stream that GPU arrays are used in the order of
+    overlap: bool = False  # on a GPU: beside that stream
+    launch: Callable[[int], None] | None = None  # what a backend for GPUs resolved: queues it on a stream
     record: list[Any] | None = None  # the flight recorder's slot
 
     @property

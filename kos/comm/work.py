@@ -116,6 +116,10 @@ class Work:
             raise self._error
         return self.result
 
+    def synchronize(self, timeout: float | None = None) -> Array | None:
+        """Wait on the host, where ``wait`` without a timeout may only order work on a GPU."""
+        return self.wait(timeout)
+
     @property
     def result(self) -> Array | None:
         """The output array, whose contents are valid once the operation is done."""

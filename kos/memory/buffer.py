@@ -1,61 +1,98 @@
-"""Buffer: what any array becomes before a backend sees it."""
+"""Buffer: what any array becomes before a backend sees it, on the host or on a GPU."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kos.cuda import streams
 from kos.dtypes import DType, dtype_of
-from kos.errors import InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.memory.array import Array
 
-_DLPACK_CPU = 1
+_DLPACK_CPU, _DLPACK_GPU = 1, (2, 13)  # 13: managed memory
+_IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
+_IMMUTABLE = ("jax", "jaxlib")  # their arrays never change, but the interfaces that share them do not say so
 
 
 @dataclass(slots=True)
 class Buffer:
-    """A contiguous run of elements in host memory.
+    """A contiguous run of elements in host memory, or in the memory of one GPU.
 
-    ``array`` is what the caller gave (and gets back), ``flat`` a 1-D view of the same memory.
+    ``array`` is what the caller gave (and gets back).  In host memory ``device`` is None and ``flat`` a 1-D
+    view.  On a GPU there is no view: ``pointer`` is the address, and ``stream`` the handle of the stream in
+    whose order the memory may be used.
     """
 
-    array: np.ndarray[Any, Any]
+    array: Any
     flat: np.ndarray[Any, Any]
     dtype: DType
-
-    @property
-    def count(self) -> int:
-        """Number of elements."""
-        return self.flat.size
+    count: int  # elements
+    shape: tuple[int, ...]
+    device: int | None = None
+    pointer: int = 0
+    stream: int = streams.LEGACY
 
     @property
     def nbytes(self) -> int:
-        return self.flat.nbytes
+        return self.count * self.dtype.itemsize
+
+    @property
+    def address(self) -> int:
+        """Where the elements begin, wherever that is."""
+        if self.device is not None:
+            return self.pointer
+        start: int = self.flat.__array_interface__["data"][0]
+        return start
+
+    @property
+    def place(self) -> str:
+        """The memory it lies in, for errors."""
+        return "the host" if self.device is None else f"cuda:{self.device}"
 
     def overlaps(self, other: Buffer) -> bool:
         """Whether the two share any byte."""
-        return np.may_share_memory(self.flat, other.flat)
+        if self.device is None:
+            return other.device is None and np.may_share_memory(self.flat, other.flat)
+        return (
+            self.device == other.device
+            and self.pointer < other.pointer + other.nbytes
+            and other.pointer < self.pointer + self.nbytes
+        )
 
     def same_memory(self, other: Buffer) -> bool:
         """Whether the two are exactly the same run of elements."""
         return (
-            self.flat.size == other.flat.size
-            and self.flat.dtype == other.flat.dtype
-            and self.flat.__array_interface__["data"][0] == other.flat.__array_interface__["data"][0]
+            self.count == other.count
+            and self.dtype is other.dtype
+            and self.device == other.device
+            and self.address == other.address
         )
 
     def __str__(self) -> str:
-        return f"{self.dtype.name}{list(self.array.shape)}"
+        return f"{self.dtype.name}{list(self.shape)}"
 
 
-def as_buffer(x: Any, what: str, *, writable: bool) -> Buffer:
-    """Take ``x`` (an ndarray, or CPU memory behind DLPack) as a Buffer without copying.
+_ON_DEVICE: Any = None  # ``flat`` of memory that the host cannot see
 
-    ``what`` names the argument in errors.  Raises InvalidArgument if ``x`` is not an array, lives on a
-    device, is not C-contiguous, has a dtype that kos does not move, or must be written but is read-only.
+
+def as_buffer(x: Any, what: str, *, writable: bool, stream: Any = None) -> Buffer:
+    """Take ``x`` as a Buffer without copying.
+
+    On the host: an ndarray, or CPU memory behind DLPack.  On a GPU: a ``kos.memory.Array``, or memory behind
+    DLPack or ``__cuda_array_interface__``, to be used in the order of ``stream`` where that is given, else of
+    the array's own stream, else of the legacy default stream.  ``what`` names the argument in errors.  Raises
+    InvalidArgument if ``x`` is not an array, was freed, is not C-contiguous, has a dtype that kos does not
+    move, or must be written but is read-only.
     """
-    array = x if type(x) is np.ndarray else _import_array(x, what)
+    if type(x) is Array:
+        return _of_device(x, x, what, writable, stream)
+    array = x if type(x) is np.ndarray else _host_array(x, what)
+    if array is None:
+        return _of_device(x, _shared_array(x, what, stream), what, writable, stream)
     flags = array.flags
     if not flags.c_contiguous:
         raise InvalidArgument(
@@ -63,23 +100,67 @@ def as_buffer(x: Any, what: str, *, writable: bool) -> Buffer:
         )
     if writable and not flags.writeable:
         raise InvalidArgument(f"{what}: expected a writable array, got a read-only one")
-    return Buffer(array, array.reshape(-1), dtype_of(array.dtype))
+    return Buffer(array, array.reshape(-1), dtype_of(array.dtype), array.size, array.shape)
 
 
-def _import_array(x: Any, what: str) -> np.ndarray[Any, Any]:
+def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any) -> Buffer:
+    """``given`` is what the caller holds, ``array`` its memory."""
+    if writable and array.readonly:
+        raise InvalidArgument(f"{what}: expected a writable array, got a read-only {type(given).__name__}")
+    if getattr(array.owner, "closed", False):
+        raise InvalidArgument(f"{what}: expected an array with memory, got one that was freed, {array!r}")
+    if stream is None:
+        stream = array.stream
+    handle = streams.LEGACY if stream is None else streams.handle(stream)
+    shape = array.shape
+    count = shape[0] if len(shape) == 1 else math.prod(shape)
+    return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle)
+
+
+def _shared_array(x: Any, what: str, stream: Any) -> Array:
+    """GPU memory of another library as an Array; ``x`` itself keeps the memory alive."""
+    own = _stream_of(x)
+    if stream is not None and hasattr(x, "__dlpack__"):
+        own = _IN_ORDER  # the caller orders the work: no event is recorded, so that this can be captured
+    try:
+        array = Array.from_dlpack(x, stream=own)
+    except BackendUnavailable as error:
+        kind = type(x).__name__
+        raise InvalidArgument(f"{what}: expected memory of the host, got {kind} on a GPU; {error}") from error
+    except KosError as error:
+        raise InvalidArgument(f"{what}: {str(error).removeprefix('from_dlpack: ')}") from error
+    if type(x).__module__.partition(".")[0] in _IMMUTABLE:
+        array.readonly = True
+    return array
+
+
+def _stream_of(x: Any) -> Any:
+    """The stream on which the library of ``x`` works now, if it says so."""
+    try:
+        return x.__cuda_array_interface__.get("stream")
+    except Exception:  # absent, or refused for this array: torch raises errors of several kinds
+        return None
+
+
+def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
+    """The ndarray that ``x`` is on the host; None for memory on a GPU."""
     if isinstance(x, np.ndarray):
         return x.view(np.ndarray)
-    if hasattr(x, "__cuda_array_interface__"):
-        raise InvalidArgument(f"{what}: expected memory of the host, got {type(x).__name__} on a GPU")
     if hasattr(x, "__dlpack_device__"):
         device, index = x.__dlpack_device__()
+        if device in _DLPACK_GPU:
+            return None
         if device != _DLPACK_CPU:
             where = f"DLPack device {device}:{index}"
-            raise InvalidArgument(f"{what}: expected memory of the host, got {type(x).__name__} on {where}")
+            raise InvalidArgument(
+                f"{what}: expected memory of the host or of a CUDA GPU, got {type(x).__name__} on {where}"
+            )
         try:
             return np.from_dlpack(x)
         except (BufferError, RuntimeError, TypeError) as error:
             raise InvalidArgument(
                 f"{what}: expected an array that DLPack can share, got {type(x).__name__}: {error}"
             ) from error
+    if hasattr(x, "__cuda_array_interface__"):
+        return None
     raise InvalidArgument(f"{what}: expected an array, got {type(x).__name__}")

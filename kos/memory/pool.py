@@ -54,6 +54,11 @@ class Allocation:
         """Who holds the memory."""
         return self._pool.label(self._serial) if self._pool else "freed"
 
+    @property
+    def closed(self) -> bool:
+        """Whether the memory was given back."""
+        return self._pool is None
+
     def close(self) -> None:
         """Free the memory in the order of its stream; a second call does nothing."""
         pool, self._pool = self._pool, None

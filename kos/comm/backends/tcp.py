@@ -63,8 +63,10 @@ class TCPBackend(Backend):
     def idle(self) -> Idle:
         return self._poller
 
-    def split(self, rendezvous: Rendezvous) -> TCPBackend:
-        return TCPBackend(rendezvous, self.engine, self._poller)
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0
+    ) -> TCPBackend | None:
+        return None if rendezvous is None else TCPBackend(rendezvous, self.engine, self._poller)
 
     def close(self) -> None:
         self._mesh.leave(_BYE, "")

@@ -1,0 +1,346 @@
+"""DeviceBackend: what backends that move GPU memory have in common: streams, waits, failures.
+
+An operation is queued on one stream and the call returns: that of its arrays, or the one given.  With
+``async_op=True`` it is queued on a stream of the communicator's own, after what the first one holds by now,
+and ``Work.wait()`` lets the first one wait for it.  The host waits only where it is asked to
+(``Work.wait(timeout)``, ``Work.synchronize``, ``Communicator.synchronize``, ``barrier``, ``close``), and only
+there, and at the next call, can it learn that something went wrong on the way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kos.comm import mpi_job
+from kos.comm.backends.host import HostBackend
+from kos.comm.operation import Operation
+from kos.comm.recorder import COMPLETED
+from kos.comm.recorder import failed as record_failure
+from kos.comm.rendezvous import Rendezvous
+from kos.comm.work import Idle, Work
+from kos.cuda import create_stream, driver
+from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
+from kos.cuda.driver import call, cu
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError
+
+_LOOK_EVERY = 0.02
+"""Seconds between two looks at the other ranks while a call of a library has not returned."""
+
+
+def device_of(rendezvous: Rendezvous) -> DeviceInfo:
+    """The GPU of this rank: the one it was told to take, else by its place among the ranks of the machine.
+
+    Raises BackendUnavailable without one.  Collective on first use.
+    """
+    place, neighbours = rendezvous.local_rank, rendezvous.local_size
+    driver.require()
+    devices = visible_devices()
+    wanted = rendezvous.device
+    if wanted is None:
+        wanted = assign_devices([None] * neighbours, [device.numa_node for device in devices])[place]
+    if not 0 <= wanted < len(devices):
+        raise BackendUnavailable(f"device: expected one of 0..{len(devices) - 1}, got {wanted}")
+    return devices[wanted]
+
+
+class DeviceBackend(HostBackend):
+    """Carries arrays on the GPU ``device``.  Subclasses resolve operations (``prepare``) and end them (``halt``).
+
+    ``prepare`` leaves in ``operation.launch`` a function of a stream's handle that queues the operation there.
+    """
+
+    device: int
+
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
+        super().__init__(rendezvous)
+        self._shared = None  # memory of the host is not for these arrays
+        self.device = device_of(rendezvous).index if device is None else device
+        self._timeout = rendezvous.timeout
+        self._last: Operation | None = None
+        self._streams: set[int] = set()  # with work that the host has not waited for
+        self._unconfirmed: deque[Callable[[], bool]] = deque()  # calls that not every rank is known to have made
+        self._flying: deque[DeviceWork] = deque()  # on our own stream: their arrays must live
+        self._events: list[Any] = []  # that nobody uses
+        self._side: Any = None
+
+    @abstractmethod
+    def halt(self) -> None:
+        """End what is in flight on the GPU, now, without the other ranks."""
+
+    def async_error(self) -> str | None:
+        """What the library found wrong behind our back, if anything."""
+        return None
+
+    def idle(self) -> Idle:
+        return _Poll()
+
+    def prepare(self, o: Operation) -> None:
+        """Refuse arrays that are elsewhere, and arrays of two orders; subclasses go on from here."""
+        for what, buffer in (("x", o.send), ("out" if o.send is not None else "x", o.recv)):
+            if buffer is not None:
+                if buffer.device != self.device:
+                    raise InvalidArgument(
+                        f"{what}: expected memory of cuda:{self.device} (backend {self.name}), "
+                        f"got {type(buffer.array).__name__} in memory of {buffer.place}"
+                    )
+                o.stream = buffer.stream
+        if o.send is not None and o.send.stream != o.stream:
+            raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+
+    def start(self, operation: Operation) -> Work:
+        if operation.overlap or self.broken is not None:
+            return self.start_all([operation])[0]
+        try:
+            self._announce(operation)
+            self.check(operation)
+            assert operation.launch is not None
+            operation.launch(operation.stream)
+        except Exception as error:
+            raise self.failed(operation, error) from None
+        self._last = operation
+        self._streams.add(operation.stream)
+        return DeviceWork(operation, self, operation.stream)
+
+    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
+        if self.broken is not None:
+            raise CollectiveError(f"{operations[0].name}: the communicator failed before: {self.broken}")
+        first = operations[0]
+        try:
+            for o in operations:
+                self._announce(o)
+            self.check(first)
+            if first.overlap:
+                return self._start_beside(operations)
+            self.queue(operations, None)
+        except Exception as error:
+            raise self.failed(first, error) from None
+        self._last = operations[-1]
+        self._streams.update(o.stream for o in operations)
+        return [DeviceWork(o, self, o.stream) for o in operations]
+
+    def _announce(self, o: Operation) -> None:
+        if self._calls is not None and o.collective:
+            self._unconfirmed.append(self._calls.publish(o))
+
+    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+        """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
+        for o in operations:
+            assert o.launch is not None
+            o.launch(o.stream if stream is None else stream)
+
+    def _start_beside(self, operations: Sequence[Operation]) -> list[Work]:
+        if self._side is None:
+            with relaxed_capture():
+                self._side = create_stream(self.device)
+        side = int(self._side.handle)
+        while self._flying and self._flying[0].over():
+            self._flying.popleft()
+        event = _Event(self._events)
+        with driver.on_device(self.device):
+            for stream in {o.stream for o in operations}:
+                call(cu.cuEventRecord, event.handle, stream)
+                call(cu.cuStreamWaitEvent, side, event.handle, 0)
+            self.queue(operations, side)
+            call(cu.cuEventRecord, event.handle, side)
+        self._last = operations[-1]
+        works = [DeviceWork(o, self, o.stream) for o in operations]
+        for work in works:
+            work.event = event
+        self._flying.append(works[-1])
+        return list(works)
+
+    # What the host asks.
+
+    def check(self, o: Operation) -> None:
+        """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
+        unconfirmed = self._unconfirmed
+        while unconfirmed and unconfirmed[0]():
+            unconfirmed.popleft()
+        problem = self.async_error()
+        if problem is not None:
+            raise CollectiveError(f"{o}: {problem}")
+
+    def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
+        """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        idle = self.idle()
+        try:
+            while not over():
+                self.check(o)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
+                idle.pause(0, None)
+        except Exception as error:
+            raise self.failed(o, error) from None
+        if o.record is not None:
+            o.record[COMPLETED] = time.time_ns()
+
+    def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:
+        """Wait on the host for what this communicator has queued, or for everything on ``stream``."""
+        if self.broken is not None:
+            raise CollectiveError(f"the communicator failed before: {self.broken}")
+        streams = set(self._streams) if stream is None else {stream}
+        if stream is None and self._flying:
+            streams.add(int(self._side.handle))
+        last = self._last or Operation("synchronize", self.rank)
+        for each in streams:
+            self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self._timeout)  # type: ignore[misc]
+        self._streams -= streams
+        if stream is None:
+            self._flying.clear()
+
+    def idle_stream(self, stream: int) -> bool:
+        """Whether everything queued on it has run."""
+        with driver.on_device(self.device):
+            (status,) = cu.cuStreamQuery(stream)
+        return _is_over("cuStreamQuery", status)
+
+    def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
+        """What ``function()`` returns: a call of a library that may wait for other ranks without a limit.
+
+        It runs on a thread of its own; raises CollectiveTimeout, or what is learned of other ranks meanwhile.
+        """
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                with driver.on_device(self.device):
+                    outcome.extend((function(), None))
+            except BaseException as error:
+                outcome.extend((None, error))
+
+        thread = threading.Thread(target=run, name=what, daemon=True)
+        thread.start()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            thread.join(_LOOK_EVERY)
+            if not thread.is_alive():
+                break
+            for came in list(self._unconfirmed):
+                came()
+            if deadline is not None and time.monotonic() > deadline:
+                raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+    # Failures.
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        known = self.broken is not None
+        failure = super().failed(operation, error)
+        self.broken = self.broken or str(failure)
+        if not known:
+            record_failure(operation, failure)
+            self.halt()
+        return failure
+
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        self.broken = self.broken or reason
+        self.halt()
+
+
+class DeviceWork(Work):
+    """An operation queued on a GPU.
+
+    ``wait()`` without a timeout does not block: work queued from then on, on the stream of the arrays, comes
+    after the operation.  ``wait(timeout)`` and ``synchronize(timeout)`` wait on the host, in seconds.
+    """
+
+    __slots__ = ("event", "stream")
+
+    backend: DeviceBackend
+
+    def __init__(self, operation: Operation, backend: DeviceBackend, stream: int) -> None:
+        self.operation = operation
+        self.backend = backend
+        self.stream = stream
+        self.event: _Event | None = None  # what ends an operation on the communicator's own stream
+
+    def over(self) -> bool:
+        """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
+        if self.event is None:
+            return self.backend.idle_stream(self.stream)
+        (status,) = cu.cuEventQuery(self.event.handle)
+        return _is_over("cuEventQuery", status)
+
+    def done(self) -> bool:
+        self._check()
+        if not self.over():
+            self.backend.check(self.operation)
+            return False
+        return True
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            return self.synchronize(timeout)
+        self._check()
+        if self.event is not None:
+            with driver.on_device(self.backend.device):
+                call(cu.cuStreamWaitEvent, self.stream, self.event.handle, 0)
+        return self.result
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        self._check()
+        self.backend.wait_on_host(self.operation, self.over, timeout or self.operation.timeout)
+        return self.wait()
+
+    def cancel(self, error: KosError) -> None:
+        """Nothing: what is queued ends with its backend."""
+
+    def _check(self) -> None:
+        broken = self.backend.broken
+        if broken is not None:
+            raise CollectiveError(f"{self.operation}: the communicator failed: {broken}")
+
+class _Event:
+    """A CUDA event, taken from ``free`` and given back to it by the last work that holds it."""
+
+    __slots__ = ("_free", "handle")
+
+    def __init__(self, free: list[Any]) -> None:
+        self._free = free
+        flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        self.handle = free.pop() if free else call(cu.cuEventCreate, flags)
+
+    def __del__(self) -> None:
+        self._free.append(self.handle)
+
+
+class _Poll(mpi_job.Backoff):
+    """The GPU tells nobody that it is done: waiting is polling."""
+
+    __slots__ = ()
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        super().pause()
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow what a thread that captures a graph must not do otherwise: allocate, load kernels."""
+    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    former = call(cu.cuThreadExchangeStreamCaptureMode, relaxed)
+    try:
+        yield
+    finally:
+        call(cu.cuThreadExchangeStreamCaptureMode, former)
+
+
+def _is_over(name: str, status: Any) -> bool:
+    if status == cu.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    if status:
+        raise driver.error_of(name, status)
+    return True

@@ -1,0 +1,407 @@
+"""The nccl backend: GPU memory by NCCL, through its raw binding on addresses that are resolved beforehand.
+
+What only moves travels as bytes, so any dtype does.  NCCL adds where that gives what every other backend gives:
+float32 and float64, integers, complex numbers by parts.  It adds 16-bit floats too, fast, but rounds to 16 bits
+at each rank on the way; ``deterministic=True`` adds them in fp32 and in rank order.  That and all that NCCL
+lacks (8-bit floats, int16, bit operations, minima that keep NaN) is done by a kernel of ours between two
+exchanges (``nccl_ordered``).  Results are bit-identical on all ranks in either case.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kos.comm import nccl_binding as binding
+from kos.comm.backend import Probe
+from kos.comm.backends.device import DeviceBackend, device_of, relaxed_capture
+from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
+from kos.comm.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
+from kos.comm.operation import Operation
+from kos.comm.reduction import ReduceOp, Reduction
+from kos.comm.rendezvous import Rendezvous
+from kos.cuda import driver
+from kos.dtypes import DTYPES, DType
+from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, KosError
+from kos.memory.array import Array, Shape, as_dtype
+from kos.memory.ipc import DeviceMemory
+from kos.memory.windows import Window
+
+log = logging.getLogger(__name__)
+
+Launch = Callable[[int], None]
+Piece = tuple[int, int]  # address, bytes
+
+_ABORT_SECONDS = 20.0
+_SCRATCH_BYTES = 1 << 20  # the least that is allocated
+
+_OPS = {
+    ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
+    ReduceOp.MIN: MIN, ReduceOp.MAX: MAX,
+}  # fmt: skip
+_WIDE = (DTYPES["float32"], DTYPES["float64"])
+_NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
+_BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
+
+
+class NCCLBackend(DeviceBackend):
+    """Carries a group whose ranks have a GPU each."""
+
+    name = "nccl"
+
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None) -> None:
+        super().__init__(rendezvous, device)
+        self._nccl = binding.library()
+        self._comm = self._join(rendezvous) if comm is None else comm
+        self._met: set[tuple[str, int, bool]] = set()  # kinds of calls that have connected to the others
+        self._scratch: dict[int, list[DeviceMemory]] = {}  # by stream; graphs may hold all but the last
+        self._token = DeviceMemory(4, self.device)
+        self._launchers: dict[str, Callable[[Operation], Launch]] = {
+            "all_reduce": self._prepare_all_reduce,
+            "reduce": self._prepare_reduce,
+            "reduce_scatter": self._prepare_reduce_scatter,
+            "reduce_scatter_v": self._prepare_ordered,
+            "broadcast": self._prepare_broadcast,
+            "all_gather": self._prepare_all_gather,
+            "all_gather_v": self._prepare_all_gather_v,
+            "all_to_all": self._prepare_all_to_all,
+            "all_to_all_v": self._prepare_all_to_all_v,
+            "gather": self._prepare_gather,
+            "scatter": self._prepare_scatter,
+            "barrier": self._prepare_barrier,
+            "send": self._prepare_message,
+            "recv": self._prepare_message,
+            "send_recv": self._prepare_message,
+        }
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        try:
+            device = device_of(rendezvous)
+            about = f"NCCL {binding.version()} on {device.name}"
+        except BackendUnavailable as error:
+            return Probe(False, str(error).removeprefix("CUDA: "))
+        except KosError as error:
+            return Probe(False, str(error))
+        if rendezvous.threads is not None and rendezvous.size > 1:
+            return Probe(False, "the ranks are threads of one process, which share its GPU")
+        return Probe(True, about, claim=f"GPU {device.uuid}")
+
+    def _join(self, rendezvous: Rendezvous) -> Any:
+        """A communicator of all ranks; rank 0 makes its identity."""
+        identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
+        return self._bounded_init(lambda: binding.join(self.size, identities[0], self.rank, "kos"))
+
+    def _bounded_init(self, function: Callable[[], Any]) -> Any:
+        try:
+            return self.bounded(function, self._timeout, "nccl: init")
+        except Exception as error:
+            named = binding.error_of(error, "nccl: init")
+            if named is None:
+                raise
+            raise named from error
+
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> NCCLBackend | None:
+        comm = self._bounded_init(lambda: binding.split(self._comm, color, key, "kos"))
+        return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm)
+
+    def shrink(self, rendezvous: Rendezvous, excluded: Sequence[int]) -> NCCLBackend:
+        """This group without ``excluded``, whose ranks do not call; ``rendezvous`` is the others'."""
+        if self.broken is not None:  # what was aborted cannot be built upon
+            return NCCLBackend(rendezvous, self.device)
+        comm = self._bounded_init(lambda: binding.shrink(self._comm, excluded, "kos"))
+        return NCCLBackend(rendezvous, self.device, comm)
+
+    def close(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            self.bounded(lambda: binding.destroy(comm), self._timeout, "nccl: close")
+        self._free()
+        super().close()
+
+    def halt(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is None:
+            return
+        self._unconfirmed.clear()
+        try:
+            self.bounded(lambda: binding.abort(comm), _ABORT_SECONDS, "nccl: abort")
+        except CollectiveTimeout:
+            log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
+        except Exception as error:
+            log.warning("rank %d: abort of NCCL: %s", self.rank, error)
+
+    def _free(self) -> None:
+        for pieces in self._scratch.values():
+            for memory in pieces:
+                memory.close()
+        self._scratch.clear()
+        self._token.close()
+
+    def async_error(self) -> str | None:
+        return binding.async_error(self._comm) if self._comm is not None else None
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        return super().failed(operation, binding.error_of(error, str(operation)) or error)
+
+    # Memory that NCCL reaches best.
+
+    def allocate(self, shape: Shape, dtype: Any) -> Array:
+        """An array in a symmetric window: memory that all ranks map, for NCCL's fastest kernels.  Collective."""
+        shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
+        count = 1
+        for size in shape:
+            count *= size
+        nbytes = max(count * dtype.itemsize, 1)
+        with driver.on_device(self.device):
+            pointer = binding.allocate(nbytes)
+        window = self.bounded(lambda: binding.register(self._comm, pointer, nbytes), self._timeout, "nccl: window")
+        return Array(pointer, shape, dtype, self.device, owner=Window(self, pointer, window))
+
+    def release(self, pointer: int, window: Any) -> None:
+        """Give back what ``allocate`` took; called when its last array goes."""
+        with driver.on_device(self.device):
+            if self._comm is not None:
+                binding.deregister(self._comm, window)
+            binding.free(pointer)
+
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Address of memory that operations on ``stream`` use one after another.
+
+        Outgrown pieces stay: captured graphs may use them.  They double, so they add up to no more than the last.
+        """
+        pieces = self._scratch.setdefault(stream, [])
+        if not pieces or pieces[-1].nbytes < nbytes:
+            size = max(nbytes, _SCRATCH_BYTES, 2 * pieces[-1].nbytes if pieces else 0)
+            with relaxed_capture():
+                pieces.append(DeviceMemory(size, self.device))
+        return pieces[-1].pointer
+
+    # How operations are carried: each function returns the launch of one operation.
+
+    def prepare(self, o: Operation) -> None:
+        super().prepare(o)
+        if o.algorithm != "auto":
+            raise InvalidArgument(f"algorithm: expected 'auto' (nccl chooses its own), got {o.algorithm!r}")
+        if o.tag or o.recv_tag:
+            tag = o.tag or o.recv_tag
+            raise InvalidArgument(f"tag: expected 0 (nccl matches messages by their order), got {tag}")
+        launch = self._launchers[o.name](o)
+        buffer = o.send or o.recv
+        # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes.
+        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, isinstance(launch, OrderedReduction)
+        o.launch = launch if kind in self._met else _First(self, o, launch, kind)
+
+    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+        """What NCCL does alone goes as one group; what our kernels take part in follows, one by one."""
+        alone = [o for o in operations if isinstance(_bare(o.launch), OrderedReduction)]
+        together = [o for o in operations if o not in alone]
+
+        def launch() -> None:
+            self._nccl.group_start()
+            try:
+                for o in together:
+                    _bare(o.launch)(o.stream if stream is None else stream)
+            finally:
+                self._nccl.group_end()
+
+        if len(together) > 1:
+            if any(isinstance(o.launch, _First) for o in together):
+                self.bounded(launch, together[0].timeout, str(together[0]))
+            else:
+                launch()
+        else:
+            alone = list(operations)
+        super().queue(alone, stream)
+
+    def _native(self, o: Operation) -> tuple[int, int, int] | None:
+        """NCCL's dtype, NCCL's op (-1: made at the call) and elements per element; None for our own kernel."""
+        assert o.reduction is not None and o.send is not None
+        key = o.reduction.op, o.reduction.dtype
+        if key not in _NATIVE:
+            _NATIVE[key] = _native(*key)
+        native = _NATIVE[key]
+        if o.deterministic and o.reduction.dtype.kind in ("float", "complex"):
+            native = None
+        return native
+
+    def _prepare_ordered(self, o: Operation) -> Launch:
+        assert o.reduction is not None and o.send is not None
+        kernel_types(o.reduction, self.device)  # refused here, before anything is sent
+        return OrderedReduction(self, o) if o.send.count else _nothing
+
+    def _reducing(self, o: Operation, function: Callable[..., None], recv: int, count: int, *root: int) -> Launch:
+        native = self._native(o)
+        if native is None:
+            return self._prepare_ordered(o)
+        assert o.send is not None and o.reduction is not None
+        if count == 0:
+            return _nothing
+        code, op, per = native
+        if op < 0:
+            return partial(self._premultiplied, function, o.send.pointer, recv, count * per, o.reduction, root)
+        return partial(function, o.send.pointer, recv, count * per, code, op, *root, self._comm)
+
+    def _premultiplied(
+        self, function: Callable[..., None], send: int, recv: int, count: int, reduction: Reduction,
+        root: tuple[int, ...], stream: int,
+    ) -> None:  # fmt: skip
+        dtype = _part_of(reduction.dtype)
+        op = binding.premultiplied_sum(self._comm, reduction.factor, dtype)
+        try:
+            function(send, recv, count, CODE_OF[dtype], op, *root, self._comm, stream)
+        finally:
+            self._nccl.red_op_destroy(op, self._comm)
+
+    def _prepare_all_reduce(self, o: Operation) -> Launch:
+        assert o.send is not None and o.recv is not None
+        return self._reducing(o, self._nccl.all_reduce, o.recv.pointer, o.send.count)
+
+    def _prepare_reduce(self, o: Operation) -> Launch:
+        assert o.send is not None and o.root is not None
+        recv = o.recv.pointer if o.recv is not None else 0
+        return self._reducing(o, self._nccl.reduce, recv, o.send.count, o.root)
+
+    def _prepare_reduce_scatter(self, o: Operation) -> Launch:
+        assert o.recv is not None
+        return self._reducing(o, self._nccl.reduce_scatter, o.recv.pointer, o.recv.count)
+
+    def _prepare_broadcast(self, o: Operation) -> Launch:
+        assert o.send is not None and o.recv is not None
+        if o.recv.count == 0:
+            return _nothing
+        ends = o.send.pointer, o.recv.pointer, o.recv.nbytes
+        return partial(self._nccl.broadcast, *ends, BYTE, o.root, self._comm)
+
+    def _prepare_all_gather(self, o: Operation) -> Launch:
+        assert o.send is not None and o.recv is not None
+        if o.send.count == 0:
+            return _nothing
+        return partial(self._nccl.all_gather, o.send.pointer, o.recv.pointer, o.send.nbytes, BYTE, self._comm)
+
+    def _prepare_all_to_all(self, o: Operation) -> Launch:
+        assert o.send is not None and o.recv is not None
+        if o.send.count == 0:
+            return _nothing
+        part = o.send.nbytes // self.size
+        return partial(self._nccl.allto_all, o.send.pointer, o.recv.pointer, part, BYTE, self._comm)
+
+    def _prepare_gather(self, o: Operation) -> Launch:
+        assert o.send is not None
+        if o.send.count == 0:
+            return _nothing
+        recv = o.recv.pointer if o.recv is not None else 0
+        return partial(self._nccl.gather, o.send.pointer, recv, o.send.nbytes, BYTE, o.root, self._comm)
+
+    def _prepare_scatter(self, o: Operation) -> Launch:
+        assert o.recv is not None
+        if o.recv.count == 0:
+            return _nothing
+        send = o.send.pointer if o.send is not None else 0
+        return partial(self._nccl.scatter, send, o.recv.pointer, o.recv.nbytes, BYTE, o.root, self._comm)
+
+    def _prepare_barrier(self, o: Operation) -> Launch:
+        token = self._token.pointer
+        return partial(self._nccl.all_reduce, token, token, 1, CODE_OF[DTYPES["int32"]], SUM, self._comm)
+
+    def _prepare_all_gather_v(self, o: Operation) -> Launch:
+        assert o.send is not None and o.recv is not None and o.recv_counts is not None
+        mine = o.send.pointer, o.send.nbytes
+        pieces = cut(o.recv.pointer, o.recv_counts, o.recv.dtype.itemsize)
+        return partial(self.exchange, [mine] * self.size, pieces)
+
+    def _prepare_all_to_all_v(self, o: Operation) -> Launch:
+        assert o.send is not None and o.recv is not None
+        assert o.send_counts is not None and o.recv_counts is not None
+        itemsize = o.send.dtype.itemsize
+        sends = cut(o.send.pointer, o.send_counts, itemsize)
+        return partial(self.exchange, sends, cut(o.recv.pointer, o.recv_counts, itemsize))
+
+    def _prepare_message(self, o: Operation) -> Launch:
+        sends: list[Piece] = [(0, 0)] * self.size
+        recvs = list(sends)
+        if o.dst is not None and o.send is not None:
+            sends[o.dst] = o.send.pointer, o.send.nbytes
+        if o.src is not None and o.recv is not None:
+            recvs[o.src] = o.recv.pointer, o.recv.nbytes
+        return partial(self.exchange, sends, recvs)
+
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
+        """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
+        nccl, comm = self._nccl, self._comm
+        nccl.group_start()
+        try:
+            for peer, (pointer, nbytes) in enumerate(sends):
+                if nbytes:
+                    nccl.send(pointer, nbytes, BYTE, peer, comm, stream)
+            for peer, (pointer, nbytes) in enumerate(recvs):
+                if nbytes:
+                    nccl.recv(pointer, nbytes, BYTE, peer, comm, stream)
+        finally:
+            nccl.group_end()
+
+    def share(self, pointer: int, nbytes: int, stream: int) -> None:
+        """All-gather in place: this rank's ``nbytes`` lie at its place in the memory at ``pointer``."""
+        self._nccl.all_gather(pointer + self.rank * nbytes, pointer, nbytes, BYTE, self._comm, stream)
+
+    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
+        """All-gather of ``nbytes`` from each rank."""
+        self._nccl.all_gather(send, recv, nbytes, BYTE, self._comm, stream)
+
+
+class _First:
+    """The first launch of its kind: NCCL may have to connect to the other ranks, and waits for them."""
+
+    __slots__ = ("_backend", "_kind", "_what", "launch")
+
+    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: tuple[str, int, bool]) -> None:
+        self._backend, self._what, self.launch, self._kind = backend, o, launch, kind
+
+    def __call__(self, stream: int) -> None:
+        backend, launch = self._backend, self.launch
+        if self._kind in backend._met:
+            launch(stream)
+            return
+        backend.bounded(lambda: launch(stream), self._what.timeout, str(self._what))
+        backend._met.add(self._kind)
+
+
+def cut(pointer: int, counts: Sequence[int], itemsize: int) -> list[Piece]:
+    """Pieces of so many elements, one after another."""
+    pieces = []
+    for count in counts:
+        pieces.append((pointer, count * itemsize))
+        pointer += count * itemsize
+    return pieces
+
+
+_NATIVE: dict[tuple[ReduceOp, DType], tuple[int, int, int] | None] = {}
+
+
+def _native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
+    if dtype.kind == "complex":
+        return None if op is ReduceOp.PROD else (CODE_OF[_part_of(dtype)], _OPS[op], 2)
+    if dtype.kind == "bool":
+        return (BYTE, _BYTES[op], 1) if op in _BYTES else None
+    if dtype not in CODE_OF or op not in _OPS:
+        return None
+    if dtype.is_float and op in (ReduceOp.MIN, ReduceOp.MAX):
+        return None  # NCCL's lose a NaN
+    if dtype in _NARROW and op is ReduceOp.PREMUL_SUM:
+        return None  # NCCL's factor would be rounded to 16 bits
+    return CODE_OF[dtype], _OPS[op], 1
+
+
+def _part_of(dtype: DType) -> DType:
+    """The type of a complex number's two parts; any other type itself."""
+    return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
+
+
+def _bare(launch: Any) -> Any:
+    return launch.launch if isinstance(launch, _First) else launch
+
+
+def _nothing(stream: int) -> None:
+    """The launch of an operation without elements."""

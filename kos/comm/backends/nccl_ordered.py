@@ -1,0 +1,145 @@
+"""Reductions over NCCL that add in rank order: an exchange, a kernel of ours, and what brings the result home.
+
+The vector is cut into a part for each rank.  Every rank sends part r of its contribution to rank r, which adds
+what it gets in rank order (fp32 for floats of 16 and 8 bits) and rounds once.  As many bytes travel as by a
+ring.  Small vectors go whole to everybody, and every rank adds all of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kos.comm.operation import Operation
+from kos.comm.reduction import ReduceOp, Reduction
+from kos.cuda import driver, load_kernel
+from kos.cuda.devices import device_info
+from kos.cuda.streams import as_stream
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from kos.comm.backends.nccl import NCCLBackend
+
+KERNELS = Path(__file__).parent.parent / "kernels" / "reduce_ordered.cu"
+
+_ONE_SHOT_BYTES = 1 << 20
+"""All ranks' vectors together, up to which every rank gets them all: one exchange instead of two."""
+_THREADS = 256
+_ALIGNMENT = 16  # elements: parts begin at multiples of it
+_FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
+
+
+def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
+    """Element type and operation as the kernels name them, and elements per element (complex numbers: 2).
+
+    Raises InvalidArgument, naming both, for what the kernels of this device cannot add.
+    """
+    dtype, op = reduction.dtype, reduction.op
+    if dtype.kind == "complex":
+        if op is ReduceOp.PROD:
+            raise InvalidArgument(f"op: expected SUM, AVG or PREMUL_SUM for {dtype} on nccl, got PROD")
+        return f"float{4 * dtype.itemsize}", op.name, 2
+    if dtype.name.startswith("float8") and device_info(device).compute_capability < _FLOAT8:
+        name = device_info(device).name
+        raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {name}")
+    return ("uint8" if dtype.kind == "bool" else dtype.name), op.name, 1
+
+
+class OrderedReduction:
+    """The launch of one all_reduce, reduce, reduce_scatter or reduce_scatter_v."""
+
+    def __init__(self, backend: NCCLBackend, o: Operation) -> None:
+        assert o.send is not None and o.reduction is not None
+        size, rank = backend.size, backend.rank
+        name, op, per = kernel_types(o.reduction, backend.device)
+        self._backend, self._o = backend, o
+        self._result = DTYPES[name].itemsize
+        travels = name
+        self._scale = None
+        if op == "PREMUL_SUM":
+            travels, op = DTYPES[name].accumulate.name, "SUM"
+            self._scale = load_kernel(
+                KERNELS, "scale", backend.device, DTYPE=name, RESULT=travels, OP=op, RANKS=size
+            )
+        self._itemsize = DTYPES[travels].itemsize
+        self._reduce = load_kernel(
+            KERNELS, "reduce_ordered", backend.device, DTYPE=travels, RESULT=name, OP=op, RANKS=size
+        )
+        self._count = o.send.count * per
+        self._whole = o.name == "all_reduce" and self._count * self._itemsize * size <= _ONE_SHOT_BYTES
+        if o.send_counts is not None:
+            counts = [count * per for count in o.send_counts]
+        elif o.name == "reduce_scatter" or self._count % size == 0:
+            counts = [self._count // size] * size
+        else:
+            part = -(-self._count // (size * _ALIGNMENT)) * _ALIGNMENT
+            counts = [max(0, min(part, self._count - r * part)) for r in range(size)]
+        self._counts = counts
+        self._starts = [sum(counts[:r]) for r in range(size)]
+        self._mine = self._count if self._whole else counts[rank]
+
+    def __call__(self, stream: int) -> None:
+        backend, o = self._backend, self._o
+        assert o.send is not None and o.reduction is not None
+        scaled = self._count * self._itemsize if self._scale is not None else 0
+        pieces = backend.size * self._mine * self._itemsize
+        scratch = backend.scratch(_up(scaled) + _up(pieces) + self._mine * self._result, stream)
+        source, gathered, target = o.send.pointer, scratch + _up(scaled), scratch + _up(scaled) + _up(pieces)
+        with driver.on_device(backend.device):
+            queue = as_stream(stream)
+            if self._scale is not None:
+                factor = np.float64(o.reduction.factor)
+                self._scale(queue, _blocks(self._count), _THREADS, source, scratch, self._count, factor)
+                source = scratch
+            self._exchange(source, gathered, stream)
+            if o.recv is not None:
+                target = o.recv.pointer
+                if o.name in ("all_reduce", "reduce") and not self._whole:
+                    target += self._starts[backend.rank] * self._result
+            if self._mine:
+                self._reduce(queue, _blocks(self._mine), _THREADS, gathered, self._mine, target, self._mine)
+        if not self._whole:
+            self._bring_home(target, stream)
+
+    def _exchange(self, source: int, gathered: int, stream: int) -> None:
+        backend, size = self._backend, self._itemsize
+        if self._whole:
+            backend.collect(source, gathered, self._count * size, stream)
+            return
+        parts = zip(self._starts, self._counts, strict=True)
+        sends = [(source + start * size, count * size) for start, count in parts]
+        nbytes = self._mine * size
+        recvs = [(gathered + r * nbytes, nbytes) for r in range(backend.size)]
+        backend.exchange(sends, recvs, stream)
+
+    def _bring_home(self, target: int, stream: int) -> None:
+        """The parts of an all_reduce go to all ranks, those of a reduce to the root."""
+        backend, o, size = self._backend, self._o, self._result
+        if o.name not in ("all_reduce", "reduce"):
+            return
+        mine, none = (target, self._mine * size), (0, 0)
+        recvs = [none] * backend.size
+        if o.recv is not None:
+            parts = zip(self._starts, self._counts, strict=True)
+            recvs = [(o.recv.pointer + start * size, count * size) for start, count in parts]
+        if o.name == "all_reduce":
+            if self._count % backend.size == 0:
+                assert o.recv is not None
+                backend.share(o.recv.pointer, self._mine * size, stream)
+                return
+            sends = [mine] * backend.size
+        else:
+            sends = [mine if r == o.root else none for r in range(backend.size)]
+        sends[backend.rank] = recvs[backend.rank] = none  # it lies there
+        backend.exchange(sends, recvs, stream)
+
+
+def _blocks(count: int) -> int:
+    return min(-(-count // _THREADS), 1024)
+
+
+def _up(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256

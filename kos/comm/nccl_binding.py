@@ -1,0 +1,150 @@
+"""NCCL, raw: the one file that knows ``nccl.bindings``, whose functions take ints and change between versions.
+
+The functions of the hot path are nccl4py's own (0.1 us a call); what only happens once is wrapped.  Errors of
+NCCL become errors of kos by ``error_of``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kos.dtypes import DTYPES, DType
+from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, KosError, RankLost
+
+_INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = 4, 5, 6, 7
+_NO_COLOR = -1
+_BLOCKING = 1
+_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
+_HOST_IMMEDIATE = 1
+_VERSIONED_NAMES = {"shrink": 22700, "window": 22700}
+"""The version of NCCL, as 22809 for 2.28.9, that brought what older ones lack."""
+
+SUM, PROD, MAX, MIN, AVG = range(5)
+BYTE = 1
+"""ncclUint8: what is only moved travels as bytes."""
+CODES = {"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclUint32": 3, "ncclInt64": 4, "ncclUint64": 5,
+         "ncclFloat16": 6, "ncclFloat32": 7, "ncclFloat64": 8, "ncclBfloat16": 9}  # fmt: skip
+CODE_OF: dict[DType, int] = {dtype: CODES[dtype.nccl] for dtype in DTYPES.values() if dtype.nccl in CODES}
+"""ncclDataType_t of the types that NCCL can add."""
+
+
+@functools.cache
+def library() -> Any:
+    """The module of the raw functions, with libnccl loaded.  Raises BackendUnavailable with what is missing."""
+    try:
+        from nccl.bindings import nccl
+    except ImportError as error:
+        raise BackendUnavailable(f"nccl4py is not installed: pip install 'kos[cuda]' ({error})") from error
+    try:
+        nccl.get_version()
+    except RuntimeError as error:  # cuda.pathfinder's DynamicLibNotFoundError
+        raise BackendUnavailable(f"libnccl.so.2 was not found: {str(error).splitlines()[0]}") from error
+    return nccl
+
+
+def version() -> str:
+    """The version of libnccl, as "2.28.9"."""
+    number = library().get_version()
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
+
+
+def require(feature: str) -> None:
+    """Raise BackendUnavailable unless libnccl is new enough for ``feature``."""
+    needed = _VERSIONED_NAMES[feature]
+    if library().get_version() < needed:
+        wanted = f"{needed // 10000}.{needed // 100 % 100}"
+        raise BackendUnavailable(f"nccl: {feature}: expected NCCL {wanted} or newer, got {version()}")
+
+
+def unique_id() -> bytes:
+    """What rank 0 makes and every rank needs to join one communicator."""
+    return bytes(library().get_unique_id())
+
+
+def join(size: int, identity: bytes, rank: int, name: str) -> Any:
+    """The communicator of ``size`` ranks that gave the same ``identity``.  Waits for all of them."""
+    config = _config(name)
+    return library().comm_init_rank_scalable(size, rank, 1, bytearray(identity), config.ptr)
+
+
+def split(comm: Any, color: int | None, key: int, name: str) -> Any:
+    """The communicator of the ranks of ``comm`` that gave this ``color``; None for color None.  Collective."""
+    config = _config(name)
+    part = library().comm_split(comm, _NO_COLOR if color is None else color, key, config.ptr)
+    return None if color is None else part
+
+
+def shrink(comm: Any, excluded: Sequence[int], name: str) -> Any:
+    """``comm`` without some of its ranks, which do not call this."""
+    require("shrink")
+    config = _config(name)
+    return library().comm_shrink(comm, list(excluded), len(excluded), config.ptr, 0)
+
+
+def async_error(comm: Any) -> str | None:
+    """What went wrong in ``comm`` since it was made, or None."""
+    code = int(library().comm_get_async_error(comm))
+    return None if code in (0, _IN_PROGRESS) else f"NCCL: {library().get_error_string(code)}"
+
+
+def abort(comm: Any) -> None:
+    """End everything that ``comm`` has in flight, and ``comm`` itself."""
+    library().comm_abort(comm)
+
+
+def destroy(comm: Any) -> None:
+    """Give ``comm`` back; all its ranks do, and nothing is in flight."""
+    library().comm_destroy(comm)
+
+
+def premultiplied_sum(comm: Any, factor: float, dtype: DType) -> int:
+    """A reduce operation of ``comm`` that multiplies this rank's input by ``factor`` first."""
+    scalar = np.array(factor, dtype.numpy)
+    address = scalar.__array_interface__["data"][0]
+    operation: int = library().red_op_create_pre_mul_sum(address, CODE_OF[dtype], _HOST_IMMEDIATE, comm)
+    return operation
+
+
+def allocate(nbytes: int) -> int:
+    """Address of memory on the current device that windows can be made of."""
+    address: int = library().mem_alloc(nbytes)
+    return address
+
+
+def free(address: int) -> None:
+    library().mem_free(address)
+
+
+def register(comm: Any, address: int, nbytes: int) -> Any:
+    """Make memory from ``allocate`` a symmetric window of ``comm``.  Collective, with the same size."""
+    require("window")
+    return library().comm_window_register(comm, address, nbytes, _SYMMETRIC)
+
+
+def deregister(comm: Any, window: Any) -> None:
+    library().comm_window_deregister(comm, window)
+
+
+def error_of(error: Exception, what: str) -> KosError | None:
+    """An exception of the binding as one of kos; None if it is another's."""
+    status = getattr(error, "status", None)
+    if type(error).__name__ != "NCCLError" or status is None:
+        return None
+    kind: type[KosError] = CollectiveError
+    if status == _REMOTE_ERROR:
+        kind = RankLost
+    elif status in (_INVALID_ARGUMENT, _INVALID_USAGE):
+        kind = InvalidArgument
+    return kind(f"{what}: NCCL {version()}: {error}; set NCCL_DEBUG=WARN for more")
+
+
+def _config(name: str) -> Any:
+    config = library().Config()
+    # Blocking: else every call starts a thread, and returns before its work is on the stream.
+    config.blocking = _BLOCKING
+    config.comm_name = name
+    return config

@@ -1,0 +1,78 @@
+"""Staging: how a backend for host memory carries arrays on a GPU, through pinned memory.
+
+Down, the operation there, up again; device addresses never reach MPI or a socket.  Copies are queued on the
+stream of the arrays and polled, so that other operations go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kos.comm.operation import Operation
+from kos.comm.work import Steps
+from kos.cuda import driver
+from kos.cuda.driver import call, cu
+from kos.memory import Buffer
+from kos.memory.pool import pinned_empty
+
+_LEAST = 4096  # bytes
+
+
+class Staging:
+    """Pinned memory that is used again: page-locking costs a millisecond for every few megabytes."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}
+
+    def carry(self, o: Operation, run: Callable[[Operation], Steps]) -> Steps:
+        """Take the steps of ``o``, whose arrays are on a GPU; ``run`` carries its copy on host memory."""
+        taken: list[tuple[tuple[int, int], np.ndarray[Any, Any]]] = []
+        send = self._host_of(o.send, taken)
+        recv = send if o.recv is o.send else self._host_of(o.recv, taken)
+        if o.send is not None and send is not None:
+            yield from _copy(o.send, send, down=True)
+        yield from run(replace(o, send=send, recv=recv))
+        if o.recv is not None and recv is not None:
+            yield from _copy(o.recv, recv, down=False)
+        for key, memory in taken:  # not after an error: something may still write to it
+            self._free.setdefault(key, []).append(memory)
+
+    def _host_of(
+        self, buffer: Buffer | None, taken: list[tuple[tuple[int, int], np.ndarray[Any, Any]]]
+    ) -> Buffer | None:
+        """As many elements in pinned memory; sizes are powers of two, so that few kinds are kept."""
+        if buffer is None or buffer.device is None:
+            return buffer
+        room = max(_LEAST, 1 << (buffer.nbytes - 1).bit_length())
+        key = buffer.device, room
+        free = self._free.get(key)
+        memory = free.pop() if free else pinned_empty(room, np.uint8, buffer.device)
+        taken.append((key, memory))
+        flat = memory[: buffer.nbytes].view(buffer.dtype.numpy)
+        return Buffer(flat.reshape(buffer.shape), flat, buffer.dtype, buffer.count, buffer.shape)
+
+
+def _copy(gpu: Buffer, host: Buffer, *, down: bool) -> Steps:
+    """Queue the copy and wait until it is done."""
+    if gpu.nbytes == 0 or gpu.device is None:
+        return
+    with driver.on_device(gpu.device):
+        event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+    try:
+        ends = (host.address, gpu.pointer) if down else (gpu.pointer, host.address)
+        with driver.on_device(gpu.device):
+            call(cu.cuMemcpyAsync, *ends, gpu.nbytes, gpu.stream)
+            call(cu.cuEventRecord, event, gpu.stream)
+        while True:
+            (status,) = cu.cuEventQuery(event)
+            if status != cu.CUresult.CUDA_ERROR_NOT_READY:
+                break
+            yield
+        if status:
+            raise driver.error_of("cuEventQuery", status)
+    finally:
+        call(cu.cuEventDestroy, event)
