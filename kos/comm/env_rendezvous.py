@@ -99,13 +99,11 @@ class TCPRendezvous(Rendezvous):
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         """Call at all ports in turn, until one is answered by the hub of this group."""
-        now = time.monotonic()
-        deadline, patience, pause = now + self.timeout, 1.0, 0.02
+        deadline, patience, pause = time.monotonic() + self.timeout, 1.0, 0.02
         while True:
             for port in ports:
-                limit = min(deadline, time.monotonic() + patience)
                 try:
-                    return self.network.call(host, port, purpose, self.rank, self.size, limit)
+                    return self.network.call(host, port, purpose, self.rank, self.size, deadline, patience)
                 except (OSError, Stranger) as error:
                     problem = f"{host or self.network.hub}:{port}: {error}"
                     if isinstance(error, Stranger) and len(ports) == 1:
@@ -181,7 +179,6 @@ class EnvRendezvous(TCPRendezvous):
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         connection = super()._call_hub(host, ports, purpose)
         if not self.network.loopback:
-            self.network.hub = plain_address(connection.sock.getpeername()[0])
             mine = plain_address(connection.sock.getsockname()[0])
             self.network.host = "" if is_loopback(mine) else mine
         return connection

@@ -22,7 +22,7 @@ RESULT, LOST, FAILED = b"R", b"G", b"F"
 
 FAILURES: dict[bytes, type[KosError]] = {LOST: RankLost, FAILED: RendezvousError}
 
-FAREWELL_SECONDS = 1.0  # what rank 0 gives the others to take their last answers
+FAREWELL_SECONDS = 2.0  # what rank 0 gives the others to take their last answers
 
 
 class Hub(threading.Thread):
@@ -108,8 +108,6 @@ class Hub(threading.Thread):
         )
         if self._failure is not None:
             self._send(rank, self._failure)
-        elif rank == 0 and self._size > 1:
-            self._deadline = time.monotonic() + self._timeout  # for all to come
         if len(self._members) + len(self._left) == self._size:
             self._door.close()
         self._advance(rank, connection, listening)
@@ -151,7 +149,7 @@ class Hub(threading.Thread):
         if self._failure is not None:
             return  # told already
         if not self._slots:
-            self._deadline = self._deadline or time.monotonic() + self._timeout
+            self._deadline = time.monotonic() + self._timeout
         self._slots[rank] = data
         if len(self._slots) < self._size:
             self._check_open_exchange()

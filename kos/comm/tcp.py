@@ -80,14 +80,26 @@ class Network:
         """The key of one group's connections, so that no proof made for one is good for another."""
         return _mac(self.secret, b"kos key ", purpose)
 
-    def call(self, host: str, port: int, purpose: bytes, rank: int, size: int, deadline: float) -> Connection:
+    def call(
+        self,
+        host: str,
+        port: int,
+        purpose: bytes,
+        rank: int,
+        size: int,
+        deadline: float,
+        patience: float = 1e9,
+    ) -> Connection:
         """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
 
-        Raises OSError, Stranger.
+        Whoever is there gets ``patience`` seconds for the first word.  Raises OSError, Stranger.
         """
-        sock = connect(host or self.hub, port, deadline)
+        first = min(deadline, time.monotonic() + patience)
+        sock = connect(host or self.hub, port, first)
         try:
-            return drive(introduce(sock, self.key(purpose), rank, size), sock, deadline)
+            greeting = drive(hear(sock), sock, first)
+            # From here on it may count on us, so there is no trying again.
+            return drive(introduce(sock, greeting, self.key(purpose), rank, size), sock, deadline)
         except BaseException:
             sock.close()
             raise
@@ -168,11 +180,18 @@ def answer(sock: socket.socket, key: bytes) -> Waiting[tuple[int, int, Connectio
     return rank, size, Connection(sock, to_caller, to_listener)
 
 
-def introduce(sock: socket.socket, key: bytes, rank: int, size: int) -> Waiting[Connection]:
-    """The caller's side of the handshake.  Raises ConnectionError, Stranger."""
-    greeting = yield from _read(sock, len(_MAGIC) + _NONCE)
-    if not greeting.startswith(_MAGIC):
-        raise Stranger(f"expected a rank of kos ({_MAGIC.decode()}), got {greeting[: len(_MAGIC)]!r}")
+def hear(sock: socket.socket) -> Waiting[bytes]:
+    """The listener's greeting.  Raises ConnectionError, Stranger."""
+    magic = yield from _read(sock, len(_MAGIC))
+    if magic != _MAGIC:
+        raise Stranger(f"expected a rank of kos ({_MAGIC.decode()}), got {magic!r}")
+    return magic + (yield from _read(sock, _NONCE))
+
+
+def introduce(
+    sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int
+) -> Waiting[Connection]:
+    """The caller's side of the handshake, after the greeting.  Raises ConnectionError, Stranger."""
     hello = _HELLO.pack(_MAGIC, rank, size, os.urandom(_NONCE))
     yield from _write(sock, hello + _mac(key, b"caller", greeting, hello))
     proof = yield from _read(sock, _PROOF)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kos
 from kos.comm.env_rendezvous import EnvRendezvous, Place, TCPRendezvous
-from kos.comm.hub import Hub, pair
+from kos.comm.hub import DATA, Hub, pair
 from kos.comm.rendezvous import SingleRendezvous, default_rendezvous
-from kos.comm.tcp import Connection, Network
+from kos.comm.tcp import Connection, Network, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import (
     LAUNCHERS_VARIABLES,
@@ -87,11 +90,29 @@ def test_a_few_hundred_ranks() -> None:
 
 
 def test_the_last_answers_arrive_though_nobody_closed() -> None:
+    """The process of rank 0 ends only when the hub has sent what the others have not yet read."""
     code = (
         "from kos.comm.env_rendezvous import EnvRendezvous\n"
-        "print(len(b''.join(EnvRendezvous(20).allgather(b'x' * 5_000_000))))"
+        "rendezvous = EnvRendezvous(20)\n"
+        "rendezvous.allgather(b'x' * 30_000_000)\n"
+        "print('done', flush=True)"
     )
-    assert run_processes(code, 3) == [(0, "15000000\n")] * 3
+    port = free_port()
+    rank0 = start([sys.executable, "-c", code], 0, 2, port)
+    try:
+        rendezvous = EnvRendezvous(20, environment(1, 2, port))
+        connection = rendezvous._connection
+        assert connection is not None
+        connection.post(DATA)
+        drive(connection.flush(), connection.sock, time.monotonic() + 5)
+        assert rank0.stdout is not None and rank0.stdout.readline() == "done\n"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank0.wait(0.3)
+        answer = drive(connection.receive(), connection.sock, time.monotonic() + 5)
+        assert len(answer) == 1 + 2 * 4 + 30_000_000
+    finally:
+        [(code_, output)] = finish([rank0])
+    assert (code_, output) == (0, "")
 
 
 # Who starts it.
@@ -165,19 +186,49 @@ def test_the_rank_on_the_host_is_the_launchers() -> None:
     assert [text for _, text in results] == [f"rank {r} of 2, local 0, on tcp: 3\n" for r in range(2)]
 
 
+@contextlib.contextmanager
+def port_before_a_taken_one() -> Iterator[int]:
+    """A free port, while somebody who does not answer has the one after it."""
+    with socket.socket() as other:
+        while True:
+            with contextlib.suppress(OSError):
+                other.bind(("127.0.0.1", (port := free_port()) + 1))
+                break
+        yield port
+
+
 def test_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    port = free_port()
-    static = ["--nnodes=1", "--master-addr=127.0.0.1", f"--master-port={port}"]
-    command = [sys.executable, "-m", "torch.distributed.run", *static, "--nproc-per-node=2", str(script)]
-    # Its agent has the port itself; somebody who says nothing sits where rank 0 would try next.
-    with socket.create_server(("127.0.0.1", port + 1)):
-        [(code, output)] = finish([start(command, 0, 1, port, OMP_NUM_THREADS="1")])
+    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+    # Its agent has the port itself, and the next is where rank 0 would try first.
+    with port_before_a_taken_one() as port:
+        static = ["--master-addr=127.0.0.1", f"--master-port={port}"]
+        [(code, output)] = finish([start([*run, *static, str(script)], 0, 1, port, OMP_NUM_THREADS="1")])
     assert code == 0, output
     for rank in range(2):
         assert f"rank {rank} of 2, local {rank}, on tcp: 3" in output
+
+
+def test_jobs_side_by_side() -> None:
+    """Two jobs of one user whose ports overlap, as two torchruns may choose them: each finds its own."""
+    with port_before_a_taken_one() as port:
+        jobs = [
+            environment(rank, 2, port + job, TORCHELASTIC_USE_AGENT_STORE="True")
+            for rank in (1, 0)
+            for job in (0, 1)
+        ]
+
+        def body(environ: dict[str, str]) -> list[bytes]:
+            rendezvous = EnvRendezvous(20, environ)
+            try:
+                return rendezvous.allgather(environ["MASTER_PORT"].encode())
+            finally:
+                rendezvous.close()
+
+        results = run_threads(*[lambda e=e: body(e) for e in jobs])  # type: ignore[misc]
+    assert results == [[environ["MASTER_PORT"].encode()] * 2 for environ in jobs]
 
 
 def test_the_trainer(tmp_path: Path) -> None:

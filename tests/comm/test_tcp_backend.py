@@ -115,37 +115,53 @@ def test_a_receive_that_was_given_up_leaves_its_memory_alone() -> None:
     TCPRanks(2).run(body)
 
 
-def test_a_message_given_up_half_way() -> None:
-    """The rest of it goes nowhere, and the connection is fit for the next."""
+@pytest.mark.parametrize("quitter", ["receiver", "sender"])
+def test_a_message_given_up_half_way(quitter: str) -> None:
+    """Whoever gives up has its memory to itself, and the connection stays fit."""
     count = 32 << 20  # bytes: more than sockets hold
 
     def body(comm: kos.Communicator) -> None:
+        me = ["receiver", "sender"][comm.rank]
         end = comm.backend.transport.peers[1 - comm.rank]
         x = np.full(count, comm.rank, np.uint8)
-        work = (comm.recv if comm.rank == 0 else comm.send)(x, 1 - comm.rank, 5, async_op=True)
-        if comm.rank == 0:
+        work = (comm.recv if me == "receiver" else comm.send)(x, 1 - comm.rank, 5, async_op=True)
+        if me == "receiver":
             while 5 in end._posted:
                 work.done()
-            comm.rendezvous.barrier()  # it is granted, but not read before as much is sent as fits
+            comm.rendezvous.barrier()  # it is granted, but nothing read before as much is sent as fits
             while not x.any():
                 work.done()
-            with pytest.raises(CollectiveTimeout, match=r"not complete after 0\.01 s"):
-                work.wait(timeout=0.01)
-            before = x.copy()
-            assert 0 < before.sum() < count
         else:
             while not (end._outgoing and end._outgoing[0].tag == 5 and len(end._outgoing[0].views) == 1):
                 work.done()
             comm.rendezvous.barrier()
+            y = np.full(3, 4, np.uint8)
+            behind = comm.send(y, 0, 6, async_op=True)
         comm.rendezvous.barrier()
-        if comm.rank == 1:
-            with pytest.raises(CollectiveTimeout, match="rank 0 did not receive"):
+        if me == quitter:
+            with pytest.raises(CollectiveTimeout, match=r"not complete after 0\.01 s"):
                 work.wait(timeout=0.01)
-            x[:] = 7  # it is ours again
+            if me == "receiver":
+                before = x.copy()
+                assert 0 < before.sum() < count
+            else:
+                with pytest.raises(CollectiveTimeout, match="rank 0 did not receive"):
+                    behind.wait(timeout=0.01)
+                x[:], y[:] = 7, 7
         comm.rendezvous.barrier()
+        if quitter == "sender":  # the rest is sent all the same, as it was; what was not begun is not
+            if me == "receiver":
+                assert (work.wait() == 1).all()
+                assert comm.recv(np.zeros(3, np.uint8), 1, 6).tolist() == [8, 8, 8]
+            else:
+                comm.send(np.full(3, 8, np.uint8), 0, 6)
         comm.barrier()
-        if comm.rank == 0:
+        if quitter == me == "receiver":
             assert (x == before).all()
+            assert comm.recv(np.zeros(3, np.uint8), 1, 6).tolist() == [4, 4, 4]
+        elif quitter == "receiver":
+            work.wait()
+        if me == "receiver":
             assert (comm.recv(np.zeros(LONG, np.uint8), 1, 5) == 9).all()
         else:
             comm.send(np.full(LONG, 9, np.uint8), 0, 5)
@@ -187,6 +203,36 @@ def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> Non
         comm.abort()
 
     TCPRanks(2).run(body)
+
+
+def test_a_long_message_of_another_length_than_announced() -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(RankLost, match="expected the header of a message, got kind 4 of 10 bytes"):
+                comm.recv(np.zeros(LONG, np.uint8), 1, 3)
+        else:
+            sock = comm.backend.transport.peers[0].sock
+            sock.send(backend._HEADER.pack(backend._ASK, 3, 1, LONG))
+            sock.send(backend._HEADER.pack(backend._LONG, 3, 1, 10))
+        comm.rendezvous.barrier()
+        comm.abort()
+
+    TCPRanks(2).run(body)
+
+
+def test_a_rank_that_is_lost_ends_what_waits_for_others() -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            comm.abort()
+        elif comm.rank == 0:
+            with pytest.raises(RankLost, match="rank 1 is gone"):
+                comm.recv(np.zeros(3), 2)
+        if comm.rank != 1:
+            comm.rendezvous.split(0)  # rank 2 stays until rank 0 knows
+        comm.abort()
+
+    with pytest.raises(AssertionError, match="rendezvous: rank 1 is gone"):
+        TCPRanks(3).run(body)
 
 
 def test_ranks_hear_why_another_left() -> None:
