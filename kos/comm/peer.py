@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
-from kos.cuda import driver, load_kernel
+from kos.cuda import create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.dtypes import DType
@@ -59,10 +60,10 @@ class Launch:
     algorithm: str
     blocks: int = 0
     threads: int = 512
-    lines: bool = False  # 128-byte lines instead of 16-byte packets: NVLink only
     unroll: int = 1  # of direct
     tile: int = 8192  # bytes; of bulk
     stages: int = 3  # of bulk
+    pieces: int = 1  # of copies
 
 
 # (bytes up to which, launch): measured on 8 H200, see benchmarks/peer_kernels.py.
@@ -82,7 +83,14 @@ class PeerEngine:
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, device: int, *, timeout: float = 30.0, staging: int = STAGING, **macros: Any
+        self,
+        rendezvous: Rendezvous,
+        device: int,
+        *,
+        timeout: float = 30.0,
+        staging: int = STAGING,
+        overlap: bool = True,
+        **macros: Any,
     ) -> None:
         """``macros`` reach every kernel: STALL (nanoseconds) and BROKEN are for tests of races."""
         self.rank, self.size, self.device = rendezvous.rank, rendezvous.size, device
@@ -93,6 +101,8 @@ class PeerEngine:
         facts = [data.decode().split() for data in rendezvous.allgather(fact.encode())]
         sharing = max(sum(uuid == other for other, *_ in facts) for uuid, *_ in facts)
         self.blocks = min(CHANNELS, min(int(count) for _, count, _ in facts) // sharing)
+        self._copier: Any = None
+        self._overlap = sharing == 1 and overlap
         self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
         self.staging = staging // 16 * 16
         self._macros = dict(macros, RANKS=self.size)
@@ -100,7 +110,7 @@ class PeerEngine:
         self._record = pinned_empty(16, np.uint64, device)
         self._record[:] = 0
         self.timeout = timeout
-        inboxes = 2 * CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
+        inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
         self._in = _INBOX + inboxes
         self._out = self._in + staging
         self.memory = SymmetricMemory(rendezvous, self._out + staging, device)
@@ -156,10 +166,14 @@ class PeerEngine:
         launch = self._possible(launch or self.launch_for(count * dtype.itemsize), op)
         if launch.algorithm in _PACKETS:
             return self._bind_packets(launch, send, recv, count, dtype, op, factor, stream)
+        if launch.algorithm == "copies":
+            if self._symmetric(send, count * dtype.itemsize) and self._symmetric(recv, count * dtype.itemsize):
+                return self._bind_copies(launch, send, recv, count, dtype, op, stream)
+            launch = Launch("direct")
         return self._bind_direct(launch, send, recv, count, dtype, op, stream)
 
     def _possible(self, launch: Launch, op: ReduceOp) -> Launch:
-        if launch.algorithm in ("direct", "bulk") and (op is ReduceOp.PREMUL_SUM or self.size == 1):
+        if launch.algorithm in ("direct", "bulk", "copies") and (op is ReduceOp.PREMUL_SUM or self.size == 1):
             return Launch("two_shot" if self.size > 1 else "one_shot")
         if launch.algorithm == "bulk" and not self.has_bulk:
             return replace(launch, algorithm="direct", threads=512)
@@ -180,35 +194,30 @@ class PeerEngine:
     ) -> Callable[[], None]:
         partials = launch.algorithm in ("ring", "tree")
         widened = partials or op is ReduceOp.PREMUL_SUM
-        lines = launch.lines and not widened
         # Small integers are added in 32 bits: the width of a partial sum on the wire.
         itemsize = max(dtype.accumulate.itemsize, 4) if widened else dtype.itemsize
-        if lines:
-            packets = -(-count // (120 // itemsize)) * 8
-        else:
-            packets = -(-count // ((8 if itemsize == 8 else 12) // itemsize))
+        packets = -(-count // ((8 if itemsize == 8 else 12) // itemsize))
         chunks = 1 if launch.algorithm in ("one_shot", "tree") else self.size
         packets = -(-packets // chunks)
         blocks = min(launch.blocks or -(-packets // launch.threads), self.blocks)
         per_channel = -(-packets // blocks)
-        if lines:
-            per_channel = -(-per_channel // 8) * 8
-        kernel = self._kernel("all_reduce_packets.cu", launch, dtype, op, LINES=lines, PARTIALS=partials)
+        kernel = self._kernel("all_reduce_packets.cu", launch, dtype, op, PARTIALS=partials)
         threads = min(launch.threads, -(-per_channel // 32) * 32)
-        return kernel.bind(
-            stream, blocks, threads,
+        return self._bind(
+            kernel, stream, blocks, threads,
             self._context.pointer, self.memory.pointer, self.rank, send, recv, count, per_channel, np.float64(factor),
         )  # fmt: skip
 
     def _bind_direct(
         self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, stream: Any
     ) -> Callable[[], None]:
-        nbytes, itemsize, table = count * dtype.itemsize, dtype.itemsize, self.memory.peer_pointers.pointer
+        nbytes, table, vector = count * dtype.itemsize, self.memory.peer_pointers.pointer, 16 // dtype.itemsize
         source, target = self._symmetric(send, nbytes), self._symmetric(recv, nbytes)
-        zero_copy = source is not None and target is not None
-        pieces = 1 if zero_copy else -(-nbytes // self.staging)
-        vector = 16 // itemsize
-        piece = count if zero_copy else -(-count // pieces // vector) * vector
+        if source and target:
+            places, outside, piece = (*source, *target), (0, 0), count
+        else:
+            places, outside = (table, self._in, table, self._out), (send, recv)
+            piece = -(-count // -(-nbytes // self.staging) // vector) * vector
         shared = 0
         if launch.algorithm == "bulk":
             shared = (launch.stages * self.size + 2) * launch.tile + 8 * launch.stages
@@ -216,12 +225,94 @@ class PeerEngine:
             "all_reduce_direct.cu", launch, dtype, op, UNROLL=launch.unroll, TILE=launch.tile, STAGES=launch.stages
         )
         blocks = min(launch.blocks or self.blocks, self.blocks)
-        return kernel.bind(
-            stream, blocks, launch.threads,
+        return self._bind(
+            kernel, stream, blocks, launch.threads,
             self._context.pointer, self.memory.pointer, self.rank,
-            *(source if zero_copy else (table, self._in)), *(target if zero_copy else (table, self._out)),
-            0 if zero_copy else send, 0 if zero_copy else recv, count, piece, shared=shared,
+            *places, *outside, count, piece, shared=shared,
         )  # fmt: skip
+
+    def _bind_copies(
+        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, stream: Any
+    ) -> Callable[[], None]:
+        """Copy engines fetch and deliver, a kernel adds a piece while the next one is fetched.
+
+        All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice;
+        pulls and pushes share one stream because together they are slower.
+        """
+        itemsize, rank, size = dtype.itemsize, self.rank, self.size
+        chunk = -(-count // size // 128) * 128
+        begin, end = min(rank * chunk, count), min((rank + 1) * chunk, count)
+        step = -(-chunk // launch.pieces // 128) * 128
+        cuts = [(at, min(at + step, end)) for at in range(begin, end, step)]
+        staging = Array.empty(2 * size * step * itemsize, "uint8", self.device, label="all_reduce staging")
+        inputs, outputs = (
+            [base + pointer - memory.pointer for base in memory.pointers]
+            for pointer in (send, recv)
+            for memory in self._memories
+            if memory.offset_of(pointer, 1) is not None
+        )
+        kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
+        barrier = self.bind_barrier(stream=stream)
+        main = streams.handle(stream)
+        if self._copier is None:
+            self._copier = create_stream(self.device)
+        copy = streams.handle(self._copier)
+        flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+        with driver.on_device(self.device):
+            events = [call(cu.cuEventCreate, flag) for _ in range(2 * len(cuts) + 2)]
+        others = [(rank + k) % size for k in range(1, size)]
+        sums = [
+            kernel.bind(
+                stream, 132, launch.threads, rank, send + a * itemsize,
+                staging.pointer + (i % 2) * size * step * itemsize, step * itemsize, recv + a * itemsize, b - a,
+            )
+            for i, (a, b) in enumerate(cuts)
+        ]  # fmt: skip
+
+        def pull(i: int) -> None:
+            a, b = cuts[i]
+            base = staging.pointer + (i % 2) * size * step * itemsize
+            for peer in others:
+                source = inputs[peer] + a * itemsize
+                call(cu.cuMemcpyDtoDAsync, base + peer * step * itemsize, source, (b - a) * itemsize, copy)
+
+        def push(i: int) -> None:
+            a, b = cuts[i]
+            for peer in others:
+                call(cu.cuMemcpyDtoDAsync, outputs[peer] + a * itemsize, recv + a * itemsize, (b - a) * itemsize, copy)
+
+        def wait(before: int, after: int, event: Any) -> None:
+            call(cu.cuEventRecord, event, before)
+            call(cu.cuStreamWaitEvent, after, event, 0)
+
+        def run() -> None:
+            barrier()
+            wait(main, copy, events[-1])
+            for i in range(len(cuts) + 1):
+                if i < len(cuts):
+                    pull(i)
+                    wait(copy, main, events[2 * i])
+                    sums[i]()
+                    call(cu.cuEventRecord, events[2 * i + 1], main)
+                if i > 0:
+                    call(cu.cuStreamWaitEvent, copy, events[2 * i - 1], 0)
+                    push(i - 1)
+            wait(copy, main, events[-2])
+            barrier()
+
+        return run
+
+    def _bind(
+        self, kernel: Any, stream: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0
+    ) -> Callable[[], None]:
+        """``kernel.bind``, and where a rank has its GPU alone the launch overlaps the end of the kernel before."""
+        run = kernel.bind(stream, blocks, threads, *arguments, shared=shared)
+        if not self._overlap:
+            return run
+        from cuda.core import LaunchConfig, launch
+
+        config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared, programmatic_stream_serialization=True)
+        return partial(launch, streams.as_stream(stream), config, kernel.handle, *arguments)
 
     def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
         """Table of addresses and offset of a buffer that all ranks map, if vectors can move it."""
@@ -234,7 +325,7 @@ class PeerEngine:
     def bind_barrier(self, *, stream: Any = None) -> Callable[[], None]:
         """A function that queues a barrier of all ranks' streams."""
         kernel = _loaded(load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros))
-        return kernel.bind(stream, 1, 32, self._context.pointer, self.memory.pointer, self.rank)
+        return self._bind(kernel, stream, 1, 32, self._context.pointer, self.memory.pointer, self.rank)
 
     @property
     def failed(self) -> bool:

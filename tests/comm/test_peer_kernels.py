@@ -31,15 +31,15 @@ INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, n
 DTYPES = [np.dtype(x) for x in (*FLOATS, *INTS)]
 LAUNCHES = [
     Launch("one_shot", threads=128),
-    Launch("one_shot", blocks=3, threads=64, lines=True),
+    Launch("one_shot", blocks=3, threads=64),
     Launch("two_shot", threads=128),
-    Launch("two_shot", blocks=2, threads=256, lines=True),
+    Launch("two_shot", blocks=2, threads=256),
     Launch("ring", threads=128),
     Launch("tree", threads=128),
     Launch("direct", blocks=4, threads=256),
     Launch("bulk", blocks=3, threads=128, tile=1024, stages=2),
 ]
-NAMES = [launch.algorithm + "_lines" * launch.lines for launch in LAUNCHES]
+NAMES = [f"{launch.algorithm}-{launch.blocks}" for launch in LAUNCHES]
 
 
 def seed() -> int:

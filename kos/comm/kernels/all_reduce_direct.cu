@@ -134,6 +134,7 @@ __device__ __forceinline__ void each_piece(Channel& channel, const u64* in_table
 
 #if !defined(ONLY) || ONLY == DIRECT
 ALL_REDUCE(direct) {
+    after_former_kernel();
     Channel channel(context, own_slab, own_rank);
     const unsigned rank = own_rank;
     u64 in[RANKS], out[RANKS];
@@ -197,6 +198,7 @@ __device__ __forceinline__ void await(unsigned barrier, unsigned parity) {
 ALL_REDUCE(bulk) {
     extern __shared__ __align__(128) char shared[];  // STAGES x RANKS tiles, 2 tiles, STAGES barriers
     constexpr int VECTORS = TILE / 16;
+    after_former_kernel();
     Channel channel(context, own_slab, own_rank);
     const unsigned rank = own_rank;
     const unsigned full = shared_address(shared + (STAGES * RANKS + 2) * TILE);

@@ -3,7 +3,7 @@
 // None has a barrier; packets.cuh says why that is safe.  ``count`` elements of any number and alignment,
 // ``out`` may be ``in``: an element's own packet is the only thing written over it, after it was read.
 // The message is cut into chunks (one for each rank, or a single one), a chunk into channels of ``per_channel``
-// packets (with LINES a multiple of 8), a channel into epochs of CAPACITY packets.
+// packets, a channel into epochs of CAPACITY packets.
 #include "packets.cuh"
 
 // -DONLY=TREE compiles that one alone, in a quarter of the time.
@@ -44,6 +44,7 @@ __device__ __forceinline__ void reduce_in_rank_order(Words (&w)[RANKS], Words& o
 #if !defined(ONLY) || ONLY == ONE_SHOT
 // Everybody sends everything to everybody; each adds in rank order.  One flight.
 ALL_REDUCE(one_shot) {
+    after_former_kernel();
     Mailbox box(context, own_slab, own_rank);
     const int rank = box.rank;
     const bool once = per_channel <= blockDim.x;  // each thread has one packet, and keeps it
@@ -71,6 +72,7 @@ ALL_REDUCE(one_shot) {
 #if !defined(ONLY) || ONLY == TWO_SHOT
 // Chunk r goes to rank r, which adds in rank order and sends the sum to everybody.  Two flights.
 ALL_REDUCE(two_shot) {
+    after_former_kernel();
     Mailbox box(context, own_slab, own_rank);
     const int rank = box.rank;
     const bool once = per_channel <= blockDim.x;
@@ -112,6 +114,7 @@ ALL_REDUCE(two_shot) {
 #if !defined(ONLY) || ONLY == RING
 // schedules/reducing.py, ring_all_reduce: chunk b is added from rank b on; slot s is for what step s sends.
 ALL_REDUCE(ring) {
+    after_former_kernel();
     Mailbox box(context, own_slab, own_rank);
     const int rank = box.rank, before = (rank + RANKS - 1) % RANKS;
     box.open();
@@ -154,6 +157,7 @@ ALL_REDUCE(ring) {
 // schedules/reducing.py, tree_all_reduce: up a binary tree in heap order and down again.
 // Slots 0 and 1 are for the children, slot 2 for the parent.
 ALL_REDUCE(tree) {
+    after_former_kernel();
     Mailbox box(context, own_slab, own_rank);
     const int rank = box.rank, parent = (rank - 1) / 2, child = 2 * rank + 1;
     box.open();

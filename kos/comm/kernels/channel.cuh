@@ -28,6 +28,14 @@ using u64 = unsigned long long;
 #define RENEW_EPOCH 0x80000000u
 #endif
 
+// Launched while the kernel before it in the stream still runs (programmatic dependent launch): the blocks are in
+// place when that one ends.  Lets the next kernel do the same, as soon as all blocks of this one are in place.
+__device__ __forceinline__ void after_former_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Host memory, mapped: the first two words are the host's, the rest the device's.
 struct Record {
     volatile u64 abort, timeout_ns;

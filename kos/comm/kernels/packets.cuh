@@ -2,10 +2,7 @@
 //
 // A packet is 16 bytes: 12 of data (8 where elements have 8) and the epoch in the last word, moved by one
 // .b128 access, which the PTX memory model makes single-copy atomic: whoever reads the epoch reads the data.
-// With -DLINES=1 a packet is instead a lane of a 128-byte line: eight lanes store 120 bytes of data and one
-// flag; that a warp's store of a whole line arrives as a whole is a property of NVLink, not of PTX (NCCL's
-// LL128 relies on it), so lines are for NVLink only.  The two have inboxes of their own: what is data in one
-// would be a flag in the other.
+// (Lines of 120 + 8 bytes, NCCL's LL128, move fewer bytes but were slower up to 2 MB on 8 H200.)
 //
 // Inbox of a rank: [channel][epoch & 1][slot][CAPACITY packets]; a slot has one writer per launch.
 //
@@ -23,12 +20,8 @@
 #include "channel.cuh"
 #include "reduce.cuh"
 
-#ifndef LINES
-#define LINES 0
-#endif
 #define CAPACITY 512 /* packets in a slot */
 #define SLOTS (2 * RANKS)
-#define INBOX_BYTES (u64(CHANNELS) * 2 * SLOTS * CAPACITY * 16)
 
 // What travels before the reduction: T's own bits, or the widened values where a rank's contribution is
 // scaled (PREMUL_SUM) or is already a partial sum (-DPARTIALS=1: ring and tree).
@@ -57,10 +50,8 @@ template <bool widened> struct Wire { using type = Raw<Wide>::type; };
 template <> struct Wire<false> { using type = Bits; };
 using WireBits = Wire<widened>::type;
 
-constexpr int WORDS = LINES ? 4 : sizeof(WireBits) == 8 ? 2 : 3;  // of data in a packet
+constexpr int WORDS = sizeof(WireBits) == 8 ? 2 : 3;  // of data in a packet
 constexpr int ELEMENTS = 4 * WORDS / sizeof(WireBits);
-constexpr int LINE_ELEMENTS = 120 / sizeof(WireBits);
-static_assert(!LINES || !widened, "lines carry elements as they are");
 
 struct Words {
     unsigned x[WORDS];
@@ -68,45 +59,24 @@ struct Words {
     __device__ unsigned operator[](int k) const { return x[k]; }
 };
 
-// Index of a packet's first element, and how many it has.
-__device__ __forceinline__ long long element_of(long long packet) {
-    if constexpr (LINES) return packet / 8 * LINE_ELEMENTS + packet % 8 * ELEMENTS;
-    return packet * ELEMENTS;
-}
-__device__ __forceinline__ int elements_in(long long packet) {
-    return LINES && packet % 8 == 7 ? ELEMENTS / 2 : ELEMENTS;
-}
-
 __device__ __forceinline__ void send(u64 address, const Words& w, unsigned epoch) {
-    u64 low = u64(w[1]) << 32 | w[0], high;
-    if constexpr (LINES) {
-        high = threadIdx.x % 8 == 7 ? epoch : u64(w[3]) << 32 | w[2];
-        asm volatile("st.relaxed.sys.global.v2.b64 [%0], {%1, %2};" ::"l"(address), "l"(low), "l"(high) : "memory");
-    } else {
-        high = u64(epoch) << 32 | (WORDS > 2 ? w[2] : 0);
-        asm volatile("{ .reg .b128 x; mov.b128 x, {%1, %2}; st.relaxed.sys.global.b128 [%0], x; }" ::"l"(address),
-                     "l"(low), "l"(high)
-                     : "memory");
-    }
+    const u64 low = u64(w[1]) << 32 | w[0], high = u64(epoch) << 32 | (WORDS > 2 ? w[WORDS - 1] : 0);
+    asm volatile("{ .reg .b128 x; mov.b128 x, {%1, %2}; st.relaxed.sys.global.b128 [%0], x; }" ::"l"(address), "l"(low),
+                 "l"(high)
+                 : "memory");
 }
 
 // Look at a packet; returns the flag that came with it.  volatile, because ptxas narrows a relaxed load to the words
 // that are used, and reads them one by one.
 __device__ __forceinline__ unsigned look(u64 address, Words& w) {
     u64 low, high;
-    if constexpr (LINES) {
-        asm volatile("ld.volatile.global.v2.b64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(address) : "memory");
-        w[3] = unsigned(high >> 32);
-    } else {
-        asm volatile("{ .reg .b128 x; ld.volatile.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
-                     : "=l"(low), "=l"(high)
-                     : "l"(address)
-                     : "memory");
-    }
+    asm volatile("{ .reg .b128 x; ld.volatile.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
+                 : "=l"(low), "=l"(high)
+                 : "l"(address)
+                 : "memory");
     w[0] = unsigned(low);
     w[1] = unsigned(low >> 32);
-    if constexpr (WORDS > 2) w[2] = unsigned(high);
-    if constexpr (LINES) return __shfl_sync(0xffu << (threadIdx.x & 24), unsigned(high), 7, 8);
+    if constexpr (WORDS > 2) w[WORDS - 1] = unsigned(high);
     return unsigned(high >> 32);
 }
 
@@ -123,10 +93,8 @@ __device__ __noinline__ unsigned renew(const Context* context, u64 own, unsigned
     Channel channel(context, own, rank);
     channel.barrier(-1);
     u64 bytes = u64(2) * SLOTS * CAPACITY * 16;
-    for (int format = 0; format < 2; format++) {
-        u64 mine = own + INBOX_OFFSET + format * INBOX_BYTES + blockIdx.x * bytes;
-        for (u64 at = 4 * threadIdx.x; at < bytes; at += 4 * blockDim.x) store_relaxed(mine + at, 0);
-    }
+    const u64 mine = own + INBOX_OFFSET + blockIdx.x * bytes;
+    for (u64 at = 4 * threadIdx.x; at < bytes; at += 4 * blockDim.x) store_relaxed(mine + at, 0);
     channel.barrier(-2);
     return channel.barriers;
 }
@@ -135,7 +103,7 @@ struct Mailbox : Channel {
     u64 peers[RANKS];  // inbox of this channel at rank + k
 
     __device__ __forceinline__ Mailbox(const Context* context, u64 own, unsigned rank) : Channel(context, own, rank) {
-        u64 channel = INBOX_OFFSET + (LINES ? INBOX_BYTES : 0) + u64(blockIdx.x) * (2 * SLOTS * CAPACITY * 16);
+        u64 channel = INBOX_OFFSET + u64(blockIdx.x) * (2 * SLOTS * CAPACITY * 16);
         peers[0] = own + channel;
 #pragma unroll
         for (int k = 1; k < RANKS; k++) peers[k] = __ldg(&context->slab[(rank + k) % RANKS]) + channel;
@@ -199,7 +167,7 @@ struct Mailbox : Channel {
 
 // Element by element: where the end of the message, its alignment or a change of type asks for it.
 __device__ __noinline__ Words fetch_slowly(const char* in, long long packet, long long count, double factor) {
-    long long at = element_of(packet);
+    long long at = packet * ELEMENTS;
     Words w = {};
 #pragma unroll
     for (int k = 0; k < ELEMENTS; k++) {
@@ -211,27 +179,24 @@ __device__ __noinline__ Words fetch_slowly(const char* in, long long packet, lon
     return w;
 }
 __device__ __noinline__ void put_slowly(Words w, char* out, long long packet, long long count) {
-    long long at = element_of(packet);
+    long long at = packet * ELEMENTS;
 #pragma unroll
     for (int k = 0; k < ELEMENTS; k++)
-        if (k < elements_in(packet) && at + k < count) reinterpret_cast<Bits*>(out)[at + k] = get<Bits>(w.x, k);
+        if (at + k < count) reinterpret_cast<Bits*>(out)[at + k] = get<Bits>(w.x, k);
 }
 
-constexpr int ACCESS = LINES || WORDS == 2 ? 8 : 4;  // bytes
+constexpr int ACCESS = WORDS == 2 ? 8 : 4;  // bytes
 
 // A rank's own contribution as it travels: elements of packet ``packet`` of the input, zeros beyond its end.
 __device__ __forceinline__ Words fetch(const char* in, long long packet, long long count, double factor) {
-    long long at = element_of(packet);
+    long long at = packet * ELEMENTS;
     if (widened || at + ELEMENTS > count || reinterpret_cast<u64>(in) % ACCESS)
         return fetch_slowly(in, packet, count, factor);
     const char* from = in + at * sizeof(Bits);
     Words w;
     if constexpr (ACCESS == 8) {
-#pragma unroll
-        for (int k = 0; k < WORDS; k += 2) {
-            uint2 x = *reinterpret_cast<const uint2*>(from + 4 * k);
-            w[k] = x.x, w[k + 1] = x.y;
-        }
+        const uint2 x = *reinterpret_cast<const uint2*>(from);
+        w[0] = x.x, w[1] = x.y;
     } else {
 #pragma unroll
         for (int k = 0; k < WORDS; k++) w[k] = *reinterpret_cast<const unsigned*>(from + 4 * k);
@@ -241,14 +206,11 @@ __device__ __forceinline__ Words fetch(const char* in, long long packet, long lo
 
 // Result words (T's own bits) to packet ``packet`` of the output.
 __device__ __forceinline__ void put(const Words& w, char* out, long long packet, long long count) {
-    long long at = element_of(packet);
-    int n = elements_in(packet);
-    if (widened || at + n > count || reinterpret_cast<u64>(out) % ACCESS) return put_slowly(w, out, packet, count);
+    long long at = packet * ELEMENTS;
+    if (widened || at + ELEMENTS > count || reinterpret_cast<u64>(out) % ACCESS) return put_slowly(w, out, packet, count);
     char* to = out + at * sizeof(Bits);
     if constexpr (ACCESS == 8) {
         *reinterpret_cast<uint2*>(to) = make_uint2(w[0], w[1]);
-        if constexpr (WORDS > 2)
-            if (n == ELEMENTS) *reinterpret_cast<uint2*>(to + 8) = make_uint2(w[2], w[WORDS - 1]);
     } else {
 #pragma unroll
         for (int k = 0; k < WORDS; k++) *reinterpret_cast<unsigned*>(to + 4 * k) = w[k];
