@@ -1,0 +1,107 @@
+"""Every Python block of the README and of docs/ runs.
+
+A comment before a block says how: ``<!-- on 4 ranks -->`` with ``comm`` on so many mock ranks,
+``<!-- script: mpirun -n 2 -->`` under mpirun, ``<!-- pytest -->`` as a test file, ``<!-- not run: why -->``.
+A block without one is a script of one rank.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+import kos.testing
+from kos.comm.recorder import Recorder
+from kos.testing import spawn
+from tests.comm.test_jobs import MPIRUN, environment
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?:^<!-- (?P<how>[^\n]*) -->\n)?^```python\n(?P<code>.*?)^```$", re.M | re.S)
+HOW = re.compile(
+    r"on (?P<ranks>\d+) ranks|script: mpirun -n (?P<mpi>\d+)|(?P<pytest>pytest)|not run: (?P<why>.+)"
+)
+LIMIT = 60  # seconds
+
+
+def blocks() -> list[pytest.ParameterSet]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in BLOCK.finditer(text):
+            line = text.count("\n", 0, match.start("code")) + 1
+            name = f"{page.relative_to(ROOT)}:{line}"
+            found.append(pytest.param(match["how"], match["code"], name, line, id=name))
+    return found
+
+
+def run(*command: str, cwd: Path) -> None:
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize(("how", "code", "name", "line"), blocks())
+def test_block(how: str | None, code: str, name: str, line: int, tmp_path: Path) -> None:
+    way = HOW.fullmatch(how) if how else None
+    assert way or not how, f"{name}: expected a comment that says how to run it, got {how!r}"
+    padded = "\n" * (line - 1) + code  # so that errors name the page's own line
+    if way and way["why"]:
+        pytest.skip(way["why"])
+    elif way and way["ranks"]:
+        compiled = compile(padded, name, "exec")
+        spawn(
+            lambda comm: exec(compiled, {"comm": comm, "kos": kos, "np": np}),
+            int(way["ranks"]),
+            timeout=LIMIT,
+        )
+    elif way and way["pytest"]:
+        (tmp_path / "conftest.py").write_text('pytest_plugins = ["kos.testing.plugin"]\n')
+        (tmp_path / "test_example.py").write_text(code)
+        run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", ".", cwd=tmp_path)
+    else:
+        script = tmp_path / "script.py"
+        script.write_text(padded)
+        start: list[str] = []
+        if way and way["mpi"]:
+            if not MPIRUN:
+                pytest.skip("mpirun was not found beside Python or in PATH")
+            start = [MPIRUN, "-n", way["mpi"]]
+        run(*start, sys.executable, str(script), cwd=tmp_path)
+
+
+def public(thing: Any) -> Iterator[tuple[str, Any]]:
+    """The public functions, methods and properties of a class or of a module's ``__all__``."""
+    names = getattr(thing, "__all__", None) or [name for name in vars(thing) if not name.startswith("_")]
+    for name in names:
+        value = getattr(thing, name)
+        if callable(value) or isinstance(value, property):
+            yield name, value
+
+
+def test_the_page_names_every_method_of_the_communicator() -> None:
+    page = (ROOT / "docs" / "communicator.md").read_text()
+    missing = [name for name, _ in public(kos.Communicator) if not re.search(rf"\b{name}\b", page)]
+    assert not missing, f"docs/communicator.md does not mention {missing}"
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [kos, kos.comm, kos.testing, kos.Communicator, kos.Work, kos.comm.Batch, kos.comm.Persistent, Recorder],
+    ids=lambda thing: thing.__name__,
+)
+def test_what_is_public_is_documented(thing: Any) -> None:
+    bare = [name for name, value in public(thing) if not value.__doc__]
+    assert not bare, f"{thing.__name__}: expected docstrings, {bare} have none"
+
+
+def test_blocks_are_found() -> None:
+    assert {"README.md", "docs/communicator.md"} <= {str(block.id).partition(":")[0] for block in blocks()}
