@@ -99,11 +99,11 @@ def weight_gradients(side, rng, shape, expected, backward, units):
     for dtype in {side.dtype, "float32"}:
         written = side.nan(*shape, dtype=dtype)
         backward(written, False)
-        units = units if dtype == "float32" else 2  # fp32 sums, rounded once
-        side.close(written, expected, units, dtype)
+        limit = units if dtype == "float32" else 2  # fp32 sums, rounded once
+        side.close(written, expected, limit, dtype)
         added, start = side.put(rng.normal(size=shape), dtype)
         backward(added, True)
-        side.close(added, start + expected, units, dtype)
+        side.close(added, start + expected, limit, dtype)
 
 
 @pytest.mark.parametrize(
