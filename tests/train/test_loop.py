@@ -118,6 +118,15 @@ def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path, ranks: int, mi
     assert _weights(out) == _weights(tmp_path / "whole")
 
 
+def test_deterministic_resume_may_change_the_number_of_ranks(text: Path, tmp_path: Path) -> None:
+    whole = _train(text, tmp_path / "whole", 1, steps=6, deterministic=True)
+    first = tmp_path / "parts" / "checkpoints" / "step-3"
+    _train(text, tmp_path / "parts", 2, steps=6, save_every=3, deterministic=True)
+    rest = _train(text, tmp_path / "rest", 4, steps=6, deterministic=True, resume=str(first))
+    assert _losses(rest).tobytes() == _losses(whole)[3:].tobytes()
+    assert _weights(tmp_path / "rest") == _weights(tmp_path / "whole")
+
+
 def test_resume_auto_starts_where_there_is_nothing(text: Path, tmp_path: Path) -> None:
     assert len(_train(text, tmp_path, steps=2, resume="auto")) == 2
 
