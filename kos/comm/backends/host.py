@@ -65,9 +65,12 @@ class HostBackend(Backend):
         return RankLost(f"{operation}: {why}")
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
+        if not operation.collective or self._calls is None:
+            return super().failed(operation, error)
+        if isinstance(error, KosError):
+            error = self._calls.explain(operation, error)
         failure = super().failed(operation, error)
-        if operation.collective and self._calls is not None:
-            self._calls.fail(failure, operation.sequence)
+        self._calls.fail(failure, operation.sequence)
         return failure
 
     def abort(self, reason: str) -> None:

@@ -105,6 +105,19 @@ class Calls:
         """Collectives that this rank has begun: the sequence number of its next one."""
         return self._words[self._line + ARRIVED]
 
+    def explain(self, o: Operation, error: KosError) -> KosError:
+        """What the ranks of the host know better about an ``error`` that ``o`` met on its way."""
+        try:
+            self.raise_failure(o.sequence)
+            slot = o.sequence % RING
+            for local, line, ring in self._peers:
+                came = o.sequence < self._words[line + ARRIVED] < o.sequence + RING
+                if came and self._words[ring + slot] != self._words[self._ring + slot]:
+                    self._mismatch(o, local)
+        except KosError as known:
+            return known
+        return error
+
     def missing(self, o: Operation) -> list[int]:
         """The ranks of the host that have not begun ``o``."""
         ranks, words = self.segment.ranks, self._words

@@ -1,0 +1,214 @@
+"""Collectives through shared memory: against the mock backend's bits, in stages, overlapping, never mixed up."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kos
+from kos import PremulSum, ReduceOp
+from kos.comm.shared import segment as segments
+from kos.testing import spawn
+from tests.comm.ranks import assert_bits, inputs, poison
+from tests.comm.shared_ranks import run
+
+SIZES = [0, 1, 7, 997, 4099]  # elements; several stages with small slots
+F32 = np.dtype(np.float32)
+
+
+@pytest.fixture
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of one page, so that small arrays take several stages; and nothing in one shot for three or more."""
+    monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr("kos.comm.shared.plans.ONE_SHOT_BYTES", 512)
+
+
+REDUCTIONS = [
+    (np.float32, ReduceOp.SUM),
+    (np.float32, ReduceOp.AVG),
+    (np.float32, PremulSum(0.3)),
+    (np.float64, ReduceOp.PROD),
+    (np.float16, ReduceOp.SUM),
+    (ml_dtypes.bfloat16, ReduceOp.AVG),
+    (ml_dtypes.bfloat16, ReduceOp.MAX),
+    (ml_dtypes.float8_e4m3fn, ReduceOp.SUM),
+    (np.int8, ReduceOp.SUM),
+    (np.uint16, ReduceOp.BXOR),
+    (np.int64, ReduceOp.MIN),
+    (np.complex128, ReduceOp.SUM),
+    (np.bool_, ReduceOp.BOR),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.usefixtures("small_slots")
+def test_reductions_have_the_bits_of_rank_order(seed: int, size: int, dtype: Any, op: Any) -> None:
+    def body(comm: kos.Communicator) -> list[np.ndarray]:
+        results = []
+        for count in SIZES:
+            x = inputs(seed, comm.size, count, dtype)[comm.rank]
+            kept = x.copy()
+            results.append(comm.all_reduce(x, op, out=poison(count, dtype), deterministic=True))
+            results.append(comm.all_reduce(x.copy(), op, deterministic=True))
+            root = count % comm.size
+            out = poison(count, dtype) if comm.rank == root else None
+            results.append(comm.reduce(x, root, op, out=out, deterministic=True) if out is not None else x)
+            if out is None:
+                comm.reduce(x, root, op, deterministic=True)
+            whole = inputs(seed, comm.size, count * comm.size, dtype)[comm.rank]
+            results.append(comm.reduce_scatter(whole, poison(count, dtype), op, deterministic=True))
+            part = whole[comm.rank * count : (comm.rank + 1) * count]
+            results.append(comm.reduce_scatter(whole, part, op, deterministic=True).copy())
+            assert_bits(x, kept, "input")
+        return results
+
+    for rank, (got, expected) in enumerate(zip(run(body, size), spawn(body, size), strict=True)):
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert_bits(a, b, f"rank {rank}, result {i}")
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.float8_e5m2, np.complex128])
+@pytest.mark.usefixtures("small_slots")
+def test_movements(seed: int, size: int, dtype: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        for count in SIZES:
+            everyone = inputs(seed, size, count, dtype)
+            x, root = everyone[comm.rank], count % size
+            assert_bits(comm.all_gather(x, poison((size, count), dtype)), np.stack(everyone), "all_gather")
+            whole = poison((size, count), dtype)
+            whole[comm.rank] = x
+            assert_bits(comm.all_gather(whole[comm.rank], whole), np.stack(everyone), "all_gather in place")
+            y = x.copy() if comm.rank == root else poison(count, dtype)
+            assert_bits(comm.broadcast(y, root), everyone[root], "broadcast")
+            assert_bits(comm.broadcast(x, root, out=poison(count, dtype)), everyone[root], "broadcast")
+            gathered = comm.gather(x, root)
+            assert (gathered is not None) == (comm.rank == root)
+            if gathered is not None:
+                assert_bits(gathered, np.stack(everyone), "gather")
+            pieces = [row.reshape(size, count) for row in inputs(seed, size, size * count, dtype)]
+            source = pieces[root] if comm.rank == root else None
+            assert_bits(comm.scatter(source, poison(count, dtype), root), pieces[root][comm.rank], "scatter")
+            got = comm.all_to_all(pieces[comm.rank], poison((size, count), dtype))
+            assert_bits(got, np.stack([piece[comm.rank] for piece in pieces]), "all_to_all")
+            comm.barrier()
+
+    run(body, size)
+
+
+def test_slots_as_large_as_they_are(seed: int) -> None:
+    count = 3 * segments.BLOCK_BYTES // 4 + 13
+
+    def body(comm: kos.Communicator) -> np.ndarray:
+        return comm.all_reduce(inputs(seed, comm.size, count, F32)[comm.rank], deterministic=True)
+
+    for size in (2, 3):
+        expected = inputs(seed, size, count, F32)
+        for got in run(body, size):
+            assert_bits(got, sum(expected[1:], expected[0].copy()))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.usefixtures("small_slots")
+def test_many_in_flight_on_several_communicators(seed: int, size: int) -> None:
+    """Operations of different kinds and sizes share the slots, ranks are out of step, waits come in any order."""
+
+    def body(comm: kos.Communicator) -> None:
+        rng = np.random.default_rng([seed, comm.rank])
+        comms = [comm, comm.duplicate(), comm.split(0, -comm.rank)]
+        works = []
+        for i in range(60):
+            c = comms[i % 3]
+            count = 1 + 37 * i
+            everyone = inputs(seed + i, size, count, np.float64)
+            if c is comms[2]:
+                everyone.reverse()
+            x = everyone[c.rank]
+            if i % 4 == 0:
+                works.append((c.broadcast(x, i % size, async_op=True), everyone[i % size].copy()))
+            elif i % 4 == 1:
+                works.append((c.all_gather(x, async_op=True), np.stack(everyone)))
+            else:
+                total = everyone[0].copy()
+                for other in everyone[1:]:
+                    total += other
+                works.append((c.all_reduce(x, async_op=True), total))
+            if rng.random() < 0.2:
+                works[rng.integers(len(works))][0].done()
+        for i in rng.permutation(len(works)):
+            work, expected = works[i]
+            assert_bits(work.wait(), expected, f"operation {i}")
+        comms[1].close()
+        comms[2].close()
+
+    run(body, size)
+
+
+def test_a_rank_far_ahead_of_the_others() -> None:
+    """More calls in flight than fingerprints are kept: what was overwritten is not taken for a mismatch."""
+    count = segments.RING + 50
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            works = [comm.all_reduce(np.full(1, i), async_op=True) for i in range(count)]
+            comm.rendezvous.barrier()
+            assert [int(work.wait()[0]) for work in works] == [2 * i for i in range(count)]
+        else:
+            comm.rendezvous.barrier()
+            for i in range(count):
+                assert comm.all_reduce(np.full(1, i))[0] == 2 * i
+
+    run(body, 2)
+
+
+def test_nothing_is_left_behind() -> None:
+    def held() -> tuple[int, int]:
+        with open("/proc/self/maps") as maps:
+            return len(os.listdir("/proc/self/fd")), maps.read().count("memfd:kos")
+
+    def body(comm: kos.Communicator) -> None:
+        comm.all_reduce(np.ones(3))
+        part = comm.duplicate()
+        part.all_reduce(np.ones(3))
+        part.close()
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            inside.append(held())
+        comm.rendezvous.barrier()
+
+    inside: list[tuple[int, int]] = []
+    before = held()
+    run(body, 3)
+    assert inside[0][1] >= 3, "a segment is mapped while it is in use"
+    assert held() == before
+
+
+def test_machines_that_reorder_stores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+
+    def body(comm: kos.Communicator) -> str:
+        return comm.backend.shared_memory
+
+    assert run(body, 2) == ["aarch64 reorders stores"] * 2
+
+
+def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: str, flags: int, *rest: Any) -> int:
+        if str(path).startswith("/proc/"):
+            raise PermissionError(1, "Operation not permitted")
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr("os.open", refuse)
+
+    def body(comm: kos.Communicator) -> str:
+        return comm.backend.shared_memory
+
+    for reason in run(body, 2):
+        assert "rank 0 cannot map the memory of rank 0: [Errno 1] Operation not permitted" in reason

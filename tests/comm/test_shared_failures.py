@@ -1,0 +1,221 @@
+"""Calls that do not belong together, ranks that do not come and ranks that die, seen through shared memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from tests.comm.shared_ranks import run
+from tests.comm.test_failures import F4, F5, MISMATCHES
+from tests.comm.test_jobs import MPIRUN, environment, needs_mpirun, program
+
+# Calls that would wait for each other for ever if nobody compared them, beside those of test_failures.
+CASES = {
+    **{name: case for name, case in MISMATCHES.items() if name != "counts"},
+    "counts": (
+        lambda c: c.all_gather_v(np.zeros(2), [2] * c.size),
+        lambda c: c.all_gather_v(np.zeros(2), [2 + (r == (not c.rank)) for r in range(c.size)]),
+        "counts",
+    ),
+    "reduce root": (lambda c: c.reduce(F4(), 0), lambda c: c.reduce(F4(), 1), "root (0 against 1|1 against 0)"),
+    "large and small": (
+        lambda c: c.all_reduce(np.zeros(300_000, np.float32)),
+        lambda c: c.all_reduce(F4()),
+        "count (300000 against 4|4 against 300000)",
+    ),
+    "shared and scheduled": (
+        lambda c: c.all_reduce(F5()),
+        lambda c: c.all_reduce(F5(), algorithm="ring"),
+        "algorithm (auto against ring|ring against auto)",
+    ),
+}
+
+SCHEDULED = {"algorithm", "counts", "shared and scheduled"}
+
+
+def check_mismatch(comm: kos.Communicator, case: str, odd: int) -> str:
+    usual, other, message = CASES[case]
+    comm.all_reduce(np.zeros(1))
+    with pytest.raises(CollectiveMismatch, match=message) as error:
+        (other if comm.rank == odd else usual)(comm)
+    with pytest.raises(CollectiveError, match="failed before"):
+        comm.all_reduce(np.zeros(1))
+    assert f"rank {odd} called" in str(error.value)
+    assert "#1" in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("case", [name for name in CASES if name not in SCHEDULED])
+def test_mismatch_is_the_same_error_on_all_ranks(case: str, odd: int) -> None:
+    messages = run(lambda comm: check_mismatch(comm, case, odd), 3)
+    assert len(set(messages)) == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("odd", [0, -1])
+@pytest.mark.parametrize("case", CASES)
+def test_mismatch_on_mpi(ranks_of_mpi: Any, case: str, odd: int) -> None:
+    def body(comm: kos.Communicator) -> None:
+        message = check_mismatch(comm, case, odd % comm.size)
+        assert len(set(comm.rendezvous.allgather(message.encode()))) == 1
+
+    ranks_of_mpi.run(body)
+
+
+@pytest.mark.mpi
+def test_another_order_on_mpi(ranks_of_mpi: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        calls: list[Callable[[], Any]] = [lambda: comm.all_reduce(F4()), lambda: comm.all_gather(F4())]
+        first, second = calls if comm.rank else reversed(calls)
+        with pytest.raises(CollectiveMismatch, match="operation all_gather against all_reduce"):
+            first()
+        with pytest.raises(CollectiveError, match=r"failed before: .*operation"):
+            second()
+
+    ranks_of_mpi.run(body)
+
+
+def test_the_same_calls_in_other_shapes_belong_together() -> None:
+    """The negative control: only what must be equal is compared."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.full((2, 6) if comm.rank else (12,), comm.rank, np.float32)
+        assert (comm.all_reduce(x, timeout=5.0 + comm.rank) == 3).all()
+        comm.gather(x, 1)
+        comm.scatter(np.zeros((3, 4)) if comm.rank == 2 else None, np.zeros(4), 2)
+
+    run(body, 3)
+
+
+def test_timeout_names_those_who_did_not_come() -> None:
+    done = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank in (1, 3):
+            done.wait(20)
+            return
+        with pytest.raises(CollectiveTimeout) as caught:
+            comm.all_reduce(np.zeros((2, 3), np.float32), timeout=0.3)
+        done.set()
+        assert "all_reduce #1 of float32[2, 3] by SUM: not complete after 0.3 s" in str(caught.value)
+        assert "ranks [1, 3] did not arrive" in str(caught.value)
+
+    run(body, 4)
+
+
+def test_who_comes_late_hears_that_the_others_gave_up() -> None:
+    given_up = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout):
+                comm.barrier(timeout=0.1)
+            given_up.set()
+            return
+        given_up.wait(20)
+        began = time.monotonic()
+        with pytest.raises(CollectiveTimeout, match=r"not complete after 0.1 s; ranks \[1\] did not arrive"):
+            comm.barrier()
+        assert time.monotonic() - began < 5
+
+    run(body, 2)
+
+
+def test_a_rank_that_left() -> None:
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.abort(reason="ZeroDivisionError: boom")
+            return
+        with pytest.raises(RankLost, match="rank 1 is gone: ZeroDivisionError: boom"):
+            comm.all_reduce(np.zeros(4))
+
+    run(body, 3)
+
+
+def test_a_rank_that_closed() -> None:
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            comm.close()
+            return
+        with pytest.raises(RankLost, match="rank 1 is gone: it closed its communicator"):
+            comm.all_reduce(np.zeros(4))
+
+    run(body, 3)
+
+
+ULFM = ["--with-ft", "ulfm"]
+
+
+def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
+    """What a program under mpirun printed, line by line."""
+    command = [MPIRUN, *options, "-n", str(ranks), sys.executable, program(tmp_path, text)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=40, check=False, cwd="/"
+    )
+    assert done.stdout, done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_mpirun
+@pytest.mark.parametrize("call", ["all_reduce(x)", "all_reduce(x, algorithm='ring')", "barrier()"])
+def test_a_killed_rank_is_named_by_the_survivors(tmp_path: Path, call: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    text = f"""
+comm = kos.init("mpi", timeout=20)
+x = np.ones(300_000, np.float32)
+comm.all_reduce(x)
+if comm.rank == 1:
+    os.kill(os.getpid(), 9)
+began = time.monotonic()
+try:
+    comm.{call}
+except kos.errors.RankLost as error:
+    print(f"{{time.monotonic() - began < 10}} {{error}}", flush=True)
+os._exit(0)
+"""
+    lines = job(tmp_path, 3, text, *ULFM)
+    assert len(lines) == 2, lines
+    operation = call.split("(")[0] + " #1"
+    for line in lines:
+        assert line.startswith(f"True {operation}"), line
+        assert "rank 1 is gone: its process" in line
+    assert {name for name in os.listdir("/dev/shm") if "kos" in name} <= before
+
+
+@needs_mpirun
+def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
+    text = """
+import signal
+comm = kos.init("mpi", timeout=20)
+pids = [int(pid) for pid in comm.rendezvous.allgather(str(os.getpid()).encode())]
+comm.barrier()
+if comm.rank == 2:
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os._exit(0)
+try:
+    comm.all_reduce(np.ones((3, 5)), timeout=1.0)
+except kos.errors.CollectiveTimeout as error:
+    print(error, flush=True)
+if comm.rank == 0:
+    os.kill(pids[2], signal.SIGCONT)
+os._exit(0)
+"""
+    lines = job(tmp_path, 3, text)
+    assert len(lines) == 2, lines
+    for line in lines:
+        assert "all_reduce #1 of float64[3, 5] by SUM: not complete after 1.0 s; ranks [2] did not arrive" in line
