@@ -219,16 +219,10 @@ def test_jobs_side_by_side() -> None:
             for rank in (1, 0)
             for job in (0, 1)
         ]
-
-        def body(environ: dict[str, str]) -> list[bytes]:
-            rendezvous = EnvRendezvous(20, environ)
-            try:
-                return rendezvous.allgather(environ["MASTER_PORT"].encode())
-            finally:
-                rendezvous.close()
-
-        results = run_threads(*[lambda e=e: body(e) for e in jobs])  # type: ignore[misc]
-    assert results == [[environ["MASTER_PORT"].encode()] * 2 for environ in jobs]
+        missing, lost = errors_of(0.3, jobs[2], jobs[1])
+        assert missing.startswith("rendezvous: ranks [1] of 2 did not come")
+        assert lost.startswith("rendezvous: rank 1 did not reach rank 0")
+        assert errors_of(20, *jobs) == [""] * 4
 
 
 def test_the_trainer(tmp_path: Path) -> None:
