@@ -77,7 +77,7 @@ def _fail(error: KosError, rank: int, debug: bool) -> None:
         if debug:
             traceback.print_exception(error)
         where = "" if shared else f"rank {rank}: "
-        print(f"kos: error: {where}{' '.join(str(error).split())}", file=sys.stderr)
+        print(f"kos: error: {where}{' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(2 if isinstance(error, ConfigError) else 1)

@@ -94,8 +94,8 @@ class TrainConfig(Section):
     save_every: int = option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
     keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
 
-    backend: Literal["auto", "mpi", "mock"] = option(
-        "Ranks", "carrier of the collectives: auto, mpi, or mock (this process alone)", "auto"
+    backend: Literal["auto", "mpi", "tcp", "mock"] = option(
+        "Ranks", "carrier of the collectives: auto, mpi, tcp, or mock (this process alone)", "auto"
     )
     timeout: float = option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
 
