@@ -249,6 +249,18 @@ def test_two_that_stall_and_one_that_crashes() -> None:
     assert spawn(body, 4, 20, faults=faults) == [None, None, None, "survived"]
 
 
+def test_a_rank_that_crashes_finishes_nothing() -> None:
+    """Not even what it has under way: it does not wait for that, nor tell anybody."""
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            comm.recv(np.empty(1), 0, async_op=True)
+        with pytest.raises(RankLost, match="rank 1 is gone: it crashed before barrier"):
+            comm.barrier()
+
+    assert spawn(body, 2, 4, faults=[Fault("crash", 1, 1)]) == [None, None]
+
+
 def test_a_plan_that_makes_no_sense() -> None:
     for wrong in (
         lambda: Fault("loss", 0),

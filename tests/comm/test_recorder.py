@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.recorder import SLOTS
+from kos.comm.recorder import SLOTS, recorders
 from kos.comm.recorder.__main__ import main
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError
@@ -299,6 +299,11 @@ def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.Capt
     write(tmp_path, 0, 2, [crafted("all_reduce", n) for n in range(5, 9)])
     write(tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 8)])
     assert "3 collectives that all ranks made alike" in read(tmp_path, capsys, 0)
+    write(
+        tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 9)] + [crafted("barrier", 9, "started")]
+    )
+    text = read(tmp_path, capsys, 1)
+    assert "world: barrier #9 of float32[4]: rank 0 did not arrive" in text
 
 
 @pytest.mark.parametrize(
@@ -458,6 +463,15 @@ def test_a_signal_dumps_and_passes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert signal.getsignal(signal.SIGUSR1) is usr1
+
+
+def test_a_signal_concerns_open_communicators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with kos.init("mock") as comm:
+        part = comm.split(0)
+        assert part is not None and comm.recorder is part.recorder
+    assert comm.recorder in recorders  # of which a part is open
+    part.close()
+    assert comm.recorder not in recorders
 
 
 @pytest.mark.parametrize("wanted", ["NONE", "999", "KILL", "9", "-1", "é"])
