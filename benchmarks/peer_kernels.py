@@ -43,21 +43,25 @@ def variants(nbytes: int, quick: bool) -> list[tuple[str, Launch]]:
         for blocks, threads in ((0, 64), (0, 128), (0, 256), (32, 512), (128, 256)):
             chosen.append((f"two_shot b{blocks or 'auto'} t{threads}", Launch("two_shot", blocks, threads=threads)))
     if 128 * KB <= nbytes <= 8 * MB:
-        for blocks, threads in ((8, 512), (16, 512), (16, 1024), (24, 512), (32, 512), (48, 512), (64, 256)):
+        for blocks, threads in ((8, 512), (16, 512), (24, 512), (32, 512), (48, 512), (64, 256), (64, 512)):
             chosen.append((f"direct b{blocks} t{threads}", Launch("direct", blocks, threads)))
     if 256 * KB <= nbytes <= 16 * MB:
-        for blocks, tile, stages in ((16, 4096, 4), (32, 4096, 6), (64, 4096, 1), (64, 4096, 6), (128, 4096, 1),
-                                     (128, 4096, 4), (128, 8192, 1), (64, 8192, 3), (128, 16384, 1),
-                                     (128, 20480, 1)):  # fmt: skip
+        for blocks, tile, stages in ((16, 4096, 4), (32, 4096, 6), (64, 4096, 6)):
             if stages * tile * blocks * 8 <= 4 * nbytes:
                 launch = Launch("bulk", blocks, 256, tile=tile, stages=stages)
                 chosen.append((f"bulk b{blocks} tile{tile} s{stages}", launch))
+    if nbytes >= 512 * KB:
+        for blocks, threads in ((32, 512), (64, 512), (128, 512), (128, 256)):
+            chosen.append((f"push b{blocks} t{threads}", Launch("push", blocks, threads)))
+    if nbytes >= 4 * MB:
+        chosen.append(("push b64 staged", Launch("push", 64, 512)))
+        chosen.append(("push b128 staged", Launch("push", 128, 512)))
     if nbytes >= 16 * MB:
         chosen.append(("direct b128", Launch("direct", 128, 512)))
-        for blocks, tile, stages in ((128, 4096, 4), (64, 20480, 1), (128, 20480, 1), (128, 10240, 2)):
+        for blocks, tile, stages in ((128, 4096, 4),):
             launch = Launch("bulk", blocks, 256, tile=tile, stages=stages)
             chosen.append((f"bulk b{blocks} tile{tile} s{stages}", launch))
-        for pieces in (1, 2, 4, 8):
+        for pieces in (1, 2) if nbytes >= 64 * MB else ():
             chosen.append((f"copies p{pieces}", Launch("copies", pieces=pieces)))
     return chosen[::4] if quick else chosen
 

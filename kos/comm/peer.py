@@ -169,11 +169,13 @@ class PeerEngine:
         if launch.algorithm == "copies":
             if self._symmetric(send, count * dtype.itemsize) and self._symmetric(recv, count * dtype.itemsize):
                 return self._bind_copies(launch, send, recv, count, dtype, op, stream)
-            launch = Launch("direct")
+            launch = Launch("push")
+        if launch.algorithm == "push":
+            return self._bind_push(launch, send, recv, count, dtype, op, stream)
         return self._bind_direct(launch, send, recv, count, dtype, op, stream)
 
     def _possible(self, launch: Launch, op: ReduceOp) -> Launch:
-        if launch.algorithm in ("direct", "bulk", "copies") and (op is ReduceOp.PREMUL_SUM or self.size == 1):
+        if launch.algorithm in ("push", "direct", "bulk", "copies") and (op is ReduceOp.PREMUL_SUM or self.size == 1):
             return Launch("two_shot" if self.size > 1 else "one_shot")
         if launch.algorithm == "bulk" and not self.has_bulk:
             return replace(launch, algorithm="direct", threads=512)
@@ -229,6 +231,23 @@ class PeerEngine:
             kernel, stream, blocks, launch.threads,
             self._context.pointer, self.memory.pointer, self.rank,
             *places, *outside, count, piece, shared=shared,
+        )  # fmt: skip
+
+    def _bind_push(
+        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, stream: Any
+    ) -> Callable[[], None]:
+        vector = 16 // dtype.itemsize
+        place = self._symmetric(recv, count * dtype.itemsize)
+        pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
+        piece = count if place else -(-count // pieces // vector) * vector
+        kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
+        blocks = min(launch.blocks or 64, self.blocks, self.staging // 256 // self.size)
+        share = -(-(-(-piece // vector // self.size) + 8) // blocks) + 8
+        batch = min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
+        return self._bind(
+            kernel, stream, blocks, launch.threads,
+            self._context.pointer, self.memory.pointer, self.rank, self._in, batch,
+            *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
         )  # fmt: skip
 
     def _bind_copies(

@@ -36,6 +36,7 @@ LAUNCHES = [
     Launch("two_shot", blocks=2, threads=256),
     Launch("ring", threads=128),
     Launch("tree", threads=128),
+    Launch("push", blocks=4, threads=256),
     Launch("direct", blocks=4, threads=256),
     Launch("bulk", blocks=3, threads=128, tile=1024, stages=2),
 ]
@@ -212,7 +213,7 @@ def zero_copy(rendezvous: Rendezvous, device: int, start: int) -> None:
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     with SymmetricMemory(rendezvous, 64 << 20, device) as memory:
         engine.register(memory)
-        for launch in (LAUNCHES[-2], LAUNCHES[-1], Launch("bulk", blocks=8, threads=256)):
+        for launch in (*LAUNCHES[-3:], Launch("bulk", blocks=8, threads=256), Launch("copies", pieces=3)):
             for count in (1, 8, 100, 65536, 300_007):
                 for in_place in (False, True):
                     for offset in (0, 3):

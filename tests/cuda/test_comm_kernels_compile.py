@@ -27,6 +27,9 @@ CASES = [
     ("all_reduce_packets.cu", {"DTYPE": "float16", "OP": "PREMUL_SUM", "PARTIALS": 1}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "float64", "OP": "PROD"}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "uint8", "OP": "BXOR", "BROKEN": 1}, PACKETS),
+    ("all_reduce_push.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"push"]),
+    ("all_reduce_push.cu", {"DTYPE": "float64", "OP": "MAX", "STALL": 1000}, [b"push"]),
+    ("all_reduce_copies.cu", {"DTYPE": "bfloat16", "OP": "SUM", "THREADS": 512}, [b"copies"]),
     ("all_reduce_direct.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"direct"]),
     ("all_reduce_direct.cu", {"DTYPE": "int64", "OP": "MIN", "UNROLL": 2}, [b"direct"]),
 ]

@@ -4,7 +4,8 @@
 // other ranks and with nobody else, so blocks of a grid need not wait for one another.  Channel state lives in
 // the slab, is advanced by the kernel itself and never by the host: a replayed graph goes on counting.
 //
-//   LINES   per channel 256 bytes: [0] last epoch of packets, [1] barriers passed, [16 + r] barrier flag of rank r
+//   LINES   per channel 256 bytes: [0] last epoch of packets, [1] barriers passed, [2] batches pushed,
+//           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [48 + r] taken
 //   FAILED  [0] who failed, rank + 1 (written by any rank), [1] claim on the record (own kernels only)
 //   INBOX   packets, see packets.cuh
 //
@@ -108,45 +109,59 @@ struct Wait {
     }
 };
 
+// Counters by which ranks tell each other something, as offsets in a channel's line.
+enum Flag { ARRIVED = 64, PUSHED = 128, TAKEN = 192 };
+
 struct Channel {
     const Context* context;
-    u64 own;        // this rank's slab
+    u64 own;  // this rank's slab
     unsigned rank;
-    unsigned epoch, barriers;  // the last ones of this channel
+    unsigned epoch, barriers, batches;  // the last ones of this channel
     bool dead = false;
 
     __device__ __forceinline__ Channel(const Context* context, u64 own, unsigned rank)
         : context(context), own(own), rank(rank) {
-        asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(epoch), "=r"(barriers)
+        asm volatile("{ .reg .b32 x; ld.relaxed.sys.global.v4.u32 {%0, %1, %2, x}, [%3]; }"
+                     : "=r"(epoch), "=r"(barriers), "=r"(batches)
                      : "l"(own + line()));
     }
 
     // Offset of the channel's line in any slab.
     __device__ __forceinline__ u64 line() const { return u64(blockIdx.x) * LINE_BYTES; }
 
-    // All ranks' blocks of this channel have come here, and what they wrote before is seen by all of this block.
-    __device__ __forceinline__ void barrier(int phase) {
-        barriers++;
+    // Everything that this block has read and written comes before its counter in all other ranks' slabs.
+    __device__ __forceinline__ void tell_all(Flag flag, unsigned counter) {
         __syncthreads();
+        if (threadIdx.x < RANKS && threadIdx.x != rank)
+            store_release(context->slab[threadIdx.x] + line() + flag + 4 * rank, counter);
+    }
+
+    // All other ranks' counters are there; what they wrote before is seen by all of this block.
+    __device__ __forceinline__ void await_all(Flag flag, unsigned counter, int phase) {
 #ifndef BROKEN
         if (threadIdx.x < RANKS && threadIdx.x != rank) {
-            store_release(context->slab[threadIdx.x] + line() + 64 + 4 * rank, barriers);
             Wait wait;
             unsigned seen;
-            u64 flag = own + line() + 64 + 4 * threadIdx.x;
-            while (!dead && int((seen = load_acquire(flag)) - barriers) < 0)
-                wait.again(context, rank, dead, threadIdx.x, barriers, seen, phase);
+            const u64 address = own + line() + flag + 4 * threadIdx.x;
+            while (!dead && int((seen = load_acquire(address)) - counter) < 0)
+                wait.again(context, rank, dead, threadIdx.x, counter, seen, phase);
         }
         __syncthreads();
 #endif
+    }
+
+    // All ranks' blocks of this channel have come here.
+    __device__ __forceinline__ void barrier(int phase) {
+        tell_all(ARRIVED, ++barriers);
+        await_all(ARRIVED, barriers, phase);
     }
 
     // The end of a kernel: nobody in this block reads the counters any more.
     __device__ __forceinline__ void close() {
         __syncthreads();
         if (threadIdx.x == 0)
-            asm volatile("st.relaxed.sys.global.v2.u32 [%0], {%1, %2};" ::"l"(own + line()), "r"(epoch), "r"(barriers)
+            asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(own + line()), "r"(epoch),
+                         "r"(barriers), "r"(batches), "r"(0)
                          : "memory");
     }
 };

@@ -1,0 +1,185 @@
+// All-reduce by writes alone, for bandwidth: on NVLink they are faster than reads.
+//
+// Rank r adds chunk r.  Its peers write their parts into its staging memory, it adds them to its own in rank order
+// and writes the sum into everybody's output.  A channel's share of a chunk goes in batches through two places:
+// while one is added the next is on the wire.  Two counters for each pair of ranks, both only ever going up:
+// "pushed" (a batch is complete in staging) and "taken" (it was added, its place is free).  The input is only read
+// by its own rank and may lie anywhere.
+//
+// No barrier is needed at the start: staging is free, for the former call ended in a barrier, and a sum is written
+// only when all ranks have pushed, hence have come here; in place, they have read what it overwrites.  At the end a
+// barrier tells that all sums have come.  An output that is not symmetric is collected in staging memory, ``piece``
+// elements at a time, and copied by its own rank.
+#include "channel.cuh"
+#include "reduce.cuh"
+
+#ifndef THREADS
+#define THREADS 512
+#endif
+
+constexpr int PER_VECTOR = 16 / sizeof(Bits);
+struct Vector {
+    unsigned x[4];
+};
+
+__device__ __forceinline__ void load(Vector& v, u64 address) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+                 : "l"(address));
+}
+__device__ __forceinline__ void store(u64 address, const Vector& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x[0]), "r"(v.x[1]),
+                 "r"(v.x[2]), "r"(v.x[3])
+                 : "memory");
+}
+
+// Vector i of ``count`` elements that are not aligned, or that end within it.
+__device__ __noinline__ Vector fetch_slowly(const char* in, long long i, long long count) {
+    Vector v = {};
+#pragma unroll
+    for (int k = 0; k < PER_VECTOR; k++)
+        if (i * PER_VECTOR + k < count) set<Bits>(v.x, k, reinterpret_cast<const Bits*>(in)[i * PER_VECTOR + k]);
+    return v;
+}
+__device__ __noinline__ void put_slowly(Vector v, u64 out, long long i, long long count) {
+#pragma unroll
+    for (int k = 0; k < PER_VECTOR; k++)
+        if (i * PER_VECTOR + k < count)
+            reinterpret_cast<volatile Bits*>(out)[i * PER_VECTOR + k] = get<Bits>(v.x, k);
+}
+template <bool plain>
+__device__ __forceinline__ Vector fetch(const char* in, long long i, long long count) {
+    if constexpr (!plain) return fetch_slowly(in, i, count);
+    const uint4 x = reinterpret_cast<const uint4*>(in)[i];
+    return {x.x, x.y, x.z, x.w};
+}
+template <bool plain>
+__device__ __forceinline__ void put(const Vector& v, u64 out, long long i, long long count) {
+    if constexpr (!plain) put_slowly(v, out, i, count);
+    else store(out + 16 * i, v);
+}
+// One piece of the message, as one channel of one rank sees it.  Pieces are cut alike: what a channel collects in
+// one it has copied before others write there again.
+struct Share {
+    const char* in;
+    long long count, vectors, chunk, share;
+    int batch;
+    unsigned rank;
+    const u64 *staging, *out;  // of every rank
+    bool collected;            // the output is staging memory, with room for whole vectors
+
+    // Vectors of batch g of chunk r: the first, and how many.
+    __device__ __forceinline__ long long first(unsigned g, unsigned r) const {
+        return r * chunk + blockIdx.x * share + (long long)g * batch;
+    }
+    __device__ __forceinline__ int length(unsigned g, unsigned r) const {
+        const long long end = min(min(first(0, r) + share, (r + 1) * chunk), vectors);
+        return int(max(min((long long)batch, end - first(g, r)), 0ll));
+    }
+    // Where rank ``from`` writes batch g for rank ``to``.
+    __device__ __forceinline__ u64 place(unsigned g, unsigned to, unsigned from) const {
+        return staging[to] + 16ull * batch * ((blockIdx.x * 2 + g % 2) * RANKS + from);
+    }
+
+    template <bool plain>
+    __device__ __forceinline__ void push(unsigned g) const {
+        for (int i = threadIdx.x; i < batch; i += THREADS) {
+            Vector v[RANKS];
+#pragma unroll
+            for (int k = 1; k < RANKS; k++) {
+                const unsigned r = (rank + k) % RANKS;
+                if (i < length(g, r)) v[k] = fetch<plain>(in, first(g, r) + i, count);
+            }
+#pragma unroll
+            for (int k = 1; k < RANKS; k++) {
+                const unsigned r = (rank + k) % RANKS;
+                if (i < length(g, r)) store(place(g, r, rank) + 16 * i, v[k]);
+            }
+        }
+    }
+
+    template <bool plain>
+    __device__ __forceinline__ void add(unsigned g) const {
+        const int n = length(g, rank);
+        for (int i = threadIdx.x; i < n; i += THREADS) {
+            const long long at = first(g, rank) + i;
+            Vector v[RANKS];
+#pragma unroll
+            for (int r = 0; r < RANKS; r++) {
+                if (r == rank) v[r] = fetch<plain>(in, at, count);
+                else load(v[r], place(g, rank, r) + 16 * i);
+            }
+            Sum<4> sum;
+            sum.first(v[0].x);
+#pragma unroll
+            for (int r = 1; r < RANKS; r++) sum.combine(v[r].x);
+            sum.finish(v[0].x);
+#pragma unroll
+            for (int k = 0; k < RANKS; k++) {
+                const u64 to = out[(rank + k) % RANKS];
+                if (collected) store(to + 16 * at, v[0]);
+                else put<plain>(v[0], to, at, count);
+            }
+        }
+    }
+
+    // Copy this channel's part of all chunks out of staging memory.
+    __device__ __forceinline__ void copy_to(char* user) const {
+        const bool plain = reinterpret_cast<u64>(user) % 16 == 0 && count % PER_VECTOR == 0;
+        for (int r = 0; r < RANKS; r++) {
+            const long long end = min(min(first(0, r) + share, (r + 1) * chunk), vectors);
+            for (long long i = first(0, r) + threadIdx.x; i < end; i += THREADS) {
+                Vector v;
+                load(v, out[rank] + 16 * i);
+                if (plain) *reinterpret_cast<uint4*>(user + 16 * i) = make_uint4(v.x[0], v.x[1], v.x[2], v.x[3]);
+                else put_slowly(v, reinterpret_cast<u64>(user), i, count);
+            }
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    push(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
+         const u64* out_table, long long out_offset, const char* source, char* target, long long count,
+         long long piece) {
+    __shared__ u64 staging[RANKS], out[RANKS];
+    after_former_kernel();
+    Channel channel(context, own_slab, own_rank);
+    if (threadIdx.x < RANKS) {
+        staging[threadIdx.x] = context->slab[threadIdx.x] + staging_offset;
+        out[threadIdx.x] = out_table[threadIdx.x] + out_offset;
+    }
+    __syncthreads();
+    const long long most = (piece + PER_VECTOR - 1) / PER_VECTOR;
+    const long long chunk = ((most + RANKS - 1) / RANKS + 7) / 8 * 8;  // 128-byte lines
+    const long long share = ((chunk + gridDim.x - 1) / gridDim.x + 7) / 8 * 8;
+    const unsigned batches = unsigned((share + batch - 1) / batch);
+
+    for (long long base = 0; base < count; base += piece) {
+        const char* in = source + base * sizeof(Bits);
+        const long long n = min(piece, count - base);
+        const Share s{in, n, (n + PER_VECTOR - 1) / PER_VECTOR, chunk, share, batch, own_rank, staging, out,
+                      target != nullptr};
+        const bool plain = reinterpret_cast<u64>(in) % 16 == 0 && n % PER_VECTOR == 0;
+        const unsigned before = channel.batches;
+        for (unsigned g = 0; g <= batches; g++) {
+            if (g < batches) {
+                if (g >= 2) channel.await_all(TAKEN, before + g - 1, 0);
+                stall(own_rank, before + g, 0);
+                if (plain) s.push<true>(g);
+                else s.push<false>(g);
+                channel.tell_all(PUSHED, before + g + 1);
+            }
+            if (g == 0) continue;  // the next batch is on the wire while one is added
+            channel.await_all(PUSHED, before + g, 1);
+            stall(own_rank, before + g, 1);
+            if (plain) s.add<true>(g - 1);
+            else s.add<false>(g - 1);
+            if (g + 1 < batches) channel.tell_all(TAKEN, before + g);
+        }
+        channel.batches += batches;
+        channel.barrier(2);
+        if (target) s.copy_to(target + base * sizeof(Bits));
+    }
+    channel.close();
+}
