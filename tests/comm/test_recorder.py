@@ -306,6 +306,17 @@ def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.Capt
     assert "world: barrier #9 of float32[4]: rank 0 did not arrive" in text
 
 
+def test_what_streams_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody looks whether it has run: no fault, unless it has been there for long and a rank is missing."""
+    queued = [crafted("all_reduce", n, "scheduled") for n in range(4)]
+    write(tmp_path, 0, 2, queued)
+    write(tmp_path, 1, 2, queued[:2])
+    assert "rank 0: world: all_reduce #3 of float32[4]: scheduled" in read(tmp_path, capsys, 0)
+    late = json.loads((tmp_path / "rank_0.json").read_text()) | {"time_dumped_ns": 5_000_000_000}
+    (tmp_path / "rank_0.json").write_text(json.dumps(late))
+    assert "world: all_reduce #2 of float32[4]: rank 1 did not arrive" in read(tmp_path, capsys, 1)
+
+
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [

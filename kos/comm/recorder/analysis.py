@@ -14,8 +14,9 @@ from kos.errors import DataError
 
 Entry = dict[str, Any]
 
-_OVER = ("completed", "failed")
-_GROUP_KEYS = ("name", "desc", "ranks")
+# What a stream of a GPU holds stays "scheduled", for nobody looks whether it has run.
+_UNDONE = ("started", "failed")
+_LONG_SCHEDULED = 1e9  # nanoseconds after which a stream that has not moved on is taken to wait
 _ENTRY_KEYS = (
     *("process_group", "profiling_name", "state", "is_p2p", "collective_seq_id", "p2p_seq_id", "record_id"),
     *("input_sizes", "input_dtypes", "output_sizes", "output_dtypes", "time_created_ns"),
@@ -100,7 +101,9 @@ def analyze(dumps: list[Dump]) -> Report:
         groups.update(dump.groups)
     for name, ranks in groups.items():
         calls = {dump.rank: _collectives(dump, name) for dump in dumps if dump.rank in ranks}
-        finding = _first_wrong(name, ranks, calls, report)
+        # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits.
+        anybody_waits = any(_waits(e, dump) for dump in dumps for e in calls.get(dump.rank, {}).values())
+        finding = _first_wrong(name, ranks, calls, anybody_waits, report)
         if finding:
             report.findings.append(finding)
         report.findings += _messages(name, ranks, dumps)
@@ -120,15 +123,18 @@ def _collectives(dump: Dump, group: str) -> dict[int, Entry]:
     }
 
 
+def _waits(entry: Entry, dump: Dump) -> bool:
+    queued = entry["state"] == "scheduled" and dump.dumped_ns - entry["time_created_ns"] > _LONG_SCHEDULED
+    return queued or entry["state"] in _UNDONE
+
+
 def _first_wrong(
-    name: str, ranks: list[int], calls: dict[int, dict[int, Entry]], report: Report
+    name: str, ranks: list[int], calls: dict[int, dict[int, Entry]], anybody_waits: bool, report: Report
 ) -> str | None:
     """The first collective of a group that not all its ranks made alike and completed."""
     made = [numbers for numbers in calls.values() if numbers]
     if not made:
         return None
-    # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits.
-    anybody_waits = any(entry["state"] != "completed" for numbers in made for entry in numbers.values())
     without_dump = [rank for rank in ranks if rank not in calls]
     # Older ones may have left the ring of one rank or another.
     first, last = max(min(numbers) for numbers in made), max(max(numbers) for numbers in made)
@@ -138,7 +144,7 @@ def _first_wrong(
         if len(kinds) > 1:
             return _differ(name, number, here, kinds, calls)
         late = [rank for rank in ranks if rank in calls and rank not in here]
-        undone = [rank for rank, entry in here.items() if entry["state"] != "completed"]
+        undone = [rank for rank, entry in here.items() if entry["state"] in _UNDONE]
         what = f"{name}: {_what(next(iter(here.values())))}"
         if late and anybody_waits:
             return f"{what}: {_ranks(late)} did not arrive; {_callers(here)}"
@@ -183,7 +189,7 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
     findings = []
     for dump in dumps:
         mine = (e for e in dump.entries if e["is_p2p"] and e["process_group"][0] == name)
-        undone = [e for e in mine if e["state"] != "completed"]
+        undone = [e for e in mine if e["state"] in _UNDONE]
         if not undone:
             continue
         entry = undone[0]
@@ -268,8 +274,8 @@ def _standing(dump: Dump) -> str:
     """A rank's last operation, or the first that it did not complete."""
     if not dump.entries:
         return f"rank {dump.rank}: no operation"
-    entry = next((e for e in dump.entries if e["state"] not in _OVER), dump.entries[-1])
-    entry = next((e for e in dump.entries if e["state"] == "failed"), entry)
+    undone = sorted((e for e in dump.entries if e["state"] in _UNDONE), key=lambda e: str(e["state"]))
+    entry = undone[0] if undone else dump.entries[-1]  # one that failed before one that is under way
     group = entry["process_group"][0]
     seconds = (dump.dumped_ns - entry["time_created_ns"]) / 1e9
     when = f", {seconds:.3g} s before the dump" if dump.dumped_ns else ""
