@@ -1,0 +1,27 @@
+"""Collectives, measured beside their peers: ``mpirun -n 4 python -m benchmarks.collectives``.
+
+Rows read like those of nccl-tests (https://github.com/NVIDIA/nccl-tests): size, count, type, redop, time, algbw,
+busbw and #wrong, out of place and in place.  What differs:
+
+- Three modes.  ``eager``: a batch of calls back to back, as a training step makes them.  ``graph`` (GPUs): the
+  same batch captured in a CUDA graph and replayed.  ``single_shot``: each call alone after a barrier, from the
+  call to its result, which is what a user who waits for it sees.
+- Implementations take turns, batch by batch, so that what else the machine does hits all of them alike.
+- ``time_us`` is the median and ``p99_us`` the 99th percentile of the samples: single calls in ``single_shot``,
+  the mean call of a batch otherwise.  The slowest rank counts.
+- ``cpu_us``: for host memory the CPU time of a rank per call (its threads, system calls included), where waiting
+  is spinning; on a GPU the time until the call has returned to its caller; in ``graph`` mode that of the replay
+  divided by its operations.  Rows of one rank and 4 bytes show Python's cost of a call.
+
+Every timed call has its data checked, and cannot be passed over.  A batch has a slot, its own input and output,
+for each of its calls.  Before the batch all outputs are poisoned and all inputs written, with values that follow
+from (seed, rank, iteration, position) and differ between neighbouring iterations; the calls are timed; then
+every element of every output is compared with what must be there, bit by bit.  ``wrong`` counts the elements
+that differ over all ranks and iterations.  The values are small integers, so that sums are exact in the type
+and no order of additions changes them.
+
+``limit_us`` is the physical limit of the row.  Host: every rank must read its input and write its output, so it
+is the time of a plain copy of as many bytes, by all ranks at once, in the same slots, batches and mode, plus one
+flag's way to another rank and back.  GPU, of ``n`` ranks: launch of an empty kernel in a graph + half a flag's
+round trip + busbw factor x bytes / bandwidth of a pair, all measured in the same run (``limits.py``).
+"""

@@ -1,0 +1,325 @@
+"""The command: ``mpirun -n RANKS python -m benchmarks.collectives [options]``; without mpirun, on the mock."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kos
+from benchmarks.collectives import __doc__ as METHOD
+from benchmarks.collectives import report
+from benchmarks.collectives.cases import IN_PLACE, OPERATIONS, REDUCE_OPS, Case, Data, parse_sizes
+from benchmarks.collectives.implementations import GPU_BACKENDS, OURS, Implementation, Ours, OursInWindows
+from benchmarks.collectives.limits import DeviceLimits, copy_run, host_flag_us
+from benchmarks.collectives.measure import DeviceTimer, HostTimer, Job, Run, Timer, measure
+from benchmarks.collectives.memory import DeviceMemory, HostMemory, Memory, Space
+from benchmarks.collectives.plot import plot
+from kos.comm import Communicator
+from kos.comm.rendezvous import default_rendezvous
+from kos.dtypes import DTYPES
+from kos.errors import KosError
+
+STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
+RING_BYTES = {False: 128 << 20, True: 8 << 30}
+"""The most that the slots of a batch take, for host memory and for GPUs."""
+MOST_SLOTS = {False: 16, True: 100}
+TIMED_BYTES = 1 << 30
+"""Larger messages are timed fewer times, until their bytes add up to this."""
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives",
+        description=METHOD,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = ", ".join
+    add("--collective", "--collectives", default="all_reduce", help=f"all, or some of {names(OPERATIONS)}")
+    add("--sizes", default="1K:64M:x4", help="bytes: first:last:xFACTOR, or a list (default %(default)s)")
+    add("--dtype", default="float32", choices=DTYPES, metavar="DTYPE", help="element type (default %(default)s)")
+    add("--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
+    add("--backend", "--backends", help=f"only these, of {names([*HOST_BACKENDS, *GPU_BACKENDS])}")
+    add("--algorithm", "--algorithms", default="auto", help="of ours, by name (default %(default)s)")
+    add("--mode", "--modes", help="some of graph (GPUs), eager, single_shot (default: all)")
+    add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
+    add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
+    add("--iterations", type=int, default=100, help="timed calls of a row, fewer if large (default %(default)s)")
+    add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
+    add("--plot", type=Path, metavar="FILE", help="draw latency and bus bandwidth over size")
+    add("--no-peers", action="store_true", help="only our own implementations")
+    options = parser.parse_args(arguments)
+    try:
+        options.sizes = parse_sizes(options.sizes)
+    except ValueError as error:
+        parser.error(f"--sizes: {error}")
+    options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
+    options.backend = options.backend.split(",") if options.backend else None
+    options.algorithm = options.algorithm.split(",")
+    options.mode = options.mode.split(",") if options.mode else None
+    for what, known in (
+        ("collective", OPERATIONS),
+        ("backend", (*HOST_BACKENDS, *GPU_BACKENDS)),
+        ("mode", ("graph", "eager", "single_shot")),
+    ):
+        for name in getattr(options, what) or ():
+            if name not in known:
+                parser.error(f"--{what}: expected some of {names(known)}, got {name!r}")
+    if options.iterations < 1 or options.ranks < 1:
+        parser.error("--iterations, --ranks: expected numbers from 1 on")
+    return options
+
+
+class Benchmark:
+    """The run of one rank."""
+
+    def __init__(self, control: Communicator, options: argparse.Namespace) -> None:
+        self.options, self.job = options, Job(control)
+        self.skipped: dict[str, str] = {}
+        self.stream: Any = None
+        self.device: int | None = None
+        self.memory: Memory = HostMemory()
+        self.timer: Timer = HostTimer(self.job)
+        self.limits: DeviceLimits | None = None
+        self.figures: dict[str, float] = {}
+        if options.device == "gpu":
+            self._use_gpu(control)
+        else:
+            self.figures["flag_round_trip_us"] = host_flag_us(self.job)
+        self.implementations = list(self._implementations(control))
+        if not self.implementations:
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
+            raise SystemExit(f"nothing to measure: {reasons or 'no backend was chosen'}")
+
+    def _use_gpu(self, control: Communicator) -> None:
+        from kos.comm.backends.device import device_of
+        from kos.cuda import create_stream, set_device
+
+        self.device = device_of(control.rendezvous).index
+        set_device(self.device)
+        self.stream = create_stream(self.device)
+        self.memory = DeviceMemory(self.device, self.stream)
+        self.timer = DeviceTimer(self.job, self.stream)
+        self.limits = DeviceLimits(self.job, self.device, self.stream)
+        self.figures = self.limits.figures()
+
+    def _wanted(self, name: str, peer: bool) -> bool:
+        chosen: list[str] | None = self.options.backend
+        if chosen is not None:
+            return name in chosen
+        return not (peer and self.options.no_peers) and (peer or name != "tcp")
+
+    def _implementations(self, control: Communicator) -> Iterator[Implementation]:
+        """Everything that was asked for and can run; why the rest cannot is kept."""
+        gpu = self.device is not None
+        if self.job.threads:
+            yield from self._of(control, "mock")
+            return
+        for name in [name for name in OURS if (name in GPU_BACKENDS) == gpu and self._wanted(name, False)]:
+            if name == "mpi" and control.backend_name != "mpi":
+                self.skipped[name] = "the ranks are not processes of an MPI job (start with mpirun)"
+                continue
+            known = kos.comm.BACKENDS
+            if name != "auto" and OURS[name] not in known:
+                self.skipped[name] = f"kos has only {', '.join(known)}"
+                continue
+            try:
+                comm = kos.init(OURS[name], device=self.device, rendezvous=default_rendezvous(120.0))
+            except KosError as error:
+                self.skipped[name] = str(error)
+                continue
+            yield from self._of(comm, name)
+        yield from self._gpu_peers(control) if gpu else self._host_peers(control)
+
+    def _of(self, comm: Communicator, name: str) -> Iterator[Implementation]:
+        for algorithm in self.options.algorithm:
+            yield Ours(comm, name, algorithm)
+        if "auto" in self.options.algorithm:
+            yield Ours(comm, name, persistent=True)
+            if name == "kos-nccl":
+                windows = OursInWindows(comm, name)
+                windows.stream = self.stream
+                yield windows
+
+    def _host_peers(self, control: Communicator) -> Iterator[Implementation]:
+        from benchmarks.collectives.peers import OpenMPI, Torch, torch_world
+
+        if self._wanted("mpi-native", True) and control.rendezvous.mpi_comm is not None:
+            yield OpenMPI()
+        if self._wanted("gloo", True):
+            try:
+                yield Torch("gloo", torch_world(control).group.WORLD)
+            except ImportError as error:
+                self.skipped["gloo"] = str(error)
+
+    def _gpu_peers(self, control: Communicator) -> Iterator[Implementation]:
+        from benchmarks.collectives import peers_gpu
+        from benchmarks.collectives.peers import torch_world
+
+        assert self.device is not None
+        for name, raw in (("nccl", peers_gpu.RawNCCL), ("nccl-window", peers_gpu.NCCLWindows)):
+            if self._wanted(name, True):
+                try:
+                    yield raw(control, self.device, self.stream)
+                except KosError as error:
+                    self.skipped[name] = str(error)
+        if not any(self._wanted(name, True) for name in ("torch-nccl", "torch-symm")):
+            return
+        try:
+            group = peers_gpu.torch_gpu_group(torch_world(control), self.device, self.stream)
+        except ImportError as error:
+            self.skipped["torch-nccl"] = self.skipped["torch-symm"] = str(error)
+            return
+        if self._wanted("torch-nccl", True):
+            yield peers_gpu.torch_nccl(group)
+        if self._wanted("torch-symm", True) and self.job.size > 1:
+            for algorithm in ("one_shot", "two_shot"):
+                try:
+                    yield peers_gpu.TorchSymmetric(group, algorithm, self.stream)
+                except ImportError as error:
+                    self.skipped["torch-symm"] = str(error)
+
+    def rows(self) -> Iterator[list[report.Row]]:
+        """The rows of one operation and size at a time."""
+        options, places = self.options, {"in": (True,), "out": (False,), "both": (False, True)}[self.options.place]
+        modes = [mode for mode in self.timer.MODES if mode in (options.mode or self.timer.MODES)]
+        for op in options.collective:
+            for nbytes in options.sizes:
+                found: list[report.Row] = []
+                for in_place in places:
+                    if not in_place or op in IN_PLACE:
+                        case = Case.of(op, nbytes, options.dtype, options.op, self.job.size, in_place)
+                        found += self._measure(case, modes)
+                yield found
+
+    def _measure(self, case: Case, modes: list[str]) -> list[report.Row]:
+        gpu = self.device is not None
+        both = (case.sends + case.receives) * case.dtype.itemsize
+        slots = max(2, min(MOST_SLOTS[gpu], RING_BYTES[gpu] // both))
+        iterations = min(self.options.iterations, max(10, TIMED_BYTES // case.nbytes))
+        runs = self._runs(case, min(slots, iterations))
+        rows = []
+        for mode in modes:
+            samples = measure(self.job, self.timer, runs, mode, iterations, min(slots, iterations))
+            copies = [s for run, s in zip(runs, samples, strict=True) if run.name == "copy"]
+            limit = self.limits.limit_us(case) if self.limits is not None else 0.0
+            if copies:
+                limit = copies[0].time_us + self.figures["flag_round_trip_us"]
+            rows += [
+                report.make_row(case, run.name, mode, sample, limit)
+                for run, sample in zip(runs, samples, strict=True)
+                if run.name != "copy"
+            ]
+        del runs
+        for implementation in self.implementations:
+            implementation.release()
+        return rows
+
+    def _runs(self, case: Case, slots: int) -> list[Run]:
+        data = Data(case, self.job.rank, self.options.seed)
+        spaces: dict[str, Space] = {}
+        runs = []
+        for implementation in self.implementations:
+            space = spaces.get(implementation.space)
+            if space is None:
+                allocate = implementation.allocate() or self.memory.empty
+                space = spaces[implementation.space] = Space(case, data, self.memory, allocate, slots)
+            calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
+            bound = [call for call in calls if call is not None]
+            if bound:
+                runs.append(Run(implementation, space, bound))
+        if self.limits is None:
+            at_root = self.job.rank == 0
+            sends = case.op not in ("broadcast", "scatter") or at_root
+            receives = case.op not in ("reduce", "gather") or at_root
+            runs.append(copy_run(case, sends, receives, slots))
+        return runs
+
+    def close(self) -> None:
+        for implementation in reversed(self.implementations):
+            implementation.close()
+        self.job.close()
+
+
+def work(control: Communicator, options: argparse.Namespace) -> report.Row | None:
+    """All rows, printed as they come and written at the end; the JSON object on rank 0."""
+    benchmark = Benchmark(control, options)
+    rows: list[report.Row] = []
+    op = ""
+    for found in benchmark.rows():
+        rows += found
+        if control.rank == 0 and found:
+            if found[0]["op"] != op:
+                op = found[0]["op"]
+                print(report.heading(op, control.size), flush=True)
+            print("\n".join(report.table(found)), flush=True)
+    rows += python_cost(control, options, benchmark.implementations) if benchmark.device is None else []
+    result = None
+    if control.rank == 0:
+        wrong = sum(row["wrong"] for row in rows)
+        print(f"# {wrong} wrong elements in {sum(row['iterations'] for row in rows)} timed calls, all checked")
+        for name, why in benchmark.skipped.items():
+            print(f"# {name} left out: {why}")
+        result = report.document(rows, benchmark.device, benchmark.figures, benchmark.skipped, control.size)
+        if options.json:
+            options.json.write_text(report.to_json(result))
+        if options.plot:
+            plot(result, options.plot)
+    benchmark.close()
+    return result
+
+
+def python_cost(control: Communicator, options: argparse.Namespace, used: list[Implementation]) -> list[report.Row]:
+    """Rows of groups of one rank and one element: what a call costs where nothing has to move."""
+    if not any(isinstance(implementation, Ours) for implementation in used):
+        return []
+    alone = control.split(control.rank)
+    assert alone is not None
+    job = Job(alone)
+    timer, memory = HostTimer(job), HostMemory()
+    case = Case.of("all_reduce", DTYPES["float32"].itemsize, "float32", "sum", 1, True)
+    space = Space(case, Data(case, 0, options.seed), memory, memory.empty, 1000)
+    ours = next(i for i in used if isinstance(i, Ours))
+    kinds = [Ours(alone, ours.backend), Ours(alone, ours.backend, persistent=True)]
+    runs = []
+    for kind in kinds:
+        calls = [kind.bind(case, slot.send, slot.recv) for slot in space.slots]
+        runs.append(Run(kind, space, [call for call in calls if call is not None]))
+    samples = measure(job, timer, runs, "eager", 10_000, 1000)
+    rows = [report.make_row(case, run.name, "eager", sample, 0.0) for run, sample in zip(runs, samples, strict=True)]
+    if control.rank == 0:
+        print("\n".join(report.table(rows)))
+    job.close()
+    alone.close()
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    started = any(name in os.environ for name in STARTED_BY)
+    if options.device is None:
+        from kos.cuda import unavailable
+
+        options.device = "gpu" if started and unavailable() is None else "host"
+    if not started:
+        from kos.testing import spawn
+
+        if options.device == "gpu":
+            raise SystemExit("--device gpu: start a process for each GPU with mpirun")
+        results: list[Any] = spawn(lambda comm: work(comm, options), options.ranks, timeout=3600)
+    else:
+        control = kos.init("mpi" if default_rendezvous(120.0).mpi_comm is not None else "tcp")
+        results = [work(control, options)]
+        control.close()
+    wrong = [row["wrong"] for result in results if result is not None for row in result["rows"]]
+    return 1 if any(wrong) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

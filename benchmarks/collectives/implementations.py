@@ -1,0 +1,125 @@
+"""What is measured, behind one face: ours here, the peers in ``peers.py`` and ``peers_gpu.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import kos
+from benchmarks.collectives.cases import ROOT, Case
+from kos.dtypes import DType
+from kos.errors import InvalidArgument
+
+Call = Callable[[], Any]
+
+OURS = {"mpi": "mpi", "tcp": "tcp", "kos-nccl": "nccl", "peer": "peer", "auto": "auto"}
+"""Our rows' names, and what ``kos.init`` calls the backends; ``mock`` is given its communicator."""
+GPU_BACKENDS = ("kos-nccl", "peer", "auto", "nccl", "nccl-window", "torch-nccl", "torch-symm")
+
+
+class Implementation:
+    """One way to carry collectives, and one way to call it ("function" or "persistent")."""
+
+    backend = ""
+    algorithm = "auto"
+    call = "function"
+    space = "plain"
+    """Implementations with the same space are measured on the same slots."""
+
+    def allocate(self) -> Callable[[int, DType], Any] | None:
+        """What makes the arrays of its space; None for plain memory."""
+        return None
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        """A function that does the operation once and returns when a user of it would go on.
+
+        None where the implementation has no such operation, type or place.
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """The arrays of the case are no longer used."""
+
+    def close(self) -> None:
+        """Give back what it holds.  Collective."""
+
+    def __str__(self) -> str:
+        name = self.backend if self.algorithm == "auto" else f"{self.backend} {self.algorithm}"
+        return name if self.call == "function" else f"{name} {self.call}"
+
+
+class Ours(Implementation):
+    """A Communicator of kos."""
+
+    def __init__(self, comm: kos.Communicator, backend: str, algorithm: str = "auto", persistent: bool = False) -> None:
+        self.comm, self.backend, self.algorithm = comm, backend, algorithm
+        self.call = "persistent" if persistent else "function"
+        self._on_gpu = comm.device is not None
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        comm, op = self.comm, case.op
+        out = None if case.in_place else recv
+        redop: Any = kos.ReduceOp[case.redop.upper()] if case.redop != "none" else None
+        chosen: Any = {} if self.algorithm == "auto" else {"algorithm": self.algorithm}
+        mine_at_root = comm.rank == ROOT
+        if op == "all_reduce":
+            if self.call == "persistent" or chosen:
+                with suppress(InvalidArgument):  # refused on all ranks, before anything is sent
+                    operation = comm.all_reduce_init(send, redop, out=out, **chosen)
+                    if self.call == "persistent":
+                        return operation.start if self._on_gpu else lambda: operation.start().wait()
+                    return partial(comm.all_reduce, send, redop, out=out, **chosen)
+                return None
+            return partial(comm.all_reduce, send, redop, out=out)
+        if self.call == "persistent" or (chosen and op not in ("reduce_scatter", "all_gather")):
+            return None
+        if op == "reduce_scatter":
+            return partial(comm.reduce_scatter, send, recv, redop, **chosen)
+        if op == "all_gather":
+            return partial(comm.all_gather, send, recv, **chosen)
+        if op == "reduce":
+            return partial(comm.reduce, send, ROOT, redop, out=out if mine_at_root else None)
+        if op == "broadcast":
+            return partial(comm.broadcast, send, ROOT, out=out)
+        if op == "all_to_all":
+            return partial(comm.all_to_all, send, recv)
+        if op == "gather":
+            return partial(comm.gather, send, ROOT, recv if mine_at_root else None)
+        if op == "scatter":
+            return partial(comm.scatter, send if mine_at_root else None, recv, ROOT)
+        if comm.size == 1:
+            return None
+        return partial(comm.send_recv, send, recv, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+
+    def close(self) -> None:
+        self.comm.close()
+
+
+class OursInWindows(Ours):
+    """Ours, on arrays from ``Communicator.allocate``."""
+
+    def __init__(self, comm: kos.Communicator, backend: str) -> None:
+        super().__init__(comm, backend)
+        self.algorithm, self.space = "window", f"{backend} window"
+
+    def allocate(self) -> Callable[[int, DType], Any]:
+        def allocate(count: int, dtype: DType) -> Any:
+            array = self.comm.allocate(count, dtype)
+            array.stream = self.stream
+            return array
+
+        return allocate
+
+    stream: Any = None
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        self.algorithm = "auto"
+        try:
+            return super().bind(case, send, recv)
+        finally:
+            self.algorithm = "window"
+
+    def close(self) -> None:
+        """The communicator is closed by the implementation that has it too."""

@@ -1,0 +1,164 @@
+"""The physical limits that rows are held against, measured in the same run.
+
+Host: limit = time of a plain copy of (input + output) / 2 bytes, by every rank at once, in the same slots,
+batches and mode as the row (each byte of the input is read once, each byte of the output written once: the
+traffic of that copy) + round trip of a flag between two ranks (each rank says that its input is there, and
+hears that of another).  Where ranks are threads the flag counts nothing.
+
+GPU: limit = launch + round trip of a flag / 2 + busbw factor x bytes / bandwidth of a pair, where launch is an
+empty kernel's share of a CUDA graph of them, the flag travels between two GPUs by release stores and acquire
+loads of one thread on each, and the bandwidth is what every GPU's copy engine sends to its neighbour while all
+do.  The factor x bytes is what must leave and enter each GPU (without multicast or reductions in the switch).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.collectives.cases import Case, busbw_factor
+from benchmarks.collectives.implementations import Call
+from benchmarks.collectives.measure import Job, Run
+from kos.comm.shared import open_segment
+
+_ROUNDS, _REPEATS = 200, 15
+_DEVICE_FLAG_ROUNDS = 1000
+_COPY_BYTES = 256 << 20
+_FLAG_CYCLES = 4_000_000_000  # a deadline of about two seconds
+
+
+class CopySpace:
+    """Slots of the copy that a host row is held against: a source and a target, in the caches as a row's are."""
+
+    def __init__(self, nbytes: int, slots: int) -> None:
+        self._arrays = [(np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)) for _ in range(slots + 1)]
+
+    def calls(self) -> Sequence[Call]:
+        return [partial(np.copyto, target, source) for source, target in self._arrays]
+
+    def fill(self, slot: int, iteration: int) -> None:
+        source, target = self._arrays[slot]
+        target.fill(255)
+        source.fill(iteration & 127)
+
+    def check(self, slot: int, iteration: int) -> None:
+        pass  # nobody's result
+
+    def wrong(self) -> int:
+        return 0
+
+
+def copy_run(case: Case, sends: bool, receives: bool, slots: int) -> Run:
+    """The copy of ``case`` on a rank that has an input, an output or both."""
+    elements = sends * case.sends + receives * case.receives
+    space: Any = CopySpace(max(1, elements * case.dtype.itemsize // 2), slots)
+    return Run("copy", space, space.calls())
+
+
+def host_flag_us(job: Job) -> float:
+    """A flag's way through shared memory to another process of this host and back; 0 without one to ask."""
+    if job.threads or job.size == 1 or (os.cpu_count() or 1) < 2:
+        return 0.0
+    segment, _ = open_segment(job.comm.rendezvous)
+    best = 0.0
+    if segment is not None:
+        words = segment.bytes[segment.layout.data : segment.layout.data + 3 * 128].cast("Q")
+        if segment.rank < 2:
+            mine, other = (0, 16) if segment.rank == 0 else (16, 0)
+            best = min(_ping_pong(words, mine, other, segment.rank == 0, r * _ROUNDS) for r in range(_REPEATS))
+            words[32] = 1
+        while not words[32]:
+            time.sleep(0.001)  # the others leave their cores to the two
+        words.release()
+        segment.close()
+    return float(job.gather([best])[:, 0].max())
+
+
+def _ping_pong(words: Any, mine: int, other: int, first: bool, start: int) -> float:
+    began = time.perf_counter_ns()
+    for value in range(start + 1, start + _ROUNDS + 1):
+        if first:
+            words[mine] = value
+        while words[other] != value:
+            pass
+        if not first:
+            words[mine] = value
+    return (time.perf_counter_ns() - began) / _ROUNDS / 1e3
+
+
+class DeviceLimits:
+    """What this rank's GPU and its links can do: ``launch_us``, ``flag_us`` (there and back), ``pair_gbps``."""
+
+    def __init__(self, job: Job, device: int, stream: Any) -> None:
+        from kos.cuda import load_kernel
+
+        self._stream, self._handle = stream, int(stream.handle)
+        source = Path(__file__).with_name("device.cu")
+        empty = load_kernel(source, "empty", device).bind(stream, 1, 32)
+        self.launch_us = self._graph_us([empty] * 100, 20)
+        self.flag_us, self.pair_gbps = 0.0, 0.0
+        if job.size > 1:
+            self._measure_links(job, device, load_kernel(source, "ping_pong", device))
+
+    def _measure_links(self, job: Job, device: int, ping_pong: Any) -> None:
+        from kos.cuda.driver import call, cu
+        from kos.memory.symmetric import SymmetricMemory
+
+        with SymmetricMemory(job.comm.rendezvous, 2 * _COPY_BYTES + 4096, device) as slab:
+            flag = -1.0
+            if job.rank < 2:
+                pointers = slab.pointers
+                arguments = pointers[job.rank], pointers[1 - job.rank], _DEVICE_FLAG_ROUNDS, int(job.rank == 0)
+                # Once: the flags count from zero.
+                run = ping_pong.bind(self._stream, 1, 1, *arguments, _FLAG_CYCLES)
+                flag = self._us([run]) / _DEVICE_FLAG_ROUNDS
+            self.flag_us = float(job.gather([flag])[:2, 0].min())  # the second to start waits for nobody
+            target = slab.pointers[(job.rank + 1) % job.size] + 4096 + _COPY_BYTES
+            copy = partial(call, cu.cuMemcpyAsync, target, slab.pointer + 4096, _COPY_BYTES, self._handle)
+            times = []
+            for _ in range(6):
+                job.barrier()
+                times.append(self._us([copy] * 4) / 4)
+            slowest = job.gather(times).max(axis=0)
+            self.pair_gbps = _COPY_BYTES / float(np.median(slowest)) / 1e3
+            job.barrier()
+
+    def _us(self, calls: Sequence[Call]) -> float:
+        """Time of ``calls`` on the stream."""
+        from kos.cuda.driver import call, cu
+
+        begun, ended = call(cu.cuEventCreate, 0), call(cu.cuEventCreate, 0)
+        call(cu.cuEventRecord, begun, self._handle)
+        for one in calls:
+            one()
+        call(cu.cuEventRecord, ended, self._handle)
+        call(cu.cuEventSynchronize, ended)
+        milliseconds = float(call(cu.cuEventElapsedTime, begun, ended))
+        call(cu.cuEventDestroy, begun)
+        call(cu.cuEventDestroy, ended)
+        return 1e3 * milliseconds
+
+    def _graph_us(self, calls: Sequence[Call], replays: int) -> float:
+        """The best time of one of ``calls`` in a graph of them."""
+        from kos.cuda import capture
+
+        with capture(self._stream, keep=calls) as graph:
+            for one in calls:
+                one()
+        best = min(self._us([partial(graph.replay, self._stream)]) for _ in range(replays))
+        return best / len(calls)
+
+    def limit_us(self, case: Case) -> float:
+        if case.ranks == 1:
+            return self.launch_us
+        wire = busbw_factor(case.op, case.ranks) * case.nbytes / self.pair_gbps / 1e3
+        return self.launch_us + self.flag_us / 2 + wire
+
+    def figures(self) -> dict[str, float]:
+        return {"launch_us": self.launch_us, "flag_round_trip_us": self.flag_us, "pair_gbps": self.pair_gbps}

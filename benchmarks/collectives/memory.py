@@ -1,0 +1,158 @@
+"""Where inputs and outputs lie: slots, one for each call of a batch, written before it and checked after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from benchmarks.collectives.cases import Case, Data
+from kos.dtypes import DType
+
+ALIGNMENT = 256  # bytes, of each input and each output
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+Allocate = Callable[[int, DType], Any]
+"""A 1-D array of so many elements, whose slices are views."""
+
+
+class Memory(Protocol):
+    """Moves tables to inputs and compares outputs with them."""
+
+    def empty(self, count: int, dtype: DType) -> Any: ...
+
+    def load(self, table: Any) -> Any:
+        """``table`` where the other methods can read it."""
+
+    def poison(self, array: Any) -> None:
+        """All bits of ``array`` set: NaN for floats, -1 or the largest number for integers."""
+
+    def write(self, array: Any, table: Any, start: int) -> None:
+        """``array`` becomes the elements of ``table`` from ``start`` on."""
+
+    def check(self, array: Any, table: Any, start: int) -> None:
+        """Count the elements of ``array`` whose bits are not those of ``table`` from ``start`` on."""
+
+    def wrong(self) -> int:
+        """Elements that differed since this was asked last."""
+
+
+class HostMemory:
+    """Memory of NumPy."""
+
+    def __init__(self) -> None:
+        self._wrong = 0
+
+    def empty(self, count: int, dtype: DType) -> Any:
+        return np.empty(count, dtype.numpy)
+
+    def load(self, table: Any) -> Any:
+        return table
+
+    def poison(self, array: Any) -> None:
+        array.view(np.uint8).fill(255)
+
+    def write(self, array: Any, table: Any, start: int) -> None:
+        array[:] = table[start : start + array.size]
+
+    def check(self, array: Any, table: Any, start: int) -> None:
+        words = _WORDS[array.dtype.itemsize]
+        expected = table[start : start + array.size]
+        self._wrong += int(np.count_nonzero(array.view(words) != expected.view(words)))
+
+    def wrong(self) -> int:
+        wrong, self._wrong = self._wrong, 0
+        return wrong
+
+
+class DeviceMemory:
+    """Memory of a GPU.  All work is queued on ``stream``; ``wrong`` waits for it."""
+
+    def __init__(self, device: int, stream: Any) -> None:
+        from kos.cuda import load_kernel
+        from kos.memory.array import Array
+
+        self.device, self.stream = device, stream
+        self._array = Array
+        self._check = load_kernel(Path(__file__).with_name("device.cu"), "count_wrong", device)
+        self._counter = Array.zeros(1, "uint64", device, stream=stream)
+
+    def empty(self, count: int, dtype: DType) -> Any:
+        return self._array.empty(count, dtype, self.device, stream=self.stream)
+
+    def load(self, table: Any) -> Any:
+        return self._array.from_numpy(table, self.device, stream=self.stream)
+
+    def poison(self, array: Any) -> None:
+        array.fill_bytes(255, self.stream)
+
+    def write(self, array: Any, table: Any, start: int) -> None:
+        array.copy_from(table[start : start + array.size], self.stream)
+
+    def check(self, array: Any, table: Any, start: int) -> None:
+        expected, size = table[start : start + array.size], array.dtype.itemsize
+        blocks = min(1024, -(-array.size // 512))
+        self._check(
+            self.stream, blocks, 512, array.pointer, expected.pointer, array.size, size, self._counter.pointer
+        )
+
+    def wrong(self) -> int:
+        wrong = int(self._counter.numpy(self.stream)[0])
+        self._counter.fill_bytes(0, self.stream)
+        return wrong
+
+
+class Slot(NamedTuple):
+    """The input and the output of one call; None where the rank has none."""
+
+    send: Any
+    recv: Any
+
+
+class Space:
+    """``slots`` slots of a case in one allocation, and one more that is neither timed nor checked."""
+
+    def __init__(self, case: Case, data: Data, memory: Memory, allocate: Allocate, slots: int) -> None:
+        self.case, self._data, self._memory = case, data, memory
+        self._tables = {key: memory.load(table) for key, table in data.tables.items()}
+        step = ALIGNMENT // case.dtype.itemsize
+        sends = -(-case.sends // step) * step
+        receives = -(-case.receives // step) * step
+        stride = max(sends, receives) if case.in_place else sends + receives
+        slab = allocate((slots + 1) * stride, case.dtype)
+        self.slots: list[Slot] = []
+        for first in range(0, (slots + 1) * stride, stride):
+            if case.in_place:
+                whole = slab[first : first + case.count]
+                mine = data.input.table * case.part
+                part = whole[mine : mine + case.part]
+                places = case.sends == case.count, case.receives == case.count
+                self.slots.append(Slot(*(whole if all_of_it else part for all_of_it in places)))
+            else:
+                send = slab[first : first + case.sends]
+                recv = slab[first + sends : first + sends + case.receives]
+                self.slots.append(Slot(send, recv))
+        for slot in self.slots:
+            self._memory.poison(slot.recv)
+        self.fill(slots, 0)
+
+    def fill(self, slot: int, iteration: int) -> None:
+        """Poison the output, then write the input, which may be a part of it or hold it."""
+        send, recv = self.slots[slot]
+        self._memory.poison(recv)
+        source = self._data.input
+        self._memory.write(send, self._tables[source.table], source.start(iteration))
+
+    def check(self, slot: int, iteration: int) -> None:
+        """Compare the output with what the iteration must give."""
+        recv, first = self.slots[slot].recv, 0
+        for segment in self._data.output:
+            self._memory.check(
+                recv[first : first + segment.length], self._tables[segment.table], segment.start(iteration)
+            )
+            first += segment.length
+
+    def wrong(self) -> int:
+        return self._memory.wrong()

@@ -1,0 +1,154 @@
+"""Peers for GPUs: NCCL without kos, plain and in symmetric windows, NCCL and symmetric memory through torch.
+
+NVLink multicast stays as the environment has it; the kernels of torch's symmetric memory used here do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from benchmarks.collectives.cases import ROOT, Case
+from benchmarks.collectives.implementations import Call, Implementation
+from benchmarks.collectives.peers import Torch
+from kos.comm import Communicator
+from kos.dtypes import DType
+
+_REDUCE_CODES = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4, "none": 0}
+
+
+class RawNCCL(Implementation):
+    """The functions of nccl4py's raw binding on addresses: NCCL and nothing else."""
+
+    backend = "nccl"
+
+    def __init__(self, control: Communicator, device: int, stream: Any) -> None:
+        from kos.comm import nccl_binding
+
+        self._binding, self._nccl = nccl_binding, nccl_binding.library()
+        self._device, self._stream = device, int(stream.handle)
+        self.stream = stream
+        identity = control.rendezvous.allgather(nccl_binding.unique_id() if control.rank == 0 else b"")[0]
+        self._comm = nccl_binding.join(control.size, identity, control.rank, "benchmark")
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        codes = self._binding.CODE_OF
+        if case.dtype not in codes:
+            return None
+        nccl, op = self._nccl, case.op
+        ends = send.pointer, recv.pointer
+        kind, redop, last = codes[case.dtype], _REDUCE_CODES[case.redop], (self._comm, self._stream)
+        if op == "all_reduce":
+            return partial(nccl.all_reduce, *ends, case.count, kind, redop, *last)
+        if op == "reduce":
+            return partial(nccl.reduce, *ends, case.count, kind, redop, ROOT, *last)
+        if op == "reduce_scatter":
+            return partial(nccl.reduce_scatter, *ends, case.part, kind, redop, *last)
+        if op == "broadcast":
+            return partial(nccl.broadcast, *ends, case.count, kind, ROOT, *last)
+        if op == "all_gather":
+            return partial(nccl.all_gather, *ends, case.part, kind, *last)
+        if op == "all_to_all":
+            return partial(nccl.allto_all, *ends, case.part, kind, *last)
+        return None
+
+    def close(self) -> None:
+        self._binding.destroy(self._comm)
+
+
+class NCCLWindows(RawNCCL):
+    """The same, on memory that all ranks have registered as one symmetric window."""
+
+    backend = "nccl-window"
+    space = "nccl window"
+
+    def __init__(self, control: Communicator, device: int, stream: Any) -> None:
+        super().__init__(control, device, stream)
+        self._binding.require("window")
+        self._windows: list[tuple[Any, int]] = []
+
+    def allocate(self) -> Callable[[int, DType], Any]:
+        from kos.cuda import on_device
+        from kos.memory.array import Array
+
+        def allocate(count: int, dtype: DType) -> Any:
+            nbytes = count * dtype.itemsize
+            with on_device(self._device):
+                pointer = self._binding.allocate(nbytes)
+            self._windows.append((self._binding.register(self._comm, pointer, nbytes), pointer))
+            return Array(pointer, (count,), dtype, self._device, stream=self.stream)
+
+        return allocate
+
+    def release(self) -> None:
+        from kos.cuda import on_device
+
+        while self._windows:
+            window, pointer = self._windows.pop()
+            self._binding.deregister(self._comm, window)
+            with on_device(self._device):
+                self._binding.free(pointer)
+
+
+class TorchSymmetric(Implementation):
+    """torch's one-shot and two-shot all_reduce over symmetric memory."""
+
+    backend = "torch-symm"
+
+    def __init__(self, group: Any, algorithm: str, stream: Any) -> None:
+        import torch
+        import torch.distributed._symmetric_memory as symmetric
+
+        if not hasattr(torch.ops.symm_mem, f"{algorithm}_all_reduce{'_out' if algorithm == 'one_shot' else '_'}"):
+            raise ImportError(f"this torch has no {algorithm} all_reduce over symmetric memory")
+        self.algorithm, self.space = algorithm, f"torch-symm {algorithm}"
+        self._torch, self._symmetric, self._group, self.stream = torch, symmetric, group, stream
+        self._slab: Any = None
+
+    def allocate(self) -> Callable[[int, DType], Any]:
+        from kos.memory.array import Array
+
+        torch, symmetric = self._torch, self._symmetric
+
+        def allocate(count: int, dtype: DType) -> Any:
+            device = torch.device("cuda", torch.cuda.current_device())
+            slab = symmetric.empty(count, dtype=getattr(torch, dtype.name), device=device)
+            symmetric.rendezvous(slab, self._group.group_name)
+            self._slab = slab
+            return Array(slab.data_ptr(), (count,), dtype, device.index, owner=slab, stream=self.stream)
+
+        return allocate
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
+        one_shot = self.algorithm == "one_shot"
+        if case.op != "all_reduce" or case.redop != "sum" or case.in_place == one_shot:
+            return None
+        if case.dtype.name not in ("float32", "bfloat16") or case.nbytes % 16:
+            return None
+        operations, name = self._torch.ops.symm_mem, self._group.group_name
+        x = self._view(send)
+        if one_shot:
+            return partial(operations.one_shot_all_reduce_out, x, "sum", name, self._view(recv))
+        return partial(operations.two_shot_all_reduce_, x, "sum", name)
+
+    def _view(self, array: Any) -> Any:
+        """The part of the slab that ``array`` is: torch finds the peers' parts by its storage."""
+        first = (array.pointer - self._slab.data_ptr()) // array.dtype.itemsize
+        return self._slab[first : first + array.size]
+
+    def release(self) -> None:
+        self._slab = None
+
+
+def torch_gpu_group(dist: Any, device: int, stream: Any) -> Any:
+    """A group on NCCL of torch's own; torch works on ``device`` and ``stream`` from now on."""
+    import torch
+
+    torch.cuda.set_device(device)
+    torch.cuda.set_stream(torch.cuda.ExternalStream(int(stream.handle), torch.device("cuda", device)))
+    return dist.new_group(backend="nccl")
+
+
+def torch_nccl(group: Any) -> Implementation:
+    return Torch("torch-nccl", group)

