@@ -11,7 +11,7 @@
 
 using T = DTYPE;
 constexpr int W = WIDTH, D = COLUMNS;
-constexpr int DIGITS = 512, TILE = 1024, RUN = 32;
+constexpr int DIGITS = 512, TILE = 1024, RUN = 32, AHEAD = 8;  // rows whose loads are under way at once
 
 // out (n, D) = rows of table (vocabulary, D); a token outside gives NaN.
 extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, unsigned vocabulary, long packs) {
@@ -102,8 +102,9 @@ __device__ __forceinline__ void put(G* d_table, int key, unsigned vocabulary, in
 
 // Block (x, y): sorted positions [32 x, 32 x + 32), columns from y blockDim.x W.  edges (gridDim.x, 2, D): the
 // sums of a run that comes from the block before (0), and of one that starts here and goes on (1).
-extern "C" __global__ void sum_runs(const T* d_out, const int* keys, const int* positions, int n, GRADIENT* d_table,
-                                    unsigned vocabulary, float* edges) {
+extern "C" __global__ void sum_runs(const T* __restrict__ d_out, const int* __restrict__ keys,
+                                    const int* __restrict__ positions, int n, GRADIENT* __restrict__ d_table,
+                                    unsigned vocabulary, float* __restrict__ edges) {
     __shared__ int key[RUN + 2], position[RUN];  // with the keys before and after
     const int first = blockIdx.x * RUN, count = min(RUN, n - first);
     if (threadIdx.x < RUN && threadIdx.x < count) position[threadIdx.x] = positions[first + threadIdx.x];
@@ -116,38 +117,55 @@ extern "C" __global__ void sum_runs(const T* d_out, const int* keys, const int* 
     if (column >= D) return;
     float sum[W] = {};
     bool from_before = key[0] == key[1] && first > 0;
-#pragma unroll 8
-    for (int i = 0; i < count; ++i) {
-        float x[W];
-        load(x, d_out + long(position[i]) * D + column);
+    for (int start = 0; start < count; start += AHEAD) {
+        Raw<W, T> raw[AHEAD];
 #pragma unroll
-        for (int j = 0; j < W; ++j) sum[j] += x[j];
-        const bool goes_on = key[i + 1] == key[i + 2] && first + i + 1 < n;
-        if (goes_on && i + 1 < count) continue;
-        if (from_before)
-            store(edges + long(blockIdx.x) * 2 * D + column, sum);
-        else if (goes_on)
-            store(edges + (long(blockIdx.x) * 2 + 1) * D + column, sum);
-        else
-            put(d_table, key[i + 1], vocabulary, column, sum);
-        from_before = false;
+        for (int k = 0; k < AHEAD; ++k)
+            if (start + k < count) raw[k].load(d_out + long(position[start + k]) * D + column);
 #pragma unroll
-        for (int j = 0; j < W; ++j) sum[j] = 0;
+        for (int k = 0; k < AHEAD; ++k) {
+            const int i = start + k;
+            if (i >= count) break;
+            float x[W];
+            raw[k].floats(x);
+#pragma unroll
+            for (int j = 0; j < W; ++j) sum[j] += x[j];
+            const bool goes_on = key[i + 1] == key[i + 2] && first + i + 1 < n;
+            if (goes_on && i + 1 < count) continue;
+            if (from_before)
+                store(edges + long(blockIdx.x) * 2 * D + column, sum);
+            else if (goes_on)
+                store(edges + (long(blockIdx.x) * 2 + 1) * D + column, sum);
+            else
+                put(d_table, key[i + 1], vocabulary, column, sum);
+            from_before = false;
+#pragma unroll
+            for (int j = 0; j < W; ++j) sum[j] = 0;
+        }
     }
 }
 
 // A run that starts in block x and goes on: its partial sums, in order.
-extern "C" __global__ void join_runs(const int* keys, int n, GRADIENT* d_table, unsigned vocabulary,
-                                     const float* edges) {
+extern "C" __global__ void join_runs(const int* __restrict__ keys, int n, GRADIENT* __restrict__ d_table,
+                                     unsigned vocabulary, const float* __restrict__ edges) {
     const int column = (blockIdx.y * blockDim.x + threadIdx.x) * W;
     const int last = (blockIdx.x + 1) * RUN - 1;
-    if (column >= D || last + 1 >= n || keys[last] != keys[last + 1]) return;
+    if (last + 1 >= n || keys[last] != keys[last + 1]) return;
     const int key = keys[last], first = blockIdx.x * RUN;
     if (first > 0 && keys[first] == key && keys[first - 1] == key) return;  // it started earlier
-    float sum[W], x[W];
+    int blocks = 0;  // that it goes on through
+    for (int found = blockDim.x; found == blockDim.x; blocks += found) {
+        const long at = long(blockIdx.x + 1 + blocks + threadIdx.x) * RUN;
+        found = __syncthreads_count(at < n && keys[at] == key);
+    }
+    if (column >= D) return;
+    float sum[W];
     load(sum, edges + (long(blockIdx.x) * 2 + 1) * D + column);
-    for (int block = blockIdx.x + 1; block * RUN < n && keys[block * RUN] == key; ++block) {
-        load(x, edges + long(block) * 2 * D + column);
+    const float* at = edges + long(blockIdx.x + 1) * 2 * D + column;
+#pragma unroll 8
+    for (int i = 0; i < blocks; ++i) {
+        float x[W];
+        load(x, at + long(i) * 2 * D);
 #pragma unroll
         for (int j = 0; j < W; ++j) sum[j] += x[j];
     }

@@ -1,9 +1,12 @@
-// RMSNorm and its backward.  A row is read once and stays in registers; D is a constant of the compilation,
-// so every loop over it is unrolled and all loads of a row are in flight together.
+// RMSNorm and its backward, at the speed of memory.
 //
-// THREADS threads (a warp or more) share a row, ROWS rows lie in a block.  The backward walks over rows with
-// a grid that fits the GPU once: each thread keeps the sums of d_weight of its columns in registers, the rows
-// of a block are added in shared memory, the blocks by `sum_partials`, always in the same order.
+// D is a constant of the compilation: every loop over a row is unrolled, and a row stays in registers, read
+// once.  THREADS threads (a warp or more) share a row, ROWS of these groups make a block, and a grid that fits
+// the GPU walks over all rows: while a group works on one row its loads of the next are under way.  Groups of
+// several warps meet at a barrier of their own.
+//
+// In the backward each thread also keeps the sums of d_weight of its columns in registers; the groups of a
+// block are added in shared memory, the blocks by `sum_partials`, always in the same order.
 //
 // -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DGRADIENT (dtype of d_weight) -DACCUMULATE
 #include "vectors.cuh"
@@ -11,92 +14,107 @@
 using T = DTYPE;
 constexpr int W = WIDTH, D = COLUMNS;
 constexpr int PACKS = (D / W + THREADS - 1) / THREADS;
+using Row = Raw<W, T>[PACKS];
+
+__device__ __forceinline__ int column(int pack) { return (pack * THREADS + int(threadIdx.x) % THREADS) * W; }
+
+__device__ __forceinline__ void load_row(Row& raw, const T* p, bool inside = true) {
+#pragma unroll
+    for (int p_ = 0; p_ < PACKS; ++p_)
+        if (inside && column(p_) < D) raw[p_].load(p + column(p_));
+}
 
 // The sum over the THREADS threads of a row; `turn` alternates, so that one barrier a call is enough.
 __device__ __forceinline__ float row_sum(float x, int turn) {
     x = warp_sum(x);
     if constexpr (THREADS > 32) {
-        __shared__ float parts[2][ROWS * THREADS / 32];
-        parts[turn][threadIdx.x / 32] = x;
-        __syncthreads();
+        constexpr int WARPS = THREADS / 32;
+        __shared__ float parts[2][ROWS][WARPS];
+        const int group = threadIdx.x / THREADS;
+        parts[turn][group][threadIdx.x % THREADS / 32] = x;
+        asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
         x = 0;
 #pragma unroll
-        for (int i = 0; i < THREADS / 32; ++i) x += parts[turn][threadIdx.x / THREADS * (THREADS / 32) + i];
+        for (int i = 0; i < WARPS; ++i) x += parts[turn][group][i];
     }
     return x;
 }
 
-__device__ __forceinline__ int column(int pack) { return (pack * THREADS + int(threadIdx.x) % THREADS) * W; }
-
-extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-rms_norm(const T* x, const T* weight, float eps, T* out, float* rstd, long rows) {
-    const long row = long(blockIdx.x) * ROWS + threadIdx.x / THREADS;
-    const bool inside = row < rows;
-    float v[PACKS][W];
-    float squares = 0;
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS, 768 / (THREADS * ROWS) + (THREADS * ROWS > 768))
+rms_norm(const T* __restrict__ x, const T* __restrict__ weight, float eps, T* __restrict__ out,
+         float* __restrict__ rstd, long rows) {
+    const long stride = long(gridDim.x) * ROWS;
+    long row = long(blockIdx.x) * ROWS + threadIdx.x / THREADS;
+    Row next;
+    load_row(next, x + row * D, row < rows);
+    for (int turn = 0; row < rows; row += stride, turn ^= 1) {
+        float v[PACKS][W];
+        float squares = 0;
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p)
-        if (inside && column(p) < D) {
-            load(v[p], x + row * D + column(p));
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) {
+                next[p].floats(v[p]);
 #pragma unroll
-            for (int j = 0; j < W; ++j) squares += v[p][j] * v[p][j];
-        }
-    const float r = rsqrtf(row_sum(squares, 0) * (1.0f / D) + eps);
-    if (!inside) return;
-    if (threadIdx.x % THREADS == 0) rstd[row] = r;
+                for (int j = 0; j < W; ++j) squares += v[p][j] * v[p][j];
+            }
+        load_row(next, x + (row + stride) * D, row + stride < rows);
+        const float r = rsqrtf(row_sum(squares, turn) * (1.0f / D) + eps);
+        if (threadIdx.x % THREADS == 0) rstd[row] = r;
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p)
-        if (column(p) < D) {
-            float w[W];
-            load(w, weight + column(p));
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) {
+                float w[W];
+                load(w, weight + column(p));  // from the L1 cache
 #pragma unroll
-            for (int j = 0; j < W; ++j) v[p][j] *= r * w[j];
-            store(out + row * D + column(p), v[p]);
-        }
+                for (int j = 0; j < W; ++j) v[p][j] *= r * w[j];
+                store(out + row * D + column(p), v[p]);
+            }
+    }
 }
 
 // dx += rstd (d_out weight - x rstd^2 mean(d_out weight x)); partial (gridDim.x, D): sums of d_out x rstd.
 extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
-rms_norm_backward(const T* d_out, const T* x, const T* weight, const float* rstd, T* dx, float* partial, long rows) {
+rms_norm_backward(const T* __restrict__ d_out, const T* __restrict__ x, const T* __restrict__ weight,
+                  const float* __restrict__ rstd, T* __restrict__ dx, float* __restrict__ partial, long rows) {
     const int group = threadIdx.x / THREADS;
-    float w[PACKS][W], sums[PACKS][W];
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        if (column(p) < D) load(w[p], weight + column(p));
-#pragma unroll
-        for (int j = 0; j < W; ++j) sums[p][j] = 0;
-    }
-    int turn = 0;
-    for (long first = long(blockIdx.x) * ROWS; first < rows; first += long(gridDim.x) * ROWS, turn ^= 1) {
-        const long row = first + group;
-        const bool inside = row < rows;
+    const long stride = long(gridDim.x) * ROWS;
+    long row = long(blockIdx.x) * ROWS + group;
+    Row w, g_next, x_next, d_next;
+    float r_next = row < rows ? rstd[row] : 0;
+    load_row(g_next, d_out + row * D, row < rows);
+    load_row(x_next, x + row * D, row < rows);
+    load_row(d_next, dx + row * D, row < rows);
+    load_row(w, weight);
+    float sums[PACKS][W] = {};
+    for (int turn = 0; row < rows; row += stride, turn ^= 1) {
         float g[PACKS][W], v[PACKS][W], d[PACKS][W];
+        const float r = r_next;
         float dot = 0;
 #pragma unroll
         for (int p = 0; p < PACKS; ++p)
-            if (inside && column(p) < D) {
-                const long at = row * D + column(p);
-                load(g[p], d_out + at);
-                load(v[p], x + at);
-                load(d[p], dx + at);
-            }
-        const float r = inside ? rstd[row] : 0;
-#pragma unroll
-        for (int p = 0; p < PACKS; ++p)
-            if (inside && column(p) < D) {
+            if (column(p) < D) {
+                float scale[W];
+                g_next[p].floats(g[p]);
+                x_next[p].floats(v[p]);
+                d_next[p].floats(d[p]);
+                w[p].floats(scale);
 #pragma unroll
                 for (int j = 0; j < W; ++j) {
-                    const float scaled = v[p][j] * r;
-                    sums[p][j] += g[p][j] * scaled;
-                    g[p][j] *= w[p][j];
-                    v[p][j] = scaled;
-                    dot += g[p][j] * scaled;
+                    v[p][j] *= r;
+                    sums[p][j] += g[p][j] * v[p][j];
+                    g[p][j] *= scale[j];
+                    dot += g[p][j] * v[p][j];
                 }
             }
+        const long after = row + stride;
+        if (after < rows) r_next = rstd[after];
+        load_row(g_next, d_out + after * D, after < rows);
+        load_row(x_next, x + after * D, after < rows);
+        load_row(d_next, dx + after * D, after < rows);
         const float slope = row_sum(dot, turn) * (-1.0f / D);
 #pragma unroll
         for (int p = 0; p < PACKS; ++p)
-            if (inside && column(p) < D) {
+            if (column(p) < D) {
 #pragma unroll
                 for (int j = 0; j < W; ++j) d[p][j] += r * (g[p][j] + slope * v[p][j]);
                 store(dx + row * D + column(p), d[p]);

@@ -71,6 +71,40 @@ __device__ __forceinline__ void store(T* p, const float (&x)[W]) {
     }
 }
 
+// W elements as they lie in memory: half the registers of floats in bf16, so that a thread can hold the next
+// row while it works on this one.
+template <int W, class T>
+struct Raw {
+    static constexpr int quads = W * sizeof(T) / 16;
+    Quad wide[quads ? quads : 1];
+    T single;
+
+    __device__ __forceinline__ void load(const T* p) {
+        if constexpr (quads) {
+#pragma unroll
+            for (int i = 0; i < quads; ++i) wide[i] = reinterpret_cast<const Quad*>(p)[i];
+        } else {
+            single = *p;
+        }
+    }
+    __device__ __forceinline__ void store(T* p) const {
+        if constexpr (quads) {
+#pragma unroll
+            for (int i = 0; i < quads; ++i) reinterpret_cast<Quad*>(p)[i] = wide[i];
+        } else {
+            *p = single;
+        }
+    }
+    __device__ __forceinline__ void floats(float (&x)[W]) const {
+        if constexpr (quads) {
+#pragma unroll
+            for (int i = 0; i < quads; ++i) unpack(x + i * (16 / sizeof(T)), wide[i], T());
+        } else {
+            x[0] = widen(single);
+        }
+    }
+};
+
 // Four elements in one access, whatever their size.
 __device__ __forceinline__ void load_few(float (&x)[4], const float* p) { load(x, p); }
 __device__ __forceinline__ void load_few(float (&x)[4], const bfloat16* p) {

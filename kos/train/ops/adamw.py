@@ -16,7 +16,7 @@ from kos.train.ops.cuda import CudaOps
 from kos.train.optimizer import Schedule
 from kos.train.parameters import Parameters
 
-CHUNK = 32_768  # elements of a thread block
+CHUNK = 16_384  # elements of a thread block
 SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of adamw.cu
 STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", "sum_of_squares")
 _CHUNK_DTYPE = np.dtype([("start", np.int64), ("length", np.int32), ("decayed", np.int32)])

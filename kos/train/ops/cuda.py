@@ -30,6 +30,7 @@ from kos.train.ops.cublaslt import Matmul
 KERNELS = Path(__file__).parent.parent / "kernels"
 BLOCK = 256  # threads of an elementwise block
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
+ROW_CACHE = 101_120  # bytes of a row of logits kept in shared memory: what every GPU since Ampere gives a block
 FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 
 
@@ -47,14 +48,16 @@ class CudaOps:
         self.multiprocessors = device_info(device).multiprocessors
         self._kernels: dict[tuple[Any, ...], Any] = {}
 
-    def launch(self, file: str, name: str, grid: Any, block: int, *arguments: Any, **defines: str | int) -> None:
+    def launch(
+        self, file: str, name: str, grid: Any, block: int, *arguments: Any, shared: int = 0, **defines: str | int
+    ) -> None:
         """Queue the kernel ``name`` of ``file``; arrays are handed over by their address."""
         key = (file, name, *defines.items())
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = self._kernels[key] = load_kernel(KERNELS / file, name, self.device, **defines)
         values = (x.pointer if isinstance(x, Array) else x for x in arguments)
-        kernel(self.stream, grid, block, *values)
+        kernel(self.stream, grid, block, *values, shared=shared)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -192,8 +195,9 @@ class CudaOps:
         width = _width(columns, x, weight, out)
         threads = _row_threads(columns, width, 32)
         together = max(1, BLOCK // threads)
+        blocks = min(-(-rows // together), self.multiprocessors * max(1, 768 // (threads * together)))
         self.launch(
-            "rms_norm.cu", "rms_norm", -(-rows // together), threads * together,
+            "rms_norm.cu", "rms_norm", blocks, threads * together,
             x, weight, np.float32(eps), out, rstd, rows,
             DTYPE=x.dtype.name, WIDTH=width, COLUMNS=columns, THREADS=threads, ROWS=together,
             GRADIENT="float32", ACCUMULATE=0,
@@ -213,8 +217,10 @@ class CudaOps:
         rows, columns = x.shape
         width = _width(columns, x, d_out, weight, dx)
         threads = _row_threads(columns, width, 16)
-        together = max(1, min(2 * BLOCK // threads, 12_288 // columns))  # 48 KiB of shared memory
-        blocks = min(-(-rows // together), self.multiprocessors * max(1, 1024 // (threads * together)))
+        # One block on each multiprocessor, of at most 15 barriers and 48 KiB of shared memory.
+        most = 768 if threads * width >= columns else 512  # a thread with one access needs few registers
+        together = max(1, min(most // threads, 12_288 // columns, 15))
+        blocks = min(-(-rows // together), self.multiprocessors)
         defines: dict[str, str | int]
         defines = {"DTYPE": x.dtype.name, "WIDTH": width, "COLUMNS": columns, "THREADS": threads, "ROWS": together,
                    "GRADIENT": d_weight.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
@@ -286,19 +292,23 @@ class CudaOps:
     def _cross_entropy(self, logits: Array, targets: Array, count: Any, losses: Array, backward: int) -> None:
         rows, vocabulary = logits.shape
         width = _width(vocabulary, logits)
-        threads = min(1024, _power_of_two(-(-vocabulary // width)))
+        threads = min(512, _power_of_two(-(-vocabulary // width)))
+        cached = min(vocabulary, ROW_CACHE // logits.dtype.itemsize) * backward
         if rows:
             self._entropy(
                 "cross_entropy", rows, threads, logits, targets, count, losses, vocabulary,
-                DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward,
+                DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, CACHED=cached,
+                shared=cached * logits.dtype.itemsize,
             )  # fmt: skip
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
         self._entropy("mean_loss", 1, 1024, losses, count, out, losses.size)
 
-    def _entropy(self, name: str, grid: int, block: int, *arguments: Any, **defines: str | int) -> None:
-        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, **defines}
-        self.launch("cross_entropy.cu", name, grid, block, *arguments, **every)
+    def _entropy(
+        self, name: str, grid: int, block: int, *arguments: Any, shared: int = 0, **defines: str | int
+    ) -> None:
+        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "CACHED": 0, **defines}
+        self.launch("cross_entropy.cu", name, grid, block, *arguments, shared=shared, **every)
 
 
 def _width(columns: int, first: Array, *others: Array) -> int:
@@ -312,8 +322,17 @@ def _width(columns: int, first: Array, *others: Array) -> int:
 
 
 def _row_threads(columns: int, width: int, most: int) -> int:
-    """Threads that share a row so that none holds over ``most`` elements; whole warps, at most a block."""
-    return min(1024, _power_of_two(-(-columns // max(most, width))))
+    """Threads that share a row: whole warps, at most a block, with the fewest idle.
+
+    None holds over ``most`` elements, if a block can do it; of equals, the one with more elements a thread.
+    """
+    accesses = -(-columns // width)
+
+    def threads(each: int) -> int:
+        return min(1024, -(-accesses // (32 * each)) * 32)
+
+    choices = range(max(1, most // width), 0, -1)
+    return threads(min(choices, key=lambda each: threads(each) * each - accesses))
 
 
 def _power_of_two(size: int) -> int:
