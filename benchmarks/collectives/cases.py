@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,8 @@ def bandwidths(op: str, ranks: int, nbytes: int, time_us: float) -> tuple[float,
     return algbw, algbw * busbw_factor(op, ranks)
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """One size of one operation.  ``count`` is nccl-tests': the larger of a rank's input and output, in elements."""
 
     op: str

@@ -94,9 +94,7 @@ class DeviceMemory:
     def check(self, array: Any, table: Any, start: int) -> None:
         expected, size = table[start : start + array.size], array.dtype.itemsize
         blocks = min(1024, -(-array.size // 512))
-        self._check(
-            self.stream, blocks, 512, array.pointer, expected.pointer, array.size, size, self._counter.pointer
-        )
+        self._check(self.stream, blocks, 512, array.pointer, expected.pointer, array.size, size, self._counter.pointer)
 
     def wrong(self) -> int:
         wrong = int(self._counter.numpy(self.stream)[0])

@@ -85,9 +85,11 @@ class Torch(Implementation):
         if op == "broadcast":
             return partial(dist.broadcast, x, ROOT, group=self._group)
         if op == "all_gather":
-            return partial(dist.all_gather_into_tensor, out, x, group=self._group)
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames both
+            return partial(gather, out, x, group=self._group)
         if op == "reduce_scatter":
-            return partial(dist.reduce_scatter_tensor, out, x, **reducing)
+            reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            return partial(reduce_scatter, out, x, **reducing)
         if op == "all_to_all":
             return partial(dist.all_to_all_single, out, x, group=self._group)
         return None
@@ -114,8 +116,9 @@ def torch_world(comm: Communicator) -> Any:
 
     Raises ImportError without torch.  Collective.
     """
-    from torch import distributed as dist
+    from torch import distributed
 
+    dist: Any = distributed
     if not dist.is_available():
         raise ImportError("torch has no torch.distributed")
     server = comm.rank == 0

@@ -111,7 +111,7 @@ def to_json(result: Row) -> str:
     """One line for each row, so that changes can be read."""
     head = {key: value for key, value in result.items() if key != "rows"}
     rows = ",\n".join(f"    {json.dumps(row)}" for row in result["rows"])
-    return f"{json.dumps(head, indent=2)[:-2]},\n  \"rows\": [\n{rows}\n  ]\n}}\n"
+    return f'{json.dumps(head, indent=2)[:-2]},\n  "rows": [\n{rows}\n  ]\n}}\n'
 
 
 def _cpu() -> str:

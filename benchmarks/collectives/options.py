@@ -1,0 +1,58 @@
+"""The command line of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from benchmarks.collectives import __doc__ as METHOD
+from benchmarks.collectives.cases import OPERATIONS, REDUCE_OPS, parse_sizes
+from benchmarks.collectives.implementations import GPU_BACKENDS
+from kos.dtypes import DTYPES
+
+HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.collectives",
+        description=METHOD,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    names = ", ".join
+    add("--collective", "--collectives", default="all_reduce", help=f"all, or some of {names(OPERATIONS)}")
+    add("--sizes", default="1K:64M:x4", help="bytes: first:last:xFACTOR, or a list (default %(default)s)")
+    add("--dtype", default="float32", choices=DTYPES, metavar="DTYPE", help="element type (default %(default)s)")
+    add("--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
+    add("--backend", "--backends", help=f"only these, of {names([*HOST_BACKENDS, *GPU_BACKENDS])}")
+    add("--algorithm", "--algorithms", default="auto", help="of ours, by name (default %(default)s)")
+    add("--mode", "--modes", help="some of graph (GPUs), eager, single_shot (default: all)")
+    add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
+    add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
+    add("--iterations", type=int, default=100, help="timed calls of a row, fewer if large (default %(default)s)")
+    add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
+    add("--plot", type=Path, metavar="FILE", help="draw latency and bus bandwidth over size")
+    add("--no-peers", action="store_true", help="only our own implementations")
+    options = parser.parse_args(arguments)
+    try:
+        options.sizes = parse_sizes(options.sizes)
+    except ValueError as error:
+        parser.error(f"--sizes: {error}")
+    options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
+    options.backend = options.backend.split(",") if options.backend else None
+    options.algorithm = options.algorithm.split(",")
+    options.mode = options.mode.split(",") if options.mode else None
+    for what, known in (
+        ("collective", OPERATIONS),
+        ("backend", (*HOST_BACKENDS, *GPU_BACKENDS)),
+        ("mode", ("graph", "eager", "single_shot")),
+    ):
+        for name in getattr(options, what) or ():
+            if name not in known:
+                parser.error(f"--{what}: expected some of {names(known)}, got {name!r}")
+    if options.iterations < 1 or options.ranks < 1:
+        parser.error("--iterations, --ranks: expected numbers from 1 on")
+    return options

@@ -1,0 +1,277 @@
+"""The benchmark of collectives: its arithmetic, that it sees wrong results, what it writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.collectives import __main__ as command
+from benchmarks.collectives import report
+from benchmarks.collectives.cases import (
+    IN_PLACE,
+    OPERATIONS,
+    PERIOD,
+    STRIDE,
+    Case,
+    Data,
+    bandwidths,
+    busbw_factor,
+    parse_sizes,
+)
+from benchmarks.collectives.implementations import Ours
+from benchmarks.collectives.measure import HostTimer, Job, Run, measure
+from benchmarks.collectives.memory import HostMemory, Space
+from kos.comm import Communicator
+from kos.cuda import kernels
+from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.errors import BackendUnavailable
+from kos.testing import spawn
+
+ROOT = Path(__file__).resolve().parents[1]
+MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+MPIRUN = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or ""
+PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
+
+
+@pytest.mark.parametrize(
+    ("op", "factor"),
+    [
+        ("all_reduce", 2 * 7 / 8), ("reduce_scatter", 7 / 8), ("all_gather", 7 / 8), ("all_to_all", 7 / 8),
+        ("gather", 7 / 8), ("scatter", 7 / 8), ("broadcast", 1.0), ("reduce", 1.0), ("send_recv", 1.0),
+    ],
+)  # fmt: skip
+def test_bus_bandwidth_is_that_of_nccl_tests(op: str, factor: float) -> None:
+    assert busbw_factor(op, 8) == factor
+    assert bandwidths(op, 8, 10**9, 1e6) == (1.0, factor)  # 1 GB in a second
+
+
+def test_sizes() -> None:
+    assert parse_sizes("1K:64K:x4") == [1024, 4096, 16384, 65536]
+    assert parse_sizes("512,1M,1G") == [512, 2**20, 2**30]
+    for wrong in ("", "1K:2K", "0", "1T", "4:8:2", "4:8:x1", "-1", "1.5K"):
+        with pytest.raises(ValueError, match="expected"):
+            parse_sizes(wrong)
+
+
+def test_counts_are_those_of_nccl_tests() -> None:
+    case = Case.of("all_gather", 100, "float32", "sum", 8, False)
+    assert (case.count, case.nbytes, case.sends, case.receives, case.redop) == (24, 96, 3, 24, "none")
+    case = Case.of("reduce_scatter", 100, "bfloat16", "sum", 8, False)
+    assert (case.count, case.nbytes, case.sends, case.receives, case.redop) == (48, 96, 48, 6, "sum")
+    with pytest.raises(SystemExit, match="for each of 8 ranks, got 16 bytes"):
+        Case.of("all_to_all", 16, "float32", "sum", 8, False)
+
+
+def collective(op: str, redop: str, inputs: list[np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any] | None]:
+    """What each rank must get, in float64: the definition of the operation, written down once more."""
+    n, x = len(inputs), [np.asarray(i, np.float64) for i in inputs]
+    functions = {"sum": sum, "avg": lambda xs: sum(xs) / n, "prod": np.prod, "min": np.min, "max": np.max}
+    if redop in ("prod", "min", "max"):
+        reduced = functions[redop](x, axis=0)
+    else:
+        reduced = functions.get(redop, sum)(x)
+    if op == "all_reduce":
+        return [reduced] * n
+    if op == "reduce":
+        return [reduced] + [None] * (n - 1)
+    if op == "reduce_scatter":
+        return list(np.split(reduced, n))
+    if op == "broadcast":
+        return [x[0]] * n
+    if op == "scatter":
+        return list(np.split(x[0], n))
+    if op == "send_recv":
+        return [x[-1], *x[:-1]]
+    if op == "all_to_all":
+        return list(np.stack([np.split(i, n) for i in x]).swapaxes(0, 1).reshape(n, -1))
+    return [np.concatenate(x)] * n if op == "all_gather" else [np.concatenate(x)] + [None] * (n - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("op", "in_place"), PLACES)
+def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
+    """The right outputs pass the check in every iteration; each wrong element is counted."""
+    ranks, seed = 4, int(np.random.SeedSequence().entropy or 0) % 2**32
+    print("seed", seed)
+    for redop in ("sum", "avg", "max", "min", "prod") if "reduce" in op else ("sum",):
+        if redop == "avg" and dtype == "int8":
+            continue
+        nbytes = (PERIOD + 5000) * np.dtype(Case.of(op, 64, dtype, redop, 4, False).dtype.numpy).itemsize
+        case = Case.of(op, nbytes, dtype, redop, ranks, in_place)
+        memory = HostMemory()
+        spaces = [Space(case, Data(case, r, seed), memory, memory.empty, 2) for r in range(ranks)]
+        for iteration in (0, PERIOD // STRIDE + 1):
+            for space in spaces:
+                space.fill(1, iteration)
+            results = collective(op, redop, [space.slots[1].send for space in spaces])
+            for space, result in zip(spaces, results, strict=True):
+                space.check(1, iteration)
+                untouched = space.wrong()
+                if result is None:
+                    continue
+                recv = space.slots[1].recv
+                if (op, in_place, space) != ("broadcast", True, spaces[0]):  # the root's is there already
+                    assert untouched > recv.size // (4 * ranks), "an operation that did nothing passed"
+                recv[:] = result
+                space.check(1, iteration)
+                assert space.wrong() == 0
+                space.check(1, iteration + 1)
+                assert space.wrong() > recv.size // 4, "the result of another iteration passed"
+                recv.view(np.uint8)[:: recv.itemsize][[0, recv.size // 2, -1]] ^= 1
+                space.check(1, iteration)
+                assert space.wrong() == 3
+
+
+def test_values_that_have_no_exact_result_are_refused() -> None:
+    with pytest.raises(SystemExit, match="sum: no values of float8_e5m2 have an exact result on 8 ranks"):
+        Data(Case.of("all_reduce", 64, "float8_e5m2", "sum", 8, True), 0, 0)
+    with pytest.raises(SystemExit, match="avg: is exact"):
+        Data(Case.of("all_reduce", 96, "float32", "avg", 3, True), 0, 0)
+
+
+class Faulty(Ours):
+    """Ours, with the last element of rank 0's result off by one bit in every fifth call."""
+
+    calls = 0
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Any:
+        right = super().bind(case, send, recv)
+        assert right is not None
+
+        def call() -> None:
+            right()
+            self.calls += 1
+            if self.comm.rank == 0 and self.calls % 5 == 0:
+                recv.view(np.uint32)[-1] ^= 1
+
+        return call
+
+
+class Lazy(Ours):
+    """Ours, which does nothing in the last call of a batch of four."""
+
+    calls = 0
+
+    def bind(self, case: Case, send: Any, recv: Any) -> Any:
+        right = super().bind(case, send, recv)
+        assert right is not None
+
+        def call() -> None:
+            self.calls += 1
+            if self.calls % 4:
+                right()
+
+        return call
+
+
+@pytest.mark.parametrize("mode", ["eager", "single_shot"])
+def test_wrong_results_are_counted(mode: str) -> None:
+    case = Case.of("all_reduce", 4000, "float32", "sum", 2, False)
+
+    def run(comm: Communicator) -> list[tuple[int, int]]:
+        job, memory = Job(comm), HostMemory()
+        runs = []
+        for implementation in (Ours(comm, "mock"), Faulty(comm, "mock"), Lazy(comm, "mock")):
+            space = Space(case, Data(case, comm.rank, 0), memory, memory.empty, 4)
+            calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
+            runs.append(Run(implementation, space, calls))
+        return [(s.iterations, s.wrong) for s in measure(job, HostTimer(job), runs, mode, 16, 4)]
+
+    right, faulty, lazy = spawn(run, 2)[1]  # one warm-up batch of 4 calls, 16 timed ones; all ranks know all
+    assert right == (16, 0)
+    assert faulty == (16, 4)
+    assert lazy == (16, 5 * 2 * 1000)
+
+
+def check_document(result: dict[str, Any], ranks: int) -> None:
+    assert tuple(result) == report.KEYS
+    assert result["driver"] is None and result["hardware"] and result["versions"]["numpy"] == np.__version__
+    assert "/" not in result["command"].replace("python -m", "")
+    for row in result["rows"]:
+        assert tuple(row) == report.ROW_KEYS
+        assert row["wrong"] == 0 and row["ranks"] in (ranks, 1)
+        assert 0 < row["time_us"] <= row["p99_us"] and row["cpu_us"] > 0
+        assert row["algbw_gbps"] == pytest.approx(row["bytes"] / row["time_us"] / 1e3, rel=1e-3)
+        assert row["mode"] in ("eager", "single_shot") and row["iterations"] >= 4
+
+
+def test_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in command.STARTED_BY:
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "rows.json"
+    arguments = ["--sizes", "4K", "--iterations", "4", "--ranks", "3", "--collective", "all", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["collectives", *arguments])
+    assert command.main(arguments) == 0
+    result = json.loads(file.read_text())
+    check_document(result, 3)
+    assert {(row["op"], row["in_place"]) for row in result["rows"] if row["ranks"] == 3} == set(PLACES)
+    assert {row["backend"] for row in result["rows"]} == {"mock"}
+    assert {row["call"] for row in result["rows"]} == {"function", "persistent"}
+    printed = capsys.readouterr().out
+    assert printed.count("# all_reduce on 3 ranks") == 1 and "0 wrong elements in" in printed
+
+    pytest.importorskip("matplotlib")
+    from benchmarks.collectives.plot import plot, series
+
+    rows = [row for row in result["rows"] if row["op"] == "all_reduce" and row["ranks"] == 3]
+    line = series(rows, "eager")["mock"]
+    assert [(row["bytes"], row["in_place"], row["call"]) for row in line] == [(4096, True, "function")]
+    plot(result, tmp_path / "rows.png")
+    assert (tmp_path / "rows.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in command.STARTED_BY:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(command, "Ours", Lazy)
+    assert command.main(["--sizes", "64", "--iterations", "4", "--mode", "eager"]) == 1
+
+
+def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["--sizes", "4Q"], "expected a size such as"),
+        (["--backend", "smoke"], "--backend: expected some of"),
+        (["--mode", "fast"], "--mode: expected some of"),
+        (["--collective", "all_reduced"], "--collective: expected some of"),
+        (["--iterations", "0"], "expected numbers from 1 on"),
+    ):
+        with pytest.raises(SystemExit):
+            command.parse(arguments)
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
+def test_under_mpirun(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
+    arguments = ["--sizes", "1K", "--iterations", "4", "--device", "host", "--json", str(file)]
+    done = subprocess.run(
+        [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", *arguments],
+        env=clean, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    check_document(result, 2)
+    assert result["command"].startswith("mpirun -n 2 python -m benchmarks.collectives --sizes 1K")
+    backends = {row["backend"] for row in result["rows"]} | set(result["skipped"])
+    assert backends == {"mpi", "mpi-native", "gloo"}
+    assert all(row["limit_us"] > 0 for row in result["rows"] if row["ranks"] == 2)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_device_code_compiles(tmp_path: Path, arch: str) -> None:
+    try:
+        kernels.nvrtc_version()
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    source = ROOT / "benchmarks" / "collectives" / "device.cu"
+    cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
+    assert all(b".text." + name in cubin for name in (b"count_wrong", b"empty", b"ping_pong"))
