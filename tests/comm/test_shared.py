@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 from typing import Any
 
@@ -149,19 +150,39 @@ def test_many_in_flight_on_several_communicators(seed: int, size: int) -> None:
     run(body, size)
 
 
+def test_a_slot_is_not_filled_before_its_reader_has_it() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, y = np.full(5, 1.0 + comm.rank), np.full(5, 3.0 + comm.rank)
+        if comm.rank == 0:
+            comm.rendezvous.barrier()
+            comm.broadcast(x)
+            comm.broadcast(y)
+            work = comm.all_reduce(np.full(5, 5.0), async_op=True)
+            comm.rendezvous.barrier()
+            assert (work.wait() == 6).all()
+        else:
+            works = [comm.broadcast(x, async_op=True), comm.broadcast(y, async_op=True)]
+            comm.rendezvous.barrier()
+            comm.rendezvous.barrier()  # it has begun both but read neither, and the root goes on
+            assert [work.wait()[0] for work in works] == [1, 3]
+            assert (comm.all_reduce(np.full(5, 1.0)) == 6).all()
+
+    run(body, 2)
+
+
 def test_a_rank_far_ahead_of_the_others() -> None:
     """More calls in flight than fingerprints are kept: what was overwritten is not taken for a mismatch."""
     count = segments.RING + 50
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
-            works = [comm.all_reduce(np.full(1, i), async_op=True) for i in range(count)]
+            works = [comm.all_reduce(np.full(1 + i % 3, i), async_op=True) for i in range(count)]
             comm.rendezvous.barrier()
             assert [int(work.wait()[0]) for work in works] == [2 * i for i in range(count)]
         else:
             comm.rendezvous.barrier()
             for i in range(count):
-                assert comm.all_reduce(np.full(1, i))[0] == 2 * i
+                assert comm.all_reduce(np.full(1 + i % 3, i))[0] == 2 * i
 
     run(body, 2)
 
@@ -171,7 +192,7 @@ def test_nothing_is_left_behind() -> None:
         with open("/proc/self/maps") as maps:
             return len(os.listdir("/proc/self/fd")), maps.read().count("memfd:kos")
 
-    def body(comm: kos.Communicator) -> None:
+    def body(comm: kos.Communicator) -> Any:
         comm.all_reduce(np.ones(3))
         part = comm.duplicate()
         part.all_reduce(np.ones(3))
@@ -180,11 +201,13 @@ def test_nothing_is_left_behind() -> None:
         if comm.rank == 0:
             inside.append(held())
         comm.rendezvous.barrier()
+        return comm, part
 
     inside: list[tuple[int, int]] = []
     before = held()
-    run(body, 3)
-    assert inside[0][1] >= 3, "a segment is mapped while it is in use"
+    closed = run(body, 3)  # closing is enough, they need not be forgotten
+    assert len(closed) == 3
+    assert inside[0][1] == 3, "the segment in use is mapped, that of the closed part is not"
     assert held() == before
 
 
@@ -212,3 +235,19 @@ def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for reason in run(body, 2):
         assert "rank 0 cannot map the memory of rank 0: [Errno 1] Operation not permitted" in reason
+
+
+def test_the_lock_excludes_other_ranks() -> None:
+    def body(comm: kos.Communicator) -> None:
+        segment = comm.backend._segment
+        if comm.rank == 0:
+            with segment.locked():
+                comm.rendezvous.barrier()
+                comm.rendezvous.barrier()
+        else:
+            comm.rendezvous.barrier()
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(segment._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            comm.rendezvous.barrier()
+
+    run(body, 2)
