@@ -4,8 +4,9 @@ The engine owns the slab in which the kernels meet, chooses a kernel and its lau
 what a kernel that gave up was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the communicator's business.
 
-Algorithms: ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` and ``bulk`` (buffer to
-buffer, large), all of them adding in rank order; ``ring`` and ``tree``, which follow the schedules of that name.
+Algorithms: ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` and ``bulk`` (reads from
+buffer to buffer), ``push`` (writes alone), ``copies`` (copy engines, symmetric buffers only), all of them adding in
+rank order; ``ring`` and ``tree``, which follow the schedules of that name.
 """
 
 from __future__ import annotations
@@ -66,18 +67,28 @@ class Launch:
     pieces: int = 1  # of copies
 
 
-# (bytes up to which, launch): measured on 8 H200, see benchmarks/peer_kernels.py.
-_LAUNCHES: tuple[tuple[float, Launch], ...] = (
-    (48 << 10, Launch("one_shot", threads=256)),
+# (bytes up to which, launch) where both buffers are symmetric, and elsewhere; see benchmarks/peer_kernels.py.
+_SYMMETRIC: tuple[tuple[float, Launch], ...] = (
+    (192 << 10, Launch("one_shot", threads=128)),
+    (384 << 10, Launch("two_shot", threads=128)),
+    (1 << 20, Launch("direct", blocks=32)),
+    (6 << 20, Launch("direct", blocks=64)),
+    (128 << 20, Launch("push", blocks=128)),
+    (float("inf"), Launch("copies", pieces=2)),
+)
+_ORDINARY: tuple[tuple[float, Launch], ...] = (
+    (192 << 10, Launch("one_shot", threads=128)),
+    (768 << 10, Launch("two_shot", threads=128)),
     (2 << 20, Launch("two_shot", threads=256)),
-    (float("inf"), Launch("bulk", blocks=32, threads=256)),
+    (float("inf"), Launch("push", blocks=128)),
 )
 
 
 class PeerEngine:
     """The kernels of one group of ranks, one of them on ``device``.
 
-    Creation and ``close`` are collective.  ``timeout`` (seconds) bounds every wait inside a kernel and may be
+    Its operations run one after another: queue them on one stream, or order the streams.  Creation and ``close``
+    are collective.  ``timeout`` (seconds) bounds every wait inside a kernel and may be
     changed at any time.  Ranks may share a GPU if they are threads of one process (all ranks' kernels then run
     at once); as processes they take turns, a millisecond each.
     """
@@ -101,7 +112,8 @@ class PeerEngine:
         facts = [data.decode().split() for data in rendezvous.allgather(fact.encode())]
         sharing = max(sum(uuid == other for other, *_ in facts) for uuid, *_ in facts)
         self.blocks = min(CHANNELS, min(int(count) for _, count, _ in facts) // sharing)
-        self._copier: Any = None
+        self._copier: Any = None  # stream
+        self._copied: list[Array] = []  # where it brings what is added; graphs may use an older one
         self._overlap = sharing == 1 and overlap
         self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
         self.staging = staging // 16 * 16
@@ -136,9 +148,10 @@ class PeerEngine:
     def unregister(self, memory: SymmetricMemory) -> None:
         self._memories.remove(memory)
 
-    def launch_for(self, nbytes: int) -> Launch:
-        """What ``auto`` takes for a message of that size."""
-        return next(launch for limit, launch in _LAUNCHES if nbytes <= limit)
+    def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
+        """What is taken where nothing else is said, by size and by where the buffers lie."""
+        symmetric = self._symmetric(send, nbytes) and self._symmetric(recv, nbytes)
+        return next(launch for limit, launch in (_SYMMETRIC if symmetric else _ORDINARY) if nbytes <= limit)
 
     def bind_all_reduce(
         self,
@@ -163,7 +176,7 @@ class PeerEngine:
                 f"all_reduce: expected elements at multiples of {dtype.itemsize} bytes, "
                 f"got {count} at 0x{send:x} and 0x{recv:x}"
             )
-        launch = self._possible(launch or self.launch_for(count * dtype.itemsize), op)
+        launch = self._possible(launch or self.launch_for(send, recv, count * dtype.itemsize), op)
         if launch.algorithm in _PACKETS:
             return self._bind_packets(launch, send, recv, count, dtype, op, factor, stream)
         if launch.algorithm == "copies":
@@ -263,7 +276,10 @@ class PeerEngine:
         begin, end = min(rank * chunk, count), min((rank + 1) * chunk, count)
         step = -(-chunk // launch.pieces // 128) * 128
         cuts = [(at, min(at + step, end)) for at in range(begin, end, step)]
-        staging = Array.empty(2 * size * step * itemsize, "uint8", self.device, label="all_reduce staging")
+        room = 2 * size * step * itemsize
+        if not self._copied or self._copied[-1].nbytes < room:
+            self._copied.append(Array.empty(room, "uint8", self.device, label="all_reduce by copies"))
+        staging = self._copied[-1]
         inputs, outputs = (
             [base + pointer - memory.pointer for base in memory.pointers]
             for pointer in (send, recv)
@@ -379,6 +395,7 @@ class PeerEngine:
         else:
             self.memory.close()
         self._memories.clear()
+        self._copied.clear()
 
 
 def _loaded(kernel: Any) -> Any:
