@@ -130,7 +130,7 @@ class Recorder:
             operation.name,
             operation.sequence,
             send and send.shape,
-            recv and recv is not send and recv.shape,
+            recv is not send and recv and recv.shape,
             send.dtype if send else recv and recv.dtype,
             operation.reduction,
             operation.root,
