@@ -30,6 +30,12 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
 LONG = 3 * backend.EAGER_BYTES  # bytes
 
 
+@pytest.fixture(autouse=True)
+def _sockets_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of these tests share a host, and are to use the network all the same."""
+    monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+
+
 @pytest.fixture
 def ranks() -> TCPRanks:
     return TCPRanks(3)

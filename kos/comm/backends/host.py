@@ -23,7 +23,7 @@ class HostBackend(Backend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        self._segment, self.shared_memory = None, "a group of one"
+        self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded = False
@@ -34,6 +34,11 @@ class HostBackend(Backend):
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             if self._segment.size == self.size:
                 self._shared = SharedCollectives(self._calls, self.crowded)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
+        return self._segment is not None
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         return self._calls.publish(operation) if self._calls is not None else None

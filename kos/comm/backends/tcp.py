@@ -1,8 +1,9 @@
 """The tcp backend: host memory over sockets, one authenticated connection between every two ranks.
 
-For jobs that no MPI started.  Everything runs as schedules.  Short messages are sent at once and, if nobody
-has asked for them yet, kept by the receiver; long ones are announced, and travel when the receiver grants
-them room, straight into its memory.  So no order of sends and receives can block a connection.
+For jobs that no MPI started.  What does not go through shared memory runs as schedules.  Short messages are
+sent at once and, if nobody has asked for them yet, kept by the receiver; long ones are announced, and travel
+when the receiver grants them room, straight into its memory.  So no order of sends and receives can block a
+connection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from kos.comm.backend import Backend, Probe, Request
+from kos.comm.backend import Probe, Request
+from kos.comm.backends.host import HostBackend
+from kos.comm.mpi_job import Backoff
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tcp import Connection, Network, admit_all
@@ -40,7 +43,7 @@ _LAST_WORDS = 1000  # bytes
 _NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
 
 
-class TCPBackend(Backend):
+class TCPBackend(HostBackend):
     """Carries a group whose ranks found each other over TCP."""
 
     name = "tcp"
@@ -61,7 +64,7 @@ class TCPBackend(Backend):
         return Probe(True, f"sockets between {rendezvous.size} ranks")
 
     def idle(self) -> Idle:
-        return self._poller
+        return self._poller if self._calls is None else _Watch(self._poller, self.crowded)
 
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0
@@ -69,17 +72,15 @@ class TCPBackend(Backend):
         return None if rendezvous is None else TCPBackend(rendezvous, self.engine, self._poller)
 
     def close(self) -> None:
+        super().close()
         self._mesh.leave(_BYE, "")
 
     def abort(self, reason: str) -> None:
+        super().abort(self.broken or reason)
         self._mesh.leave(_LEFT, self.broken or reason)  # whose fault it was, if another rank's
 
-    def missing(self, operation: Operation) -> str:
-        if not operation.collective:
-            if operation.src is None:
-                return f"rank {operation.dst} did not receive"
-            return f"rank {operation.src} sent nothing"
-        return f"still waiting for ranks {self._mesh.awaited(self._tag(operation))}"
+    def awaited(self, operation: Operation) -> list[int]:
+        return self._mesh.awaited(self._tag(operation))
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if operation.collective:
@@ -87,7 +88,7 @@ class TCPBackend(Backend):
         else:
             self._mesh.forget(operation.recv_tag)
             self._mesh.forget(operation.tag)
-        if isinstance(error, RankLost):
+        if isinstance(error, RankLost) and str(operation) not in str(error):
             error = RankLost(f"{operation}: {error}")
         return super().failed(operation, error)
 
@@ -122,6 +123,26 @@ class _Poller:
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
         # What is ready stays ready until it is read, so nothing that came since ``mark`` is missed.
         self._epoll.poll(_NAP_SECONDS if seconds is None else min(seconds, _NAP_SECONDS))
+
+
+class _Watch(Backoff):
+    """Words in shared memory make no event: polls, and sees the connections when it comes to sleep."""
+
+    __slots__ = ("_naps_at", "_poller")
+
+    def __init__(self, poller: _Poller, crowded: bool) -> None:
+        super().__init__()
+        self._poller, self._naps_at = poller, time.monotonic() + self.SLEEP_AFTER
+        self._polls = self.SPINS if crowded else 0
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        if time.monotonic() < self._naps_at:
+            super().pause()
+        else:
+            self._poller.pause(mark, self.SLEEP)
 
 
 class _Message:
