@@ -118,6 +118,7 @@ def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
                 if result is None:
                     continue
                 recv = space.slots[1].recv
+                assert in_place or (recv.view(np.uint8) == 255).all(), "an output was not poisoned"
                 if (op, in_place, space) != ("broadcast", True, spaces[0]):  # the root's is there already
                     assert untouched > recv.size // (4 * ranks), "an operation that did nothing passed"
                 recv[:] = result

@@ -21,7 +21,7 @@ that differ over all ranks and iterations.  The values are small integers, so th
 and no order of additions changes them.
 
 ``limit_us`` is the physical limit of the row.  Host: every rank must read its input and write its output, so it
-is the time of a plain copy of as many bytes, by all ranks at once, in the same slots, batches and mode, plus one
-flag's way to another rank and back.  GPU, of ``n`` ranks: launch of an empty kernel in a graph + half a flag's
+is the time of a plain copy of as many bytes, by all ranks at once, in slots, batches and mode as the row's, plus
+one flag's way to another rank and back.  GPU, of ``n`` ranks: launch of an empty kernel in a graph + half a flag's
 round trip + busbw factor x bytes / bandwidth of a pair, all measured in the same run (``limits.py``).
 """

