@@ -5,15 +5,16 @@
 // (softmax - one_hot) / count.  The first CACHED elements of a row wait for it in shared memory, the rest in
 // the L2 cache, so logits are read once from memory and written once.
 //
-// -DDTYPE -DWIDTH -DBACKWARD (0: losses only) -DCACHED (elements, a multiple of WIDTH)
+// -DDTYPE -DWIDTH -DBACKWARD (0: losses only) -DCACHED (elements, a multiple of WIDTH) -DTHREADS
 #include "vectors.cuh"
 
 using T = DTYPE;
 constexpr int W = WIDTH;
-constexpr float LOWEST = -1e30f;  // finite, so that a first rescaling is 0 and not NaN
+constexpr float LOWEST = -1e30f;  // finite: the difference of two is 0, not NaN
 constexpr int AHEAD = W > 1 ? 4 : 1;  // accesses of a thread under way at once
 
-// exp(x - shift).  In bf16 as one multiply-add and one power of two: its rounding is far below the result's.
+// exp(x - shift).  In bf16 as one multiply-add and one power of two: its rounding is far below the result's
+// where x and shift are logits.
 __device__ __forceinline__ float exponential(float x, float shift) {
     if constexpr (sizeof(T) == 4) return expf(x - shift);
     constexpr float log2e = 1.4426950408889634f;
@@ -28,7 +29,7 @@ struct Sum {  // the maximum so far and the sum of exp(x - top)
 
 __device__ __forceinline__ Sum join(Sum a, Sum b) {
     const float top = fmaxf(a.top, b.top);
-    return {top, a.total * exponential(a.top, top) + b.total * exponential(b.top, top)};
+    return {top, a.total * expf(a.top - top) + b.total * expf(b.top - top)};
 }
 
 // PACKS neighbours of a thread's stride: one maximum, one rescaling.
@@ -46,7 +47,7 @@ __device__ __forceinline__ void add_packs(Sum& sum, const T* row, T* cache, long
 #pragma unroll
         for (int j = 0; j < W; ++j) top = fmaxf(top, x[j]);
     }
-    sum.total *= exponential(sum.top, top);
+    sum.total *= expf(sum.top - top);
     sum.top = top;
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
@@ -57,7 +58,7 @@ __device__ __forceinline__ void add_packs(Sum& sum, const T* row, T* cache, long
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 2)
+extern "C" __global__ void __launch_bounds__(THREADS)
 cross_entropy(T* logits, const int* targets, const float* count, float* losses, long vocabulary) {
     __shared__ Sum parts[32];
     extern __shared__ __align__(16) unsigned char shared[];

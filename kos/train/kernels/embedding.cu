@@ -2,7 +2,8 @@
 //
 // Backward: tokens are sorted by a stable radix sort of 9-bit digits (two passes up to 262,144 tokens of
 // vocabulary), three kernels a pass: `digit_counts` of tiles of 1024, one `scan`, `scatter`.  A position's
-// place in its tile is the number of equal digits before it, counted in shared memory.  `sum_runs` then adds
+// place in its tile is the number of equal digits before it: in its warp by a vote, in the warps before from
+// their counts in shared memory.  `sum_runs` then adds
 // the rows of each run of equal tokens, 32 sorted positions a block, in order; a run that leaves a block goes
 // as partial sums to `join_runs`, which adds those of neighbouring blocks, in order.
 //
@@ -27,7 +28,7 @@ extern "C" __global__ void embedding(const int* tokens, const T* table, T* out, 
 
 __device__ __forceinline__ int digit_of(int key, int shift) { return key >> shift & (DIGITS - 1); }
 
-// counts (DIGITS, gridDim.x): how often each digit occurs in each tile.
+// counts (gridDim.x, DIGITS): how often each digit occurs in each tile.
 extern "C" __global__ void __launch_bounds__(TILE) digit_counts(const int* keys, int n, int shift, int* counts) {
     __shared__ int here[DIGITS];
     if (threadIdx.x < DIGITS) here[threadIdx.x] = 0;
@@ -35,16 +36,16 @@ extern "C" __global__ void __launch_bounds__(TILE) digit_counts(const int* keys,
     const int i = blockIdx.x * TILE + threadIdx.x;
     if (i < n) atomicAdd(&here[digit_of(keys[i], shift)], 1);
     __syncthreads();
-    if (threadIdx.x < DIGITS) counts[threadIdx.x * gridDim.x + blockIdx.x] = here[threadIdx.x];
+    if (threadIdx.x < DIGITS) counts[blockIdx.x * DIGITS + threadIdx.x] = here[threadIdx.x];
 }
 
-// counts (DIGITS x tiles) become their exclusive sums.  One block of 512 threads, a digit each.
+// counts (tiles, DIGITS) become their exclusive sums, digit by digit.  One block of 512 threads, a digit each.
 extern "C" __global__ void __launch_bounds__(DIGITS) scan(int* counts, int tiles) {
     __shared__ int warps[DIGITS / 32];
-    int* mine = counts + threadIdx.x * tiles;
+    int* mine = counts + threadIdx.x;
     int total = 0;
 #pragma unroll 8
-    for (int i = 0; i < tiles; ++i) total += mine[i];
+    for (int i = 0; i < tiles; ++i) total += mine[i * DIGITS];
     int before = total;
 #pragma unroll
     for (int offset = 1; offset < 32; offset <<= 1) {
@@ -57,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(DIGITS) scan(int* counts, int tiles
     for (int i = 0; i < threadIdx.x / 32; ++i) before += warps[i];
 #pragma unroll 8
     for (int i = 0; i < tiles; ++i) {
-        const int count = mine[i];
-        mine[i] = before;
+        const int count = mine[i * DIGITS];
+        mine[i * DIGITS] = before;
         before += count;
     }
 }
@@ -67,22 +68,19 @@ extern "C" __global__ void __launch_bounds__(DIGITS) scan(int* counts, int tiles
 extern "C" __global__ void __launch_bounds__(TILE)
 scatter(const int* keys, const int* positions, int n, int shift, const int* offsets, int* keys_out,
         int* positions_out) {
-    __shared__ __align__(16) int digits[TILE];
-    const int i = blockIdx.x * TILE + threadIdx.x;
+    __shared__ unsigned short counts[TILE / 32][DIGITS];
+    const int i = blockIdx.x * TILE + threadIdx.x, warp = threadIdx.x / 32;
+    for (int k = threadIdx.x; k < TILE / 32 * DIGITS; k += TILE) counts[0][k] = 0;
+    __syncthreads();
     const int key = i < n ? keys[i] : -1;
     const int digit = i < n ? digit_of(key, shift) : -1;
-    digits[threadIdx.x] = digit;
+    const unsigned equal = __match_any_sync(~0u, digit);
+    int rank = __popc(equal & ((1u << threadIdx.x % 32) - 1));
+    if (i < n && rank == 0) counts[warp][digit] = __popc(equal);
     __syncthreads();
     if (i >= n) return;
-    int rank = 0;
-    const Quad* quads = reinterpret_cast<const Quad*>(digits);
-    const int whole = threadIdx.x / 32 * 8;  // four digits at a time, up to this warp's own
-    for (int k = 0; k < whole; ++k) {
-        const Quad q = quads[k];
-        rank += (int(q.x) == digit) + (int(q.y) == digit) + (int(q.z) == digit) + (int(q.w) == digit);
-    }
-    for (int k = whole * 4; k < threadIdx.x; ++k) rank += digits[k] == digit;
-    const int at = offsets[digit * gridDim.x + blockIdx.x] + rank;
+    for (int k = 0; k < warp; ++k) rank += counts[k][digit];
+    const int at = offsets[blockIdx.x * DIGITS + digit] + rank;
     keys_out[at] = key;
     positions_out[at] = positions ? positions[i] : i;
 }

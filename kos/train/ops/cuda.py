@@ -19,6 +19,7 @@ import numpy as np
 
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
+from kos.cuda.driver import call, cu
 from kos.cuda.kernels import load_kernel
 from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
@@ -30,7 +31,6 @@ from kos.train.ops.cublaslt import Matmul
 KERNELS = Path(__file__).parent.parent / "kernels"
 BLOCK = 256  # threads of an elementwise block
 DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
-ROW_CACHE = 101_120  # bytes of a row of logits kept in shared memory: what every GPU since Ampere gives a block
 FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 
 
@@ -46,6 +46,8 @@ class CudaOps:
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
         self.matmul = Matmul(device, self.stream, search=search)
         self.multiprocessors = device_info(device).multiprocessors
+        optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
         self._kernels: dict[tuple[Any, ...], Any] = {}
 
     def launch(
@@ -164,7 +166,7 @@ class CudaOps:
         threads = min(BLOCK, -(-columns // width // 32) * 32)
         grid = (runs, -(-columns // (width * threads)))
         with arena.scope():
-            counts = arena.take((DIGITS, tiles), INT32)
+            counts = arena.take((tiles, DIGITS), INT32)
             buffers = arena.take((2, 2, n), INT32)
             edges = arena.take((runs, 2, columns), FLOAT32)
             keys, positions = tokens, 0
@@ -292,13 +294,17 @@ class CudaOps:
     def _cross_entropy(self, logits: Array, targets: Array, count: Any, losses: Array, backward: int) -> None:
         rows, vocabulary = logits.shape
         width = _width(vocabulary, logits)
-        threads = min(512, _power_of_two(-(-vocabulary // width)))
-        cached = min(vocabulary, ROW_CACHE // logits.dtype.itemsize) * backward
+        itemsize = logits.dtype.itemsize
+        # Two blocks on a multiprocessor where both rows fit its shared memory, one of twice the threads else.
+        half = self.shared_memory // 2 - 1024
+        room, most = (half, 512) if vocabulary * itemsize <= half else (self.shared_memory - 1024, 1024)
+        threads = min(most, _power_of_two(-(-vocabulary // width)))
+        cached = min(vocabulary, room // 16 * 16 // itemsize) * backward
         if rows:
             self._entropy(
                 "cross_entropy", rows, threads, logits, targets, count, losses, vocabulary,
                 DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, CACHED=cached,
-                shared=cached * logits.dtype.itemsize,
+                THREADS=threads, shared=cached * itemsize,
             )  # fmt: skip
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
@@ -307,7 +313,7 @@ class CudaOps:
     def _entropy(
         self, name: str, grid: int, block: int, *arguments: Any, shared: int = 0, **defines: str | int
     ) -> None:
-        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "CACHED": 0, **defines}
+        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "CACHED": 0, "THREADS": 512, **defines}
         self.launch("cross_entropy.cu", name, grid, block, *arguments, shared=shared, **every)
 
 
