@@ -132,7 +132,7 @@ class CudaOps:
 
     def _elementwise(self, name: str, packs: int, *arguments: Any, **defines: str | int) -> None:
         if packs:
-            every = {"COLUMNS": defines["WIDTH"], "SOURCE": "float32", **defines}
+            every: dict[str, Any] = {"COLUMNS": defines["WIDTH"], "SOURCE": "float32", **defines}
             self.launch("elementwise.cu", name, -(-packs // BLOCK), BLOCK, *arguments, packs, **every)
 
     # --- embedding -----------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class CudaOps:
             return
         vocabulary = d_table.shape[0]
         width = _width(columns, d_out, d_table)
-        defines: dict[str, str | int]
+        defines: dict[str, Any]
         defines = {"DTYPE": d_out.dtype.name, "WIDTH": width, "COLUMNS": columns,
                    "GRADIENT": d_table.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
 
@@ -223,7 +223,7 @@ class CudaOps:
         most = 768 if threads * width >= columns else 512  # a thread with one access needs few registers
         together = max(1, min(most // threads, 12_288 // columns, 15))
         blocks = min(-(-rows // together), self.multiprocessors)
-        defines: dict[str, str | int]
+        defines: dict[str, Any]
         defines = {"DTYPE": x.dtype.name, "WIDTH": width, "COLUMNS": columns, "THREADS": threads, "ROWS": together,
                    "GRADIENT": d_weight.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
         with arena.scope():
@@ -313,7 +313,7 @@ class CudaOps:
     def _entropy(
         self, name: str, grid: int, block: int, *arguments: Any, shared: int = 0, **defines: str | int
     ) -> None:
-        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "CACHED": 0, "THREADS": 512, **defines}
+        every: dict[str, Any] = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "CACHED": 0, "THREADS": 512, **defines}
         self.launch("cross_entropy.cu", name, grid, block, *arguments, shared=shared, **every)
 
 
