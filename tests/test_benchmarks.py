@@ -186,10 +186,10 @@ def test_wrong_results_are_counted(mode: str) -> None:
             runs.append(Run(implementation, space, calls))
         return [(s.iterations, s.wrong) for s in measure(job, HostTimer(job), runs, mode, 16, 4)]
 
-    right, faulty, lazy = spawn(run, 2)[1]  # one warm-up batch of 4 calls, 16 timed ones; all ranks know all
-    assert right == (16, 0)
-    assert faulty == (16, 4)
-    assert lazy == (16, 5 * 2 * 1000)
+    right, faulty, lazy = spawn(run, 2)[1]  # a batch of 4 calls to warm up, 5 timed ones; all ranks know all
+    assert right == (20, 0)
+    assert faulty == (20, 4)
+    assert lazy == (20, 6 * 2 * 1000)
 
 
 def check_document(result: dict[str, Any], ranks: int) -> None:

@@ -181,6 +181,8 @@ class Benchmark:
         spaces: dict[str, Space] = {}
         runs = []
         for implementation in self.implementations:
+            if not implementation.offers(case):
+                continue
             space = spaces.get(implementation.space)
             if space is None:
                 allocate = implementation.allocate() or self.memory.empty

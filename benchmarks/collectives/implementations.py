@@ -32,6 +32,10 @@ class Implementation:
         """What makes the arrays of its space; None for plain memory."""
         return None
 
+    def offers(self, case: Case) -> bool:
+        """Whether slots in its space are worth making for ``case``."""
+        return True
+
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
         """A function that does the operation once and returns when a user of it would go on.
 

@@ -120,15 +120,14 @@ class TorchSymmetric(Implementation):
 
         return allocate
 
+    def offers(self, case: Case) -> bool:
+        known = case.op == "all_reduce" and case.redop == "sum" and case.dtype.name in ("float32", "bfloat16")
+        return known and case.nbytes % 16 == 0 and case.in_place == (self.algorithm == "two_shot")
+
     def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
-        one_shot = self.algorithm == "one_shot"
-        if case.op != "all_reduce" or case.redop != "sum" or case.in_place == one_shot:
-            return None
-        if case.dtype.name not in ("float32", "bfloat16") or case.nbytes % 16:
-            return None
         operations, name = self._torch.ops.symm_mem, self._group.group_name
         x = self._view(send)
-        if one_shot:
+        if self.algorithm == "one_shot":
             return partial(operations.one_shot_all_reduce_out, x, "sum", name, self._view(recv))
         return partial(operations.two_shot_all_reduce_, x, "sum", name)
 
