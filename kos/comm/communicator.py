@@ -555,24 +555,32 @@ class Communicator:
         self, x: Any, op: Op, out: Any, algorithm: str, deterministic: bool, timeout: float | None, stream: Any
     ) -> Operation:
         send, recv = in_and_out(x, out, stream)
-        o = self._operation(
-            "all_reduce", timeout, send=send, recv=recv, algorithm=algorithm, deterministic=deterministic
-        )
-        o.reduction = resolve(op, send.dtype, self.size)
+        reduction = resolve(op, send.dtype, self.size)
+        timeout = self.timeout if timeout is None else check_timeout(timeout)
+        o = Operation(
+            "all_reduce", self.rank, send, recv, reduction,
+            algorithm=algorithm, deterministic=deterministic, timeout=timeout,
+        )  # fmt: skip
+        if algorithm != "auto":
+            self._check_algorithm(o)
         return o
 
     def _operation(self, name: str, timeout: float | None, **fields: Any) -> Operation:
         timeout = self.timeout if timeout is None else check_timeout(timeout)
         o = Operation(name, self.rank, timeout=timeout, **fields)
         if o.algorithm != "auto":
-            allowed = algorithms(name, ordered=True if o.deterministic else None)
-            if o.algorithm not in allowed:
-                why = " that add in rank order (deterministic=True)" if o.deterministic else ""
-                raise InvalidArgument(
-                    f"algorithm: expected 'auto' or one of {', '.join(allowed)}{why} for {name}, "
-                    f"got {o.algorithm!r}"
-                )
+            self._check_algorithm(o)
         return o
+
+    @staticmethod
+    def _check_algorithm(o: Operation) -> None:
+        allowed = algorithms(o.name, ordered=True if o.deterministic else None)
+        if o.algorithm not in allowed:
+            why = " that add in rank order (deterministic=True)" if o.deterministic else ""
+            raise InvalidArgument(
+                f"algorithm: expected 'auto' or one of {', '.join(allowed)}{why} for {o.name}, "
+                f"got {o.algorithm!r}"
+            )
 
     def _go(self, operation: Operation, async_op: bool) -> Any:
         self.backend.prepare(operation)
