@@ -79,7 +79,7 @@ class Backend(ABC):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.engine = engine or Engine()
         self.transport: Transport
-        self._staging = Staging()
+        self._staging = Staging(self.engine)
         self.broken: str | None = None  # the first failure of a collective: the ranks are out of step
 
     @classmethod
