@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.operation import Operation
-from kos.comm.work import Steps
+from kos.comm.work import Engine, Steps
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
 from kos.memory import Buffer
@@ -25,7 +25,8 @@ _LEAST = 4096  # bytes
 class Staging:
     """Pinned memory that is used again: page-locking costs a millisecond for every few megabytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._free: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}
 
     def carry(self, o: Operation, run: Callable[[Operation], Steps]) -> Steps:
@@ -34,10 +35,10 @@ class Staging:
         send = self._host_of(o.send, taken)
         recv = send if o.recv is o.send else self._host_of(o.recv, taken)
         if o.send is not None and send is not None:
-            yield from _copy(o.send, send, down=True)
+            yield from self._copy(o.send, send, down=True)
         yield from run(replace(o, send=send, recv=recv))
         if o.recv is not None and recv is not None:
-            yield from _copy(o.recv, recv, down=False)
+            yield from self._copy(o.recv, recv, down=False)
         for key, memory in taken:  # not after an error: something may still write to it
             self._free.setdefault(key, []).append(memory)
 
@@ -56,23 +57,25 @@ class Staging:
         return Buffer(flat.reshape(buffer.shape), flat, buffer.dtype, buffer.count, buffer.shape)
 
 
-def _copy(gpu: Buffer, host: Buffer, *, down: bool) -> Steps:
-    """Queue the copy and wait until it is done."""
-    if gpu.nbytes == 0 or gpu.device is None:
-        return
-    with driver.on_device(gpu.device):
-        event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-    try:
+    def _copy(self, gpu: Buffer, host: Buffer, *, down: bool) -> Steps:
+        """Queue the copy and wait until it is done."""
+        if gpu.nbytes == 0 or gpu.device is None:
+            return
         ends = (host.address, gpu.pointer) if down else (gpu.pointer, host.address)
         with driver.on_device(gpu.device):
-            call(cu.cuMemcpyAsync, *ends, gpu.nbytes, gpu.stream)
-            call(cu.cuEventRecord, event, gpu.stream)
-        while True:
-            (status,) = cu.cuEventQuery(event)
-            if status != cu.CUresult.CUDA_ERROR_NOT_READY:
-                break
-            yield
-        if status:
-            raise driver.error_of("cuEventQuery", status)
-    finally:
-        call(cu.cuEventDestroy, event)
+            event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._engine.copies += 1
+        try:
+            with driver.on_device(gpu.device):
+                call(cu.cuMemcpyAsync, *ends, gpu.nbytes, gpu.stream)
+                call(cu.cuEventRecord, event, gpu.stream)
+            while True:
+                (status,) = cu.cuEventQuery(event)
+                if status != cu.CUresult.CUDA_ERROR_NOT_READY:
+                    break
+                yield
+            if status:
+                raise driver.error_of("cuEventQuery", status)
+        finally:
+            self._engine.copies -= 1
+            call(cu.cuEventDestroy, event)

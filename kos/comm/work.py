@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from kos.comm.backend import Backend
 
 Array = np.ndarray[Any, Any]
+_COPY_LOOK = 0.0001
+"""Seconds between two looks at a copy between host and GPU."""
+
 Steps = Generator[None, None, None]
 
 
@@ -39,6 +42,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._active: list[Work] = []
+        self.copies = 0  # between host and GPU, in flight: nothing wakes who waits for them
         self._lock = threading.RLock()
 
     def launch(self, work: Work) -> None:
@@ -147,6 +151,8 @@ class Work:
                 missing = backend.missing(self.operation)
                 self.cancel(CollectiveTimeout(f"{self.operation}: not complete after {timeout} s; {missing}"))
                 return
+            if backend.engine.copies:
+                remaining = _COPY_LOOK if remaining is None else min(remaining, _COPY_LOOK)
             idle.pause(mark, remaining)
 
     def _fail(self, error: Exception) -> None:

@@ -7,7 +7,8 @@ graph.replay(stream)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kos.cuda import driver, streams
@@ -81,3 +82,13 @@ class capture:
             self.graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
         finally:
             call(cu.cuGraphDestroy, recorded)
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allow what a thread that captures a graph must not do otherwise: allocate, free, load kernels."""
+    former = call(cu.cuThreadExchangeStreamCaptureMode, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    try:
+        yield
+    finally:
+        call(cu.cuThreadExchangeStreamCaptureMode, former)

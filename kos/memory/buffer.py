@@ -111,10 +111,23 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
         raise InvalidArgument(f"{what}: expected an array with memory, got one that was freed, {array!r}")
     if stream is None:
         stream = array.stream
-    handle = streams.LEGACY if stream is None else streams.handle(stream)
+    handle = streams.LEGACY if stream is None else _handle(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
     return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle)
+
+
+def _handle(stream: Any) -> int:
+    """``streams.handle``, remembered for the last stream: calls in a row are mostly on one."""
+    global _last_stream
+    known, handle = _last_stream
+    if known is not stream:
+        handle = streams.handle(stream)
+        _last_stream = stream, handle
+    return handle
+
+
+_last_stream: tuple[Any, int] = None, streams.LEGACY
 
 
 def _shared_array(x: Any, what: str, stream: Any) -> Array:

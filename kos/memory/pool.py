@@ -23,6 +23,7 @@ import numpy as np
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
+from kos.cuda.graphs import relaxed_capture
 from kos.errors import InvalidArgument, KosError, OutOfMemory
 
 
@@ -116,7 +117,7 @@ class MemoryPool:
         with self._lock:
             self._current -= self._live.pop(serial)[0]
         if pointer and not sys.is_finalizing():
-            with self._context:
+            with self._context, relaxed_capture():  # the collector may run while a graph is captured
                 call(cu.cuMemFreeAsync, pointer, streams.handle(stream))
 
     def label(self, serial: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,9 @@ from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.testing import spawn
 
 TIMEOUT = 20.0  # seconds
+
+SUMS_IN_16_BITS = ContextVar("SUMS_IN_16_BITS", default=False)
+"""Whether the backend under test rounds sums of 16-bit floats at every rank (NCCL unless deterministic)."""
 
 FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 FLOAT8 = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]

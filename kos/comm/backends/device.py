@@ -13,9 +13,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from kos.comm import mpi_job
 from kos.comm.backends.host import HostBackend
@@ -27,6 +26,8 @@ from kos.comm.work import Idle, Work
 from kos.cuda import create_stream, driver
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import LEGACY
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError
 
 _LOOK_EVERY = 0.02
@@ -82,27 +83,29 @@ class DeviceBackend(HostBackend):
 
     def prepare(self, o: Operation) -> None:
         """Refuse arrays that are elsewhere, and arrays of two orders; subclasses go on from here."""
-        for what, buffer in (("x", o.send), ("out" if o.send is not None else "x", o.recv)):
-            if buffer is not None:
-                if buffer.device != self.device:
-                    raise InvalidArgument(
-                        f"{what}: expected memory of cuda:{self.device} (backend {self.name}), "
-                        f"got {type(buffer.array).__name__} in memory of {buffer.place}"
-                    )
-                o.stream = buffer.stream
-        if o.send is not None and o.send.stream != o.stream:
+        first, recv = o.send or o.recv, o.recv
+        if first is None:
+            return
+        if first.device != self.device:
+            raise InvalidArgument(
+                f"x: expected memory of cuda:{self.device} (backend {self.name}), "
+                f"got {type(first.array).__name__} in memory of {first.place}"
+            )
+        if recv is not None and recv.stream != first.stream:
             raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+        o.stream = first.stream
 
     def start(self, operation: Operation) -> Work:
         if operation.overlap or self.broken is not None:
             return self.start_all([operation])[0]
         try:
             self._announce(operation)
-            self.check(operation)
+            if self._unconfirmed:
+                self._confirm()
             assert operation.launch is not None
             operation.launch(operation.stream)
         except Exception as error:
-            raise self.failed(operation, error) from None
+            self._give_up(operation, error)
         self._last = operation
         self._streams.add(operation.stream)
         return DeviceWork(operation, self, operation.stream)
@@ -119,7 +122,7 @@ class DeviceBackend(HostBackend):
                 return self._start_beside(operations)
             self.queue(operations, None)
         except Exception as error:
-            raise self.failed(first, error) from None
+            self._give_up(first, error)
         self._last = operations[-1]
         self._streams.update(o.stream for o in operations)
         return [DeviceWork(o, self, o.stream) for o in operations]
@@ -139,11 +142,13 @@ class DeviceBackend(HostBackend):
             with relaxed_capture():
                 self._side = create_stream(self.device)
         side = int(self._side.handle)
-        while self._flying and self._flying[0].over():
+        streams = {o.stream for o in operations}
+        captured = any(stream != LEGACY and int(call(cu.cuStreamIsCapturing, stream)) for stream in streams)
+        while not captured and self._flying and self._flying[0].over():
             self._flying.popleft()
         event = _Event(self._events)
         with driver.on_device(self.device):
-            for stream in {o.stream for o in operations}:
+            for stream in streams:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
             self.queue(operations, side)
@@ -152,19 +157,23 @@ class DeviceBackend(HostBackend):
         works = [DeviceWork(o, self, o.stream) for o in operations]
         for work in works:
             work.event = event
-        self._flying.append(works[-1])
+        if not captured:  # what a graph uses is kept by the graph
+            self._flying.append(works[-1])
         return list(works)
 
     # What the host asks.
 
     def check(self, o: Operation) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
-        unconfirmed = self._unconfirmed
-        while unconfirmed and unconfirmed[0]():
-            unconfirmed.popleft()
+        self._confirm()
         problem = self.async_error()
         if problem is not None:
             raise CollectiveError(f"{o}: {problem}")
+
+    def _confirm(self) -> None:
+        unconfirmed = self._unconfirmed
+        while unconfirmed and unconfirmed[0]():
+            unconfirmed.popleft()
 
     def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
@@ -176,8 +185,9 @@ class DeviceBackend(HostBackend):
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
+            self._confirm()  # what is over was begun by all ranks: they are known to have agreed, or not
         except Exception as error:
-            raise self.failed(o, error) from None
+            self._give_up(o, error)
         if o.record is not None:
             o.record[COMPLETED] = time.time_ns()
 
@@ -232,6 +242,9 @@ class DeviceBackend(HostBackend):
         return result
 
     # Failures.
+
+    def _give_up(self, o: Operation, error: Exception) -> NoReturn:
+        raise self.failed(o, error)
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         known = self.broken is not None
@@ -327,15 +340,19 @@ class _Poll(mpi_job.Backoff):
         super().pause()
 
 
-@contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Allow what a thread that captures a graph must not do otherwise: allocate, load kernels."""
-    relaxed = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    former = call(cu.cuThreadExchangeStreamCaptureMode, relaxed)
-    try:
-        yield
-    finally:
-        call(cu.cuThreadExchangeStreamCaptureMode, former)
+class Scratch:
+    """Memory of a GPU for a backend's own use, uninitialised; may be taken while a graph is captured."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        self.nbytes, self._device = nbytes, device
+        with driver.on_device(device), relaxed_capture():
+            self.pointer = int(call(cu.cuMemAlloc, nbytes))
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if pointer:
+            with driver.on_device(self._device):
+                call(cu.cuMemFree, pointer)
 
 
 def _is_over(name: str, status: Any) -> bool:

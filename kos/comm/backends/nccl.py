@@ -16,7 +16,7 @@ from typing import Any
 
 from kos.comm import nccl_binding as binding
 from kos.comm.backend import Probe
-from kos.comm.backends.device import DeviceBackend, device_of, relaxed_capture
+from kos.comm.backends.device import DeviceBackend, Scratch, device_of
 from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
 from kos.comm.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.operation import Operation
@@ -26,7 +26,6 @@ from kos.cuda import driver
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, KosError
 from kos.memory.array import Array, Shape, as_dtype
-from kos.memory.ipc import DeviceMemory
 from kos.memory.windows import Window
 
 log = logging.getLogger(__name__)
@@ -35,6 +34,9 @@ Launch = Callable[[int], None]
 Piece = tuple[int, int]  # address, bytes
 
 _ABORT_SECONDS = 20.0
+_KNOWN = 4096
+"""Launches that are kept: of calls with the same addresses, which a program makes again and again."""
+_SIMPLE = frozenset({"all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all"})
 _SCRATCH_BYTES = 1 << 20  # the least that is allocated
 
 _OPS = {
@@ -55,9 +57,10 @@ class NCCLBackend(DeviceBackend):
         super().__init__(rendezvous, device)
         self._nccl = binding.library()
         self._comm = self._join(rendezvous) if comm is None else comm
+        self._known: dict[tuple[Any, ...], Launch] = {}
         self._met: set[tuple[str, int, bool]] = set()  # kinds of calls that have connected to the others
-        self._scratch: dict[int, list[DeviceMemory]] = {}  # by stream; graphs may hold all but the last
-        self._token = DeviceMemory(4, self.device)
+        self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
+        self._token = Scratch(4, self.device)
         self._launchers: dict[str, Callable[[Operation], Launch]] = {
             "all_reduce": self._prepare_all_reduce,
             "reduce": self._prepare_reduce,
@@ -104,13 +107,16 @@ class NCCLBackend(DeviceBackend):
             raise named from error
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> NCCLBackend | None:
+        if self._comm is None:  # aborted: the ranks that are left meet anew
+            return None if rendezvous is None else NCCLBackend(rendezvous, self.device)
         comm = self._bounded_init(lambda: binding.split(self._comm, color, key, "kos"))
         return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm)
 
     def shrink(self, rendezvous: Rendezvous, excluded: Sequence[int]) -> NCCLBackend:
-        """This group without ``excluded``, whose ranks do not call; ``rendezvous`` is the others'."""
-        if self.broken is not None:  # what was aborted cannot be built upon
-            return NCCLBackend(rendezvous, self.device)
+        """This group, still whole, without ``excluded``, whose ranks do not call; ``rendezvous`` is the others'.
+
+        After a failure ``split`` it is, since what was aborted cannot be built upon.
+        """
         comm = self._bounded_init(lambda: binding.shrink(self._comm, excluded, "kos"))
         return NCCLBackend(rendezvous, self.device, comm)
 
@@ -175,8 +181,7 @@ class NCCLBackend(DeviceBackend):
         pieces = self._scratch.setdefault(stream, [])
         if not pieces or pieces[-1].nbytes < nbytes:
             size = max(nbytes, _SCRATCH_BYTES, 2 * pieces[-1].nbytes if pieces else 0)
-            with relaxed_capture():
-                pieces.append(DeviceMemory(size, self.device))
+            pieces.append(Scratch(size, self.device))
         return pieces[-1].pointer
 
     # How operations are carried: each function returns the launch of one operation.
@@ -188,11 +193,27 @@ class NCCLBackend(DeviceBackend):
         if o.tag or o.recv_tag:
             tag = o.tag or o.recv_tag
             raise InvalidArgument(f"tag: expected 0 (nccl matches messages by their order), got {tag}")
+        send, recv, reduction = o.send, o.recv, o.reduction
+        key = (
+            o.name, send and send.pointer, recv and recv.pointer, send and send.count, send and send.dtype,
+            reduction and reduction.op, o.root, o.deterministic,
+        )  # fmt: skip
+        launch = self._known.get(key)
+        o.launch = self._resolve(o, key) if launch is None else launch
+
+    def _resolve(self, o: Operation, key: tuple[Any, ...]) -> Launch:
+        """The launch of ``o``; kept for the next such call if it is made of numbers alone."""
         launch = self._launchers[o.name](o)
         buffer = o.send or o.recv
         # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes.
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, isinstance(launch, OrderedReduction)
-        o.launch = launch if kind in self._met else _First(self, o, launch, kind)
+        if kind not in self._met:
+            return _First(self, o, launch, kind)
+        if o.name in _SIMPLE and isinstance(launch, partial) and launch.func != self._premultiplied:
+            if len(self._known) == _KNOWN:
+                self._known.clear()
+            self._known[key] = launch
+        return launch
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """What NCCL does alone goes as one group; what our kernels take part in follows, one by one."""

@@ -14,8 +14,9 @@ import numpy as np
 
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
-from kos.cuda import driver, load_kernel
+from kos.cuda import Kernel, driver, load_kernel
 from kos.cuda.devices import device_info
+from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import as_stream
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
@@ -61,13 +62,9 @@ class OrderedReduction:
         self._scale = None
         if op == "PREMUL_SUM":
             travels, op = DTYPES[name].accumulate.name, "SUM"
-            self._scale = load_kernel(
-                KERNELS, "scale", backend.device, DTYPE=name, RESULT=travels, OP=op, RANKS=size
-            )
+            self._scale = self._load("scale", DTYPE=name, RESULT=travels, OP=op)
         self._itemsize = DTYPES[travels].itemsize
-        self._reduce = load_kernel(
-            KERNELS, "reduce_ordered", backend.device, DTYPE=travels, RESULT=name, OP=op, RANKS=size
-        )
+        self._reduce = self._load("reduce_ordered", DTYPE=travels, RESULT=name, OP=op)
         self._count = o.send.count * per
         self._whole = o.name == "all_reduce" and self._count * self._itemsize * size <= _ONE_SHOT_BYTES
         if o.send_counts is not None:
@@ -80,6 +77,10 @@ class OrderedReduction:
         self._counts = counts
         self._starts = [sum(counts[:r]) for r in range(size)]
         self._mine = self._count if self._whole else counts[rank]
+
+    def _load(self, kernel: str, **macros: str) -> Kernel:
+        with relaxed_capture():
+            return load_kernel(KERNELS, kernel, self._backend.device, RANKS=self._backend.size, **macros)
 
     def __call__(self, stream: int) -> None:
         backend, o = self._backend, self._o

@@ -1,0 +1,295 @@
+"""The nccl backend without a GPU: ranks are threads, device memory is the host's, NCCL is what stands here.
+
+What NCCL and the driver do is done at once and on the host, so the backend's own work is tested: addresses,
+counts, groups, parts, splits, failures of waits.  Streams and time are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm import nccl_binding
+from kos.comm.backends import device, nccl, nccl_ordered
+from kos.comm.backends.nccl import NCCLBackend
+from kos.comm.reduction import ReduceOp, resolve
+from kos.comm.rendezvous import ThreadRendezvous
+from kos.cuda import driver, graphs, streams
+from kos.dtypes import DTYPES
+from kos.memory import array
+
+WAIT = 20.0  # seconds
+DTYPE_OF = {code: dtype for dtype, code in nccl_binding.CODE_OF.items()}
+OPS = {nccl_binding.SUM: ReduceOp.SUM, nccl_binding.PROD: ReduceOp.PROD, nccl_binding.MAX: ReduceOp.MAX,
+       nccl_binding.MIN: ReduceOp.MIN, nccl_binding.AVG: ReduceOp.AVG}  # fmt: skip
+
+
+def at(pointer: int, count: int, dtype: np.dtype) -> np.ndarray:
+    """The host memory at an address, as it is."""
+    if count == 0:
+        return np.empty(0, dtype)
+    assert pointer % dtype.itemsize == 0, "misaligned"
+    memory = (ctypes.c_byte * (count * dtype.itemsize)).from_address(pointer)
+    return np.frombuffer(memory, np.uint8).view(dtype)
+
+
+class Group:
+    """What the ranks of one communicator share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.slots: list[Any] = [None] * size
+        self.messages = {(i, j): queue.Queue() for i in range(size) for j in range(size)}
+        self.children: dict[Any, Group] = {}
+        self.lock = threading.Lock()
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        self.slots[rank] = value
+        self.barrier.wait(WAIT)
+        values = list(self.slots)
+        self.barrier.wait(WAIT)
+        return values
+
+
+class Comm:
+    def __init__(self, group: Group, rank: int) -> None:
+        self.group, self.rank, self.splits = group, rank, 0
+        self.premultiplied: dict[int, float] = {}
+
+
+class FakeNCCL:
+    """The functions of ``nccl.bindings.nccl`` that kos calls."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self.groups = 0
+
+    def get_version(self) -> int:
+        return 22809
+
+    def comm_get_async_error(self, comm: Comm) -> int:
+        return 0
+
+    def comm_destroy(self, comm: Comm) -> None:
+        comm.group.barrier.wait(WAIT)
+
+    def comm_abort(self, comm: Comm) -> None:
+        comm.group.barrier.abort()
+
+    def group_start(self) -> None:
+        assert getattr(self._local, "pending", None) is None, "a group in a group"
+        self._local.pending = []
+        self.groups += 1
+
+    def group_end(self) -> None:
+        pending, self._local.pending = self._local.pending, None
+        for kind in ("send", "recv", "collective"):
+            for each, run in pending:
+                if each == kind:
+                    run()
+
+    def _do(self, kind: str, run: Callable[[], None]) -> None:
+        pending = getattr(self._local, "pending", None)
+        if pending is None and kind != "collective":
+            assert kind == "send", "a receive outside a group may wait for ever"
+        if pending is None:
+            run()
+        else:
+            pending.append((kind, run))
+
+    def send(self, pointer: int, count: int, code: int, peer: int, comm: Comm, stream: int) -> None:
+        assert stream, "no stream"
+        data = bytes(at(pointer, count, DTYPE_OF[code].numpy).view(np.uint8))
+        self._do("send", lambda: comm.group.messages[comm.rank, peer].put(data))
+
+    def recv(self, pointer: int, count: int, code: int, peer: int, comm: Comm, stream: int) -> None:
+        def run() -> None:
+            data = comm.group.messages[peer, comm.rank].get(timeout=WAIT)
+            target = at(pointer, count, DTYPE_OF[code].numpy).view(np.uint8)
+            assert len(data) == target.size, f"{len(data)} bytes sent, {target.size} expected"
+            target[:] = np.frombuffer(data, np.uint8)
+
+        self._do("recv", run)
+
+    def _gathered(self, comm: Comm, pointer: int, count: int, code: int) -> list[np.ndarray]:
+        data = at(pointer, count, DTYPE_OF[code].numpy).copy() if pointer else np.empty(0)
+        return comm.group.swap(comm.rank, data)
+
+    def _reduced(self, comm: Comm, pointer: int, count: int, code: int, op: int) -> np.ndarray:
+        dtype = DTYPE_OF[code]
+        data = at(pointer, count, dtype.numpy).copy()
+        if op in comm.premultiplied:
+            data *= dtype.numpy.type(comm.premultiplied[op])
+        reduction = resolve(OPS.get(op, ReduceOp.SUM), dtype, comm.group.size)
+        xs = comm.group.swap(comm.rank, data)
+        total = reduction.stage(xs[0], None)
+        for x in xs[1:]:
+            reduction.combine(total, x.astype(reduction.carrier))
+        out = np.empty(count, dtype.numpy)
+        reduction.finish(total, out)
+        return out
+
+    def all_reduce(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
+        def run() -> None:
+            at(recv, count, DTYPE_OF[code].numpy)[:] = self._reduced(comm, send, count, code, op)
+
+        self._do("collective", run)
+
+    def reduce(
+        self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int
+    ) -> None:
+        got = self._reduced(comm, send, count, code, op)
+        if comm.rank == root:
+            at(recv, count, DTYPE_OF[code].numpy)[:] = got
+
+    def reduce_scatter(
+        self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int
+    ) -> None:
+        got = self._reduced(comm, send, count * comm.group.size, code, op)
+        at(recv, count, DTYPE_OF[code].numpy)[:] = got[comm.rank * count : (comm.rank + 1) * count]
+
+    def broadcast(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
+        at(recv, count, DTYPE_OF[code].numpy)[:] = self._gathered(comm, send, count, code)[root]
+
+    def all_gather(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
+        got = np.concatenate(self._gathered(comm, send, count, code))
+        at(recv, got.size, DTYPE_OF[code].numpy)[:] = got
+
+    def allto_all(self, send: int, recv: int, count: int, code: int, comm: Comm, stream: int) -> None:
+        n, me = comm.group.size, comm.rank
+        got = [x[me * count : (me + 1) * count] for x in self._gathered(comm, send, count * n, code)]
+        at(recv, count * n, DTYPE_OF[code].numpy)[:] = np.concatenate(got)
+
+    def gather(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
+        got = np.concatenate(self._gathered(comm, send, count, code))
+        if comm.rank == root:
+            at(recv, got.size, DTYPE_OF[code].numpy)[:] = got
+
+    def scatter(self, send: int, recv: int, count: int, code: int, root: int, comm: Comm, stream: int) -> None:
+        whole = self._gathered(comm, send if comm.rank == root else 0, count * comm.group.size, code)[root]
+        at(recv, count, DTYPE_OF[code].numpy)[:] = whole[comm.rank * count : (comm.rank + 1) * count]
+
+    def red_op_destroy(self, op: int, comm: Comm) -> None:
+        del comm.premultiplied[op]
+
+
+class FakeKernel:
+    """What ``reduce_ordered.cu`` computes, on the host."""
+
+    def __init__(self, name: str, DTYPE: str, RESULT: str, OP: str, RANKS: int) -> None:
+        self.name, self.ranks = name, RANKS
+        self.dtype, self.result = DTYPES[DTYPE], DTYPES[RESULT]
+        self.reduction = resolve(ReduceOp[OP], self.result if DTYPE == RESULT else self.dtype, RANKS)
+
+    def __call__(self, stream: Any, grid: int, block: int, source: int, *rest: Any) -> None:
+        assert 0 < grid <= 1024
+        if self.name == "scale":
+            target, count, factor = rest
+            carrier = self.result.numpy
+            with np.errstate(all="ignore"):
+                x = at(source, count, self.dtype.numpy).astype(carrier) * carrier.type(factor)
+            at(target, count, carrier)[:] = x
+            return
+        stride, target, count = rest
+        xs = [at(source + r * stride * self.dtype.itemsize, count, self.dtype.numpy) for r in range(self.ranks)]
+        total = self.reduction.stage(xs[0], np.empty(count, self.reduction.carrier))
+        for x in xs[1:]:
+            self.reduction.combine(total, x.astype(self.reduction.carrier))
+        out = np.empty(count, self.reduction.dtype.numpy)
+        self.reduction.finish(total, out)
+        with np.errstate(all="ignore"):
+            at(target, count, self.result.numpy)[:] = out.astype(self.result.numpy)
+
+
+class Memory:
+    """Host memory that says it is a GPU's; poisoned, as fresh memory of a GPU may be."""
+
+    def __init__(self, nbytes: int, device: int = 0) -> None:
+        self.nbytes = nbytes
+        self._bytes = np.full(nbytes + 256, 0xFF, np.uint8)
+        start = self._bytes.__array_interface__["data"][0]
+        self.pointer = start + -start % 256
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@contextlib.contextmanager
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    """Everything that would reach for the driver, a GPU or libnccl finds a stand-in."""
+    fake = FakeNCCL()
+
+    def copy(target: int, source: int, nbytes: int, stream: int) -> tuple[int]:
+        ctypes.memmove(target, source, nbytes)
+        return (0,)
+
+    def fill(target: int, value: int, nbytes: int, stream: int) -> tuple[int]:
+        ctypes.memset(target, value, nbytes)
+        return (0,)
+
+    def nothing(*arguments: Any) -> tuple[int]:
+        return (0,)
+
+    cu = SimpleNamespace(
+        cuMemcpyAsync=copy, cuMemsetD8Async=fill, cuStreamSynchronize=nothing, cuEventRecord=nothing,
+        cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
+        cuStreamIsCapturing=lambda stream: (0, 0),
+        cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
+        CUresult=SimpleNamespace(CUDA_ERROR_NOT_READY=600), cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+    )  # fmt: skip
+    for module in (array, streams, device, driver, graphs):
+        monkeypatch.setattr(module, "cu", cu)
+    monkeypatch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
+    monkeypatch.setattr(device, "create_stream", lambda index: SimpleNamespace(handle=99))
+    monkeypatch.setattr(nccl, "Scratch", Memory)
+    monkeypatch.setattr(nccl_ordered, "as_stream", lambda handle: handle)
+    monkeypatch.setattr(
+        nccl_ordered, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
+    )
+    info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
+    monkeypatch.setattr(nccl_ordered, "device_info", lambda index: info)
+    monkeypatch.setattr(nccl_binding, "library", lambda: fake)
+
+    def premultiplied_sum(comm: Comm, factor: float, dtype: Any) -> int:
+        op = 100 + len(comm.premultiplied)
+        comm.premultiplied[op] = factor
+        return op
+
+    def split(comm: Comm, color: int | None, key: int, name: str) -> Comm | None:
+        comm.splits += 1
+        wishes = comm.group.swap(comm.rank, (color, key))
+        if color is None:
+            return None
+        ranks = sorted((r for r in range(comm.group.size) if wishes[r][0] == color), key=lambda r: (wishes[r][1], r))
+        with comm.group.lock:
+            child = comm.group.children.setdefault((comm.splits, color), Group(len(ranks)))
+        return Comm(child, ranks.index(comm.rank))
+
+    monkeypatch.setattr(nccl_binding, "premultiplied_sum", premultiplied_sum)
+    monkeypatch.setattr(nccl_binding, "split", split)
+    yield fake
+
+
+def _file(path: Path, name: str) -> str:
+    assert path.name == "reduce_ordered.cu" and path.exists()
+    return name
+
+
+def communicator(rendezvous: ThreadRendezvous, group: Group, timeout: float = WAIT) -> kos.Communicator:
+    """A communicator of the nccl backend whose ranks are threads."""
+    backend = NCCLBackend(rendezvous, 0, Comm(group, rendezvous.rank))
+    return kos.Communicator(backend, rendezvous, {}, timeout)

@@ -1,0 +1,87 @@
+"""Ranks with a GPU each, for tests written for NumPy: arrays go to the GPU before a call and come back after it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import kos
+from kos.memory.array import Array
+from tests.comm.ranks import SUMS_IN_16_BITS
+
+OPERATIONS = {
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v",
+    "all_to_all", "all_to_all_v", "gather", "scatter", "send", "recv", "send_recv",
+}  # fmt: skip
+
+
+class OnGPU:
+    """A communicator whose operations take and give ndarrays and run on copies of them on the GPU.
+
+    Views of one ndarray are views of one copy, so that what is in place here is in place there.
+    """
+
+    def __init__(self, comm: kos.Communicator) -> None:
+        self.comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in OPERATIONS:
+            return getattr(self.comm, name)
+        return lambda *arguments, **options: self._call(name, arguments, options)
+
+    def _call(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        options.pop("algorithm", None)  # NCCL's own
+        copies: dict[int, tuple[np.ndarray, Array]] = {}
+        pairs: list[tuple[np.ndarray, Array]] = []
+
+        def there(x: Any) -> Any:
+            if not isinstance(x, np.ndarray):
+                return x
+            whole = x
+            while isinstance(whole.base, np.ndarray) and whole.base.dtype == x.dtype:
+                whole = whole.base
+            if id(whole) not in copies:
+                copies[id(whole)] = whole, Array.from_numpy(whole.reshape(-1), self.comm.device)
+            start = (address(x) - address(whole)) // x.itemsize
+            view = copies[id(whole)][1][start : start + x.size].reshape(x.shape)
+            pairs.append((x, view))
+            return view
+
+        counts = {"all_to_all_v": (1, 2)}.get(name, (1,) if name.endswith("_v") else ())
+        given = [x if index in counts else there(x) for index, x in enumerate(arguments)]
+        result = getattr(self.comm, name)(*given, **{key: there(x) for key, x in options.items()})
+        for whole, copy in copies.values():
+            if whole.flags.writeable:
+                whole.reshape(-1)[...] = copy.numpy()
+        for x, view in pairs:
+            if result is view:
+                return x
+        return result.numpy() if isinstance(result, Array) else result
+
+
+def address(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
+
+
+class NCCLRanks:
+    """``run(fn)`` runs ``fn(comm)`` on every rank; ``comm`` takes ndarrays, ``comm.comm`` is the communicator."""
+
+    def __init__(self, world: kos.Communicator, control: kos.Communicator) -> None:
+        self.comm, self._control, self.size = world, control, world.size
+
+    def run(self, fn: Callable[[Any], Any]) -> None:
+        failure = b""
+        token = SUMS_IN_16_BITS.set(True)
+        try:
+            fn(OnGPU(self.comm))
+            self.comm.synchronize()
+        except BaseException:
+            failure = traceback.format_exc().encode()
+        finally:
+            SUMS_IN_16_BITS.reset(token)
+        for rank, text in enumerate(self._control.rendezvous.allgather(failure)):
+            if text:
+                raise AssertionError(f"rank {rank} of {self.size} failed:\n{text.decode()}")

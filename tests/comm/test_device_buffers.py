@@ -1,0 +1,179 @@
+"""Arrays on a GPU: what becomes a Buffer, and how backends for host memory carry it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp, cuda
+from kos.cuda import streams
+from kos.errors import InvalidArgument
+from kos.memory import as_buffer
+from kos.memory.array import Array
+from kos.testing import spawn
+
+gpu = pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}")
+
+
+def described(
+    pointer: int = 4096, shape: tuple[int, ...] = (2, 3), dtype: Any = np.float32, device: int = 0, **more: Any
+) -> Array:
+    """An Array without memory: enough for what only looks at it."""
+    return Array(pointer, shape, dtype, device, **more)
+
+
+def test_array_becomes_a_buffer() -> None:
+    x = described(stream=77)
+    buffer = as_buffer(x, "x", writable=True)
+    assert buffer.array is x
+    assert (buffer.pointer, buffer.count, buffer.nbytes, buffer.device, buffer.stream) == (4096, 6, 24, 0, 77)
+    assert (str(buffer), buffer.place) == ("float32[2, 3]", "cuda:0")
+    assert as_buffer(x, "x", writable=True, stream=5).stream == 5
+    assert as_buffer(described(), "x", writable=True).stream == streams.LEGACY
+
+
+def test_overlap_of_gpu_memory() -> None:
+    def buffer(start: int, count: int, device: int = 0) -> Any:
+        return as_buffer(described(start, (count,), np.uint8, device), "x", writable=True)
+
+    assert buffer(100, 10).overlaps(buffer(109, 1))
+    assert not buffer(100, 10).overlaps(buffer(110, 1))
+    assert not buffer(100, 10).overlaps(buffer(90, 10))
+    assert not buffer(100, 10).overlaps(buffer(100, 10, device=1))
+    assert buffer(100, 10).same_memory(buffer(100, 10))
+    assert not buffer(100, 10).same_memory(buffer(100, 9))
+    assert not buffer(100, 10).same_memory(as_buffer(np.zeros(10, np.uint8), "x", writable=True))
+
+
+def test_refused_before_anything_is_sent() -> None:
+    class Owner:
+        closed = True
+
+    comm = kos.init("mock")
+    x, y = described(shape=(4,)), np.zeros(4, np.float32)
+    for message, call in {
+        "x: expected a writable array, got a read-only Array": lambda: comm.all_reduce(described(readonly=True)),
+        "x: expected an array with memory, got one that was freed": lambda: comm.all_reduce(described(owner=Owner())),
+        "out: expected memory of cuda:0, got memory of the host": lambda: comm.all_reduce(x, out=y),
+        "out: expected memory of the host, got memory of cuda:0": lambda: comm.all_reduce(y, out=x),
+        "out: expected memory of cuda:0, got memory of cuda:1": lambda: comm.all_gather(
+            x, described(shape=(4,), device=1)
+        ),
+        "out: expected dtype float32, got int8": lambda: comm.all_reduce(x, out=described(8192, (4,), np.int8)),
+        "out: expected memory apart from x": lambda: comm.all_reduce(x, out=described(4100, (4,))),
+        "op: expected one of SUM, .* for float32, got BAND": lambda: comm.all_reduce(x, ReduceOp.BAND),
+    }.items():
+        with pytest.raises(InvalidArgument, match=message):
+            call()
+    comm.close()
+
+
+def test_nccl_says_why_it_cannot_run() -> None:
+    comm = kos.init("auto")
+    if comm.device is None:
+        assert not comm.probes["nccl"].usable
+        with pytest.raises(kos.errors.BackendUnavailable, match="nccl: "):
+            kos.init("nccl")
+    comm.close()
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [0, 1, 5000, 300_007])
+def test_backends_for_host_memory_stage(count: int) -> None:
+    """Threads that share a GPU: device arrays on the mock backend."""
+
+    def body(comm: kos.Communicator) -> None:
+        cuda.set_device(0)
+        stream = cuda.create_stream(0)
+        for _ in range(3):  # pinned memory is used again
+            x = Array.from_numpy(np.full(count, comm.rank + 1, np.float32), 0, stream=stream)
+            assert comm.all_reduce(x) is x
+            assert (x.numpy(stream) == 6).all()
+            out = comm.all_gather(x[: count // 2])
+            assert isinstance(out, Array) and out.shape == (3, count // 2)
+            assert (out.numpy(stream) == 6).all()
+            y = Array.zeros(count, np.float32, 0, stream=stream)
+            comm.send_recv(x, y, (comm.rank + 1) % 3, (comm.rank - 1) % 3)
+            assert (y.numpy(stream) == 6).all()
+            work = comm.broadcast(y, 1, async_op=True)
+            assert work.wait() is y
+
+    spawn(body, 3)
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.mpi
+def test_mpi_stages(mpi_world: kos.Communicator) -> None:
+    x = Array.from_numpy(np.full(70_001, mpi_world.rank, np.float64), 0)
+    mpi_world.all_reduce(x)
+    assert (x.numpy() == sum(range(mpi_world.size))).all()
+
+
+def foreign_arrays() -> dict[str, Any]:
+    """Makers of GPU arrays of other libraries: (float32 values) -> array, and whether they may be written."""
+
+    def torch(values: np.ndarray) -> Any:
+        module = pytest.importorskip("torch")
+        return module.from_numpy(values.copy()).cuda()
+
+    def torch_bfloat16(values: np.ndarray) -> Any:
+        return torch(values).bfloat16()
+
+    def cupy(values: np.ndarray) -> Any:
+        return pytest.importorskip("cupy").asarray(values)
+
+    def jax(values: np.ndarray) -> Any:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        module = pytest.importorskip("jax")
+        return module.device_put(values, module.devices("gpu")[0])
+
+    return {"torch": torch, "torch_bfloat16": torch_bfloat16, "cupy": cupy, "jax": jax}
+
+
+@gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", foreign_arrays())
+def test_arrays_of_other_libraries(library: str) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    x = foreign_arrays()[library](values)
+    buffer = as_buffer(x, "x", writable=False)
+    assert (buffer.count, buffer.device, buffer.shape) == (6, 0, (2, 3))
+    assert buffer.dtype.name == ("bfloat16" if "bfloat16" in library else "float32")
+    comm = kos.init("nccl")
+    out = comm.all_gather(x)
+    assert (out.numpy().astype(np.float32) == values).all()
+    if library == "jax":
+        with pytest.raises(InvalidArgument, match="read-only"):
+            comm.all_reduce(x)
+    else:
+        assert comm.all_reduce(x, ReduceOp.AVG) is x
+        with pytest.raises(InvalidArgument, match=r"x: .*C-contiguous"):
+            comm.all_reduce(x.T)
+    comm.close()
+
+
+@gpu
+@pytest.mark.gpu
+def test_torch_streams_and_gradients() -> None:
+    torch = pytest.importorskip("torch")
+    comm = kos.init("nccl")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.ones(1 << 24, device="cuda")
+        for _ in range(20):
+            x = x * 1.0
+        y = x * 2
+        comm.all_reduce(y, stream=stream)
+        assert float((y * 3).sum()) == 6.0 * (1 << 24)
+        work = comm.all_reduce(y, stream=stream, async_op=True)
+        work.wait()
+        assert float(y.sum()) == 2.0 * (1 << 24)
+    with pytest.raises(InvalidArgument, match="x: "):
+        comm.all_reduce(torch.ones(3, device="cuda", requires_grad=True))
+    comm.close()

@@ -1,0 +1,457 @@
+"""The nccl backend on as many GPUs as mpirun starts ranks: the conformance suite, streams, graphs, failures.
+
+mpirun -n 8 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_nccl.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import kos
+from kos import PremulSum, ReduceOp, cuda
+from kos.cuda import streams
+from kos.dtypes import dtype_of
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    KosError,
+)
+from kos.memory.array import Array
+from tests.comm.gpu_ranks import NCCLRanks
+from tests.comm.ranks import ALL_DTYPES, assert_bits, assert_same_on_all_ranks, inputs, poison
+from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
+    LARGE,
+    check,
+    test_all_gather,
+    test_all_gather_v,
+    test_all_reduce,
+    test_all_to_all,
+    test_all_to_all_v,
+    test_broadcast,
+    test_gather_and_scatter,
+    test_large,
+    test_reduce,
+    test_reduce_scatter,
+    test_reduce_scatter_v,
+    test_shapes_and_scalars,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+
+TIMEOUT = 20.0
+SHORT = 1.5  # seconds, where a timeout is to be seen
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def worlds(mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
+    probe = mpi_world.probes["nccl"]
+    if not probe.usable:
+        pytest.skip(f"needs a GPU for each rank: {probe.reason}")
+    worlds: list[kos.Communicator] = []
+    yield worlds
+    worlds[-1].close()
+
+
+@pytest.fixture
+def nccl_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
+    """The communicator of all ranks, shared by the tests until one of them breaks it."""
+    fit = bool(worlds) and worlds[-1].backend.broken is None
+    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
+        if worlds:
+            worlds[-1].abort()
+        worlds.append(kos.init("nccl", timeout=TIMEOUT))
+        cuda.set_device(worlds[-1].device)
+    return worlds[-1]
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, nccl_world: kos.Communicator, mpi_world: kos.Communicator) -> NCCLRanks:
+    case = getattr(request.node, "callspec", None)
+    if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
+        pytest.skip("products of complex numbers are refused by name")
+    return NCCLRanks(nccl_world, mpi_world)
+
+
+def on_gpu(comm: Any, x: np.ndarray, stream: Any = None) -> Array:
+    """A copy on this rank's GPU that is there when this returns."""
+    array = Array.from_numpy(x, comm.device, stream=stream)
+    streams.synchronize(stream, comm.device)
+    return array
+
+
+def in_rank_order(xs: list[np.ndarray], op: ReduceOp, factors: list[float]) -> np.ndarray:
+    """What deterministic=True promises, bit for bit."""
+    dtype = xs[0].dtype
+    carrier = dtype_of(dtype).accumulate
+    wide = [x.astype(carrier) for x in xs]
+    if op is ReduceOp.PREMUL_SUM:
+        wide = [x * carrier.type(f) for x, f in zip(wide, factors, strict=True)]
+    total = wide[0].copy()
+    for x in wide[1:]:
+        total = np.multiply(total, x) if op is ReduceOp.PROD else np.add(total, x)
+    if op is ReduceOp.AVG:
+        total = total / carrier.type(len(xs))
+    with np.errstate(all="ignore"):
+        return total.astype(dtype)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.PREMUL_SUM], ids=lambda o: o.name)
+@pytest.mark.parametrize("dtype", [d for d in ALL_DTYPES if d.kind in "fV"], ids=str)
+def test_deterministic_is_in_rank_order(ranks: NCCLRanks, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    def body(gpu: Any) -> None:
+        n, me = gpu.size, gpu.rank
+        factors = [0.3 + 0.7 * rank for rank in range(n)]
+        mine = PremulSum(factors[me]) if op is ReduceOp.PREMUL_SUM else op
+        for count in (1, 7, 997, LARGE):  # small ones go whole to everybody, large ones by parts
+            xs = [(4 * x.astype(np.float32)).astype(dtype) for x in inputs(seed, n, count, dtype)]
+            expected = in_rank_order(xs, op, factors)
+            x = xs[me].copy()
+            gpu.all_reduce(x, mine, deterministic=True)
+            assert_bits(x, expected, f"all_reduce of {count}")
+            out = poison(count, dtype)
+            gpu.reduce(xs[me], n - 1, mine, out=out, deterministic=True)
+            if me == n - 1:
+                assert_bits(out, expected, f"reduce of {count}")
+        xs = inputs(seed, n, 33 * n, dtype)
+        part = gpu.reduce_scatter(xs[me], op=mine, deterministic=True)
+        assert_bits(part, in_rank_order(xs, op, factors)[33 * me : 33 * me + 33], "reduce_scatter")
+
+    ranks.run(body)
+
+
+def test_minimum_keeps_nan(ranks: NCCLRanks) -> None:
+    def body(gpu: Any) -> None:
+        for dtype in (np.float32, BF16):
+            for op in (ReduceOp.MIN, ReduceOp.MAX):
+                x = np.full(5, gpu.rank, dtype)
+                x[gpu.rank % 5] = np.nan
+                gpu.all_reduce(x, op)
+                hit = {rank % 5 for rank in range(gpu.size)}
+                assert [bool(np.isnan(v)) for v in x] == [k in hit for k in range(5)]
+
+    ranks.run(body)
+
+
+def test_messages(ranks: NCCLRanks, seed: int) -> None:
+    def body(gpu: Any) -> None:
+        n, me = gpu.size, gpu.rank
+        if n == 1:
+            return
+        right, left = (me + 1) % n, (me - 1) % n
+        for count in (0, 1, 997, LARGE):
+            xs = inputs(seed, n, count, BF16)
+            out = poison(count, BF16)
+            gpu.send_recv(xs[me], out, right, left)
+            assert_bits(out, xs[left], "send_recv")
+            out = poison(count, BF16)
+            if me % 2 == 0 and me + 1 < n:
+                gpu.send(xs[me], me + 1)
+            elif me % 2:
+                gpu.recv(out, me - 1)
+                assert_bits(out, xs[me - 1], "recv")
+
+    ranks.run(body)
+
+
+def test_host_does_not_wait(ranks: NCCLRanks) -> None:
+    """Calls return while the GPU is still busy with what was queued before; the order is kept all the same."""
+
+    def body(gpu: Any) -> None:
+        comm, stream = gpu.comm, cuda.create_stream(gpu.device)
+        big = on_gpu(comm, np.full(1 << 26, 1.0, np.float32), stream)
+        small = on_gpu(comm, np.full(4, 1.0, np.float32), stream)
+        comm.all_reduce(small)  # connected, loaded
+        comm.synchronize()
+        other = Array.empty(1 << 26, np.float32, comm.device, stream=stream)
+        for _ in range(200):  # 25 ms of copies or more
+            other.copy_from(big, stream)
+        begun = time.perf_counter()
+        comm.all_reduce(small)
+        work = comm.all_reduce(small, async_op=True)
+        assert work.wait() is small
+        spent = time.perf_counter() - begun
+        assert not comm.backend.idle_stream(streams.handle(stream)), f"waited: {spent * 1e3:.1f} ms"
+        assert (small.numpy(stream) == comm.size**3).all()
+        assert work.done()
+
+    ranks.run(body)
+
+
+def test_async_operations_and_their_order(ranks: NCCLRanks, seed: int) -> None:
+    def body(gpu: Any) -> None:
+        comm, stream = gpu.comm, cuda.create_stream(gpu.device)
+        xs = inputs(seed, comm.size, LARGE, np.float32)
+        expected = xs[0] * 0
+        for x in xs:
+            expected = expected + x
+        for _ in range(20):
+            x = Array.empty(LARGE, np.float32, comm.device, stream=stream)
+            x.copy_from(xs[comm.rank], stream)
+            work = comm.all_reduce(x, async_op=True)
+            out = comm.all_gather(x[:4], async_op=True, stream=stream)
+            assert work.wait() is x
+            y = Array.empty(LARGE, np.float32, comm.device, stream=stream).copy_from(x, stream)
+            np.testing.assert_allclose(y.numpy(stream), expected, rtol=1e-4, atol=1e-4)
+            out.synchronize()
+            with pytest.raises(InvalidArgument, match="expected a positive number"):
+                comm.all_reduce(x, timeout=-1)
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_graph_capture_and_replay(ranks: NCCLRanks, seed: int, deterministic: bool) -> None:
+    """Captured once, replayed with other data; also what is captured as the first call of its kind."""
+
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        stream = cuda.create_stream(comm.device)
+        count = 12_345 + 64 * deterministic  # a size of its own
+        x = Array.empty(count, BF16, comm.device, stream=stream)
+        total = Array.empty(count, BF16, comm.device, stream=stream)
+        both = Array.empty((n, count), BF16, comm.device, stream=stream)
+        with cuda.capture(stream, keep=[x, total, both]) as graph:
+            comm.all_reduce(x, out=total, deterministic=deterministic)
+            work = comm.all_gather(total, both, async_op=True)
+            comm.barrier(stream=stream)
+            work.wait()
+            comm.all_reduce(total, ReduceOp.MAX)
+        for turn in range(5):
+            xs = inputs(seed + turn, n, count, BF16)
+            x.copy_from(xs[me], stream)
+            both.fill_bytes(255, stream)
+            graph.replay(stream)
+            comm.synchronize(stream=stream)
+            got = total.numpy(stream)
+            check(got, xs, ReduceOp.SUM, [])
+            assert_same_on_all_ranks(gpu, got, f"replay {turn}")
+            assert_bits(both.numpy(stream), np.stack([got] * n), "all_gather")
+        graph.close()
+
+    ranks.run(body)
+
+
+def test_batch_and_persistent(ranks: NCCLRanks, seed: int) -> None:
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        ones = [on_gpu(comm, np.full(k + 1, me, np.float32)) for k in range(6)]
+        sixth = on_gpu(comm, np.full(5, me, np.int16))
+        with comm.batch() as batch:
+            for x in ones:
+                comm.all_reduce(x)
+            comm.all_reduce(sixth)  # by our kernel: not in NCCL's group
+        assert len(batch.works) == 7
+        expected = sum(range(n))
+        assert all((x.numpy() == expected).all() for x in [*ones, sixth])
+
+        def refused() -> None:
+            with comm.batch():
+                comm.all_reduce(ones[0])
+                comm.all_reduce(ones[0], algorithm="magic")
+
+        with pytest.raises(InvalidArgument):
+            refused()
+        assert (ones[0].numpy() == expected).all()
+
+        x, out = on_gpu(comm, np.zeros(97, np.float32)), on_gpu(comm, np.zeros(97, np.float32))
+        operation = comm.all_reduce_init(x, out=out)
+        for turn in range(5):
+            x.copy_from(np.full(97, me + turn, np.float32))
+            operation.start().wait()
+            assert (out.numpy() == expected + n * turn).all()
+
+    ranks.run(body)
+
+
+def test_several_communicators(ranks: NCCLRanks) -> None:
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        other = comm.duplicate()
+        halves = comm.split(me % 2, -me)
+        nobody = comm.split(None if me == 0 else 7)
+        assert (nobody is None) == (me == 0)
+        assert halves is not None and halves.device == comm.device
+        mates = [rank for rank in reversed(range(n)) if rank % 2 == me % 2]
+        for _ in range(3):
+            x = on_gpu(comm, np.full(3, me, np.int32))
+            got = halves.all_gather(x)
+            other.all_reduce(x)
+            assert got.numpy().tolist() == [[rank] * 3 for rank in mates]
+            assert (x.numpy() == sum(range(n))).all()
+        if nobody is not None:
+            assert nobody.size == n - 1
+            x = on_gpu(comm, np.ones(2, np.float64))
+            assert (nobody.all_reduce(x).numpy() == n - 1).all()
+            nobody.close()
+        halves.close()
+        other.close()
+
+    ranks.run(body)
+
+
+def test_windows(ranks: NCCLRanks, seed: int) -> None:
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        for count in (1, 1000, 1 << 20):
+            x = comm.allocate(count, np.float32)
+            xs = inputs(seed, n, count, np.float32)
+            x.copy_from(xs[me])
+            comm.all_reduce(x)
+            check(x.numpy(), xs, ReduceOp.SUM, [])
+            del x
+
+    ranks.run(body)
+
+
+def test_refusals(ranks: NCCLRanks) -> None:
+    """Nothing is sent: the communicator works after each."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x = on_gpu(comm, np.ones(4, np.float32))
+        freed = Array.empty(4, np.float32, comm.device)
+        freed.owner.close()
+        readonly = Array(x.pointer, (4,), np.float32, comm.device, owner=x, readonly=True)
+        there = (comm.device + 1) % len(cuda.visible_devices())
+        elsewhere = Array.empty(4, np.float32, there)
+        stream = cuda.create_stream(comm.device)
+        ordered = Array.empty(4, np.float32, comm.device, stream=stream)
+        refused = {
+            rf"x: expected memory of cuda:{comm.device} \(backend nccl\), got ndarray in memory of the host": lambda: (
+                comm.all_reduce(np.ones(4))
+            ),
+            "out: expected memory of cuda:., got memory of the host": lambda: comm.all_reduce(
+                x, out=np.ones(4, np.float32)
+            ),
+            "x: expected an array with memory, got one that was freed": lambda: comm.all_reduce(freed),
+            "x: expected a writable array": lambda: comm.all_reduce(readonly),
+            "out: expected dtype float32, got int32": lambda: comm.all_reduce(x, out=x.view(np.int32)),
+            "overlap": lambda: comm.all_reduce(x[:3], out=x[1:]),
+            "overlap of all_gather": lambda: comm.all_gather(x[1:3], x) if comm.size == 2 else None,
+            "algorithm: expected 'auto'": lambda: comm.all_reduce(x, algorithm="ring"),
+            "tag: expected 0": lambda: comm.send(x, (comm.rank + 1) % comm.size, 3),
+            "got an.* stream of x": lambda: comm.all_reduce(x, out=ordered),
+            "out: expected an array of the stream of x": lambda: comm.all_reduce(x, out=ordered),
+            "op: expected SUM, AVG or PREMUL_SUM for complex64 on nccl, got PROD": lambda: comm.all_reduce(
+                Array.zeros(2, np.complex64, comm.device), ReduceOp.PROD
+            ),
+        }
+        if there != comm.device:
+            refused[f"got Array in memory of cuda:{there}"] = lambda: comm.all_reduce(elsewhere)
+        if comm.size == 1:
+            del refused["tag: expected 0"]
+        del refused["got an.* stream of x"]
+        if comm.size != 2:
+            del refused["overlap of all_gather"]
+        before = comm._collectives
+        for message, call in refused.items():
+            with pytest.raises(InvalidArgument, match=message.removesuffix(" of all_gather")):
+                call()
+        assert comm._collectives == before
+        assert (comm.all_reduce(x).numpy() == comm.size).all()
+
+    ranks.run(body)
+
+
+def test_ranks_that_share_a_gpu_are_told(mpi_world: kos.Communicator, nccl_world: kos.Communicator) -> None:
+    if mpi_world.size == 1:
+        pytest.skip("needs two ranks or more")
+    with pytest.raises(BackendUnavailable, match="nccl: ranks 0 and 1 share GPU"):
+        kos.init("nccl", device=0, timeout=TIMEOUT)
+    with kos.init(device=0, timeout=TIMEOUT) as comm:
+        assert comm.backend_name == "mpi"
+        assert "ranks 0 and 1 share GPU" in comm.explain()
+
+
+def test_auto_takes_both(mpi_world: kos.Communicator, nccl_world: kos.Communicator, seed: int) -> None:
+    with kos.init(timeout=TIMEOUT) as comm:
+        assert comm.backend_name == "nccl+mpi"
+        rows = [line.split() for line in comm.explain().splitlines()]
+        assert {"mpi", "nccl"} <= {row[0] for row in rows if row[1:3] == ["in", "use"]}
+        host, gpu = np.ones(3, np.float32), on_gpu(comm, np.ones(3, np.float32))
+        with comm.batch() as batch:
+            comm.all_reduce(host)
+            comm.all_reduce(gpu)
+        assert len(batch.works) == 2
+        assert (host == comm.size).all() and (gpu.numpy() == comm.size).all()
+        part = comm.split(comm.rank % 2)
+        assert part is not None
+        assert (part.all_reduce(on_gpu(comm, np.ones(3))).numpy() == part.size).all()
+        part.barrier()
+        part.close()
+        comm.barrier()
+        assert comm.all_gather_bytes(b"%d" % comm.rank) == [b"%d" % rank for rank in range(comm.size)]
+
+
+def test_mismatch_raises_on_all_ranks(mpi_world: kos.Communicator, nccl_world: kos.Communicator) -> None:
+    if mpi_world.size == 1:
+        pytest.skip("needs two ranks or more")
+    comm = nccl_world.duplicate()
+    x = on_gpu(comm, np.ones(1000 + comm.rank // (comm.size - 1), np.float32))  # the last rank has one more
+
+    def all_reduce() -> None:
+        comm.all_reduce(x)
+        comm.synchronize(TIMEOUT)
+
+    with pytest.raises(CollectiveMismatch, match="count 100. against 100."):
+        all_reduce()
+    with pytest.raises(KosError):
+        comm.all_reduce(x)
+    comm.close()
+    mpi_world.barrier()
+    x = on_gpu(nccl_world, np.ones(1000, np.float32))
+    assert (nccl_world.all_reduce(x).numpy() == nccl_world.size).all(), "the GPU is not fit any more"
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, nccl_world: kos.Communicator, met: bool) -> None:
+    """The host's wait ends in time, whether or not the ranks had been connected; the GPU is fit afterwards."""
+    if mpi_world.size == 1:
+        pytest.skip("needs two ranks or more")
+    comm = nccl_world.duplicate()
+    x = on_gpu(comm, np.ones(5000, np.float32))
+    if met:
+        comm.all_reduce(x)
+        comm.synchronize()
+    late = comm.size - 1
+    if comm.rank != late:
+        begun = time.monotonic()
+
+        def all_reduce() -> None:
+            comm.all_reduce(x, timeout=SHORT)
+            comm.synchronize(SHORT)
+
+        message = rf"all_reduce #\d of float32\[5000\].*(ranks \[{late}\] did not|begun by all)"
+        with pytest.raises(CollectiveTimeout, match=message):
+            all_reduce()
+        assert SHORT <= time.monotonic() - begun < SHORT + 8
+    mpi_world.barrier()
+    comm.abort() if comm.rank == late else comm.close()
+    mpi_world.barrier()
+    x = on_gpu(nccl_world, np.ones(1000, np.float32))
+    assert (nccl_world.all_reduce(x).numpy() == nccl_world.size).all(), "the GPU is not fit any more"
+
+
+def test_shrink(mpi_world: kos.Communicator, nccl_world: kos.Communicator) -> None:
+    """NCCL's own shrink, without the last rank."""
+    if mpi_world.size < 3:
+        pytest.skip("needs three ranks or more")
+    comm = nccl_world.duplicate()
+    last = comm.size - 1
+    rest = mpi_world.rendezvous.split(None if comm.rank == last else 0)
+    if rest is not None:
+        smaller = kos.Communicator(comm.backend.shrink(rest, [last]), rest, comm.probes, TIMEOUT)
+        x = on_gpu(comm, np.ones(7, np.float32))
+        assert (smaller.all_reduce(x).numpy() == last).all()
+        smaller.close()
+    mpi_world.barrier()
+    comm.close()

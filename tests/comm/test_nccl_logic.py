@@ -1,0 +1,209 @@
+"""The nccl backend's own work, without a GPU: see ``fake_nccl``.  The same conformance suite, ranks as threads."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp
+from kos.comm import nccl_binding
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.memory.array import Array
+from tests.comm.fake_nccl import FakeNCCL, Group, Memory, communicator, no_gpu
+from tests.comm.gpu_ranks import OnGPU
+from tests.comm.test_conformance import (  # noqa: F401 -- collected here
+    test_all_gather,
+    test_all_gather_v,
+    test_all_reduce,
+    test_all_to_all,
+    test_all_to_all_v,
+    test_broadcast,
+    test_gather_and_scatter,
+    test_large,
+    test_reduce,
+    test_reduce_scatter,
+    test_reduce_scatter_v,
+    test_shapes_and_scalars,
+)
+from tests.comm.test_nccl import (  # noqa: F401 -- collected here
+    test_batch_and_persistent,
+    test_deterministic_is_in_rank_order,
+    test_messages,
+    test_minimum_keeps_nan,
+    test_several_communicators,
+)
+
+SIZE = 3
+
+
+class FakeRanks:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, fn: Callable[[Any], Any], timeout: float = 20.0) -> None:
+        threads, group, failures = ThreadGroup(self.size), Group(self.size), []
+
+        def rank(index: int) -> None:
+            try:
+                comm = communicator(ThreadRendezvous(threads, index, timeout), group, timeout)
+                fn(OnGPU(comm))
+                comm.close()
+            except BaseException:
+                failures.append((index, traceback.format_exc()))
+                group.barrier.abort()
+                threads.fail(RankLost, "another rank failed")
+
+        runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(self.size)]
+        for runner in runners:
+            runner.start()
+        for runner in runners:
+            runner.join(2 * timeout)
+            assert not runner.is_alive() or failures, "a rank hangs"
+        assert not failures, "rank {} failed:\n{}".format(*failures[0])
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    with no_gpu(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, fake: FakeNCCL) -> FakeRanks:
+    case = getattr(request.node, "callspec", None)
+    if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
+        pytest.skip("products of complex numbers are refused by name")
+    return FakeRanks(SIZE)
+
+
+def test_one_rank(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        for dtype in (np.float32, np.int16):  # NCCL's own and ours
+            x = np.arange(5).astype(dtype)
+            assert (gpu.all_reduce(x) == np.arange(5)).all()
+            assert (gpu.all_gather(x) == np.arange(5)).all()
+            assert (gpu.reduce_scatter_v(x, [5]) == np.arange(5)).all()
+
+    FakeRanks(1).run(body)
+
+
+def test_batch_is_one_group(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        xs = [Array.zeros(5, np.float32, 0) for _ in range(4)]
+        with gpu.comm.batch():
+            for x in xs:
+                gpu.comm.all_reduce(x)
+        if gpu.rank == 0:
+            groups.append(fake.groups)
+
+    groups: list[int] = []
+    FakeRanks(1).run(body)
+    assert groups == [1]
+
+
+def test_a_call_that_does_not_return_ends_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of its kind may wait inside NCCL; the abort lets it return."""
+    aborted = threading.Event()
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: aborted.wait(20))
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: aborted.set())
+
+    def body(gpu: Any) -> None:
+        x = Array.zeros(5, np.float32, 0)
+        message = r"all_reduce #0 of float32\[5\].*not begun by all ranks after 0.1 s"
+        with pytest.raises(CollectiveTimeout, match=message):
+            gpu.comm.all_reduce(x, timeout=0.1)
+        assert aborted.is_set()
+        with pytest.raises(CollectiveError, match="failed before"):
+            gpu.comm.all_reduce(x)
+
+    FakeRanks(1).run(body)
+
+
+def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kos.comm.backends import device
+
+    aborted: list[Any] = []
+    monkeypatch.setattr(nccl_binding, "abort", aborted.append)
+    monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
+
+    def body(gpu: Any) -> None:
+        x = Array.zeros(5, np.float32, 0)
+        work = gpu.comm.all_reduce_init(x).start()
+        assert not work.done()
+        with pytest.raises(CollectiveTimeout, match=r"all_reduce #0 .* not complete after 0.1 s"):
+            work.synchronize(0.1)
+        assert len(aborted) == 1
+        with pytest.raises(CollectiveError, match="all_reduce #0.* failed"):
+            work.wait()
+
+    FakeRanks(1).run(body)
+
+
+def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NCCLError(Exception):
+        status = 6
+
+    def broken(*arguments: Any) -> None:
+        raise NCCLError("RemoteError (6)")
+
+    monkeypatch.setattr(fake, "broadcast", broken)
+
+    def body(gpu: Any) -> None:
+        with pytest.raises(RankLost, match=r"broadcast #0 .*NCCL 2.28.9: RemoteError"):
+            gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
+
+    FakeRanks(1).run(body)
+
+
+def test_scratch_grows_and_stays(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        backend = gpu.comm.backend
+        small = backend.scratch(10, 1)
+        assert backend.scratch(1 << 20, 1) == small
+        large = backend.scratch(3 << 20, 1)
+        assert large != small and backend.scratch(5, 1) == large
+        assert backend.scratch(5, 2) not in (small, large), "streams share scratch"
+        kept = backend._scratch[1]
+        assert not kept[0].closed, "a graph may use it"
+        gpu.comm.close()
+        assert kept[0].closed
+
+    FakeRanks(1).run(body)
+
+
+def test_refused_by_this_backend(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
+        owner = Memory(16)
+        owner.close()
+        for message, call in {
+            r"x: expected memory of cuda:0 \(backend nccl\), got ndarray in memory of the host": lambda: (
+                comm.all_reduce(np.ones(4))
+            ),
+            "got Array in memory of cuda:1": lambda: comm.all_reduce(Array(8, (1,), np.float32, 1)),
+            "algorithm: expected 'auto'": lambda: comm.all_reduce(x, algorithm="ring"),
+            "the stream of x": lambda: comm.all_reduce(x, out=Array(owner.pointer, (4,), np.float32, 0, stream=7)),
+            "one that was freed": lambda: comm.all_reduce(Array(8, (1,), np.float32, 0, owner=owner)),
+            "tag: expected 0": lambda: comm.send(x, 1 - comm.rank, tag=4),
+            "complex64 on nccl, got PROD": lambda: comm.all_reduce(Array.zeros(2, np.complex64, 0), ReduceOp.PROD),
+        }.items():
+            with pytest.raises(InvalidArgument, match=message):
+                call()
+        assert comm._collectives == comm._messages == 0
+
+    FakeRanks(2).run(body)
+
+
+def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
+    with pytest.raises(kos.errors.BackendUnavailable, match=r"window: expected NCCL 2.27 or newer, got 2.26.5"):
+        nccl_binding.require("window")
