@@ -18,21 +18,18 @@
 #ifndef STEP_STAGES
 #define STEP_STAGES 2
 #endif
-#ifndef KEYS
 #define KEYS 128  // of a tile of the second pass
+#ifndef BACKWARD_STAGES
+#define BACKWARD_STAGES 2
 #endif
-#ifndef STAGES
-#define STAGES 2
-#endif
-#ifndef CONSUMERS
-#define CONSUMERS 2
-#endif
-#define OWN (64 * CONSUMERS)  // rows of a block
+#define STAGES BACKWARD_STAGES
+#define GROUPS 2
+#define OWN (64 * GROUPS)  // rows of a block
 #define OWN_BYTES (OWN * HEAD_DIM * 2)
 static_assert(PAD % OWN == 0 && OWN % STEP == 0, "statistics are read a whole block at a time");
-#define THREADS (128 * (CONSUMERS + 1))
-#define LOW_REGISTERS (CONSUMERS == 2 ? 24 : 32)
-#define HIGH_REGISTERS (CONSUMERS == 2 ? 240 : 160)
+#define THREADS (128 * (GROUPS + 1))
+#define LOW_REGISTERS (GROUPS == 2 ? 24 : 32)
+#define HIGH_REGISTERS (GROUPS == 2 ? 240 : 160)
 
 extern __shared__ char raw[];
 
@@ -57,8 +54,7 @@ __device__ inline void consume_kv(SharedKV& s, const TensorMap& d_qkv, const Sha
                                   int sample) {
     const int lane = threadIdx.x % 32, first_key = first + group * 64, key = first_key + threadIdx.x / 32 % 4 * 16 + lane / 4;
     char *k = s.k + group * 64 * ROW_BYTES, *v = s.v + group * 64 * ROW_BYTES;
-    float scores[STEP / 2], slopes[STEP / 2], dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
-    u32 probabilities[STEP / 4], narrow_slopes[STEP / 4];
+    float dk[HEAD_DIM / 2], dv[HEAD_DIM / 2];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0;
     Ring<STEP_STAGES> ring;
@@ -68,6 +64,8 @@ __device__ inline void consume_kv(SharedKV& s, const TensorMap& d_qkv, const Sha
             const int i = ring.stage;
             barrier_wait(&s.full[i], ring.phase);
             if (token + STEP > first_key) {
+                float scores[STEP / 2], slopes[STEP / 2];
+                u32 probabilities[STEP / 4], narrow_slopes[STEP / 4];
                 multiply_transposed(scores, k, OWN, s.q[i], STEP);
                 multiply_transposed(slopes, v, OWN, s.d_out[i], STEP);
                 wgmma_wait<1>();
@@ -127,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barrier_init(&s.own_full, 1);
         for (int i = 0; i < STEP_STAGES; ++i) {
             barrier_init(&s.full[i], 1);
-            barrier_init(&s.empty[i], 4 * CONSUMERS);
+            barrier_init(&s.empty[i], 4 * GROUPS);
         }
         fence_async();
     }
@@ -152,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     } else {
         registers_up<HIGH_REGISTERS>();
-        consume_kv(s, d_qkv, {samples, T, H, K}, threadIdx.x / 128 - 1, kv_head, first, sample);
+        consume_kv(s, d_qkv, {samples, T, H, K}, __shfl_sync(~0u, threadIdx.x / 128 - 1, 0), kv_head, first, sample);
     }
 }
 
@@ -171,8 +169,7 @@ __device__ inline void consume_q(SharedQ& s, const TensorMap& d_qkv, const float
                                  int first, int sample) {
     const int lane = threadIdx.x % 32, row = first + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
     char *q = s.q + group * 64 * ROW_BYTES, *d_out = s.d_out + group * 64 * ROW_BYTES;
-    float scores[KEYS / 2], slopes[KEYS / 2], dq[HEAD_DIM / 2], lse[2], delta[2];
-    u32 narrow_slopes[KEYS / 4];
+    float dq[HEAD_DIM / 2], lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         lse[half] = statistics[row % 64 + 8 * half];
@@ -187,6 +184,8 @@ __device__ inline void consume_q(SharedQ& s, const TensorMap& d_qkv, const float
     barrier_wait(&s.own_full, 0);
     for (int tile = tiles - 1; tile >= 0; --tile, ring.next()) {
         const int i = ring.stage;
+        float scores[KEYS / 2], slopes[KEYS / 2];
+        u32 narrow_slopes[KEYS / 4];
         barrier_wait(&s.k_full[i], ring.phase);
         multiply_transposed(scores, q, OWN, s.k[i], KEYS);
         barrier_wait(&s.v_full[i], ring.phase);
@@ -232,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.k_full[i], 1);
             barrier_init(&s.v_full[i], 1);
-            barrier_init(&s.k_empty[i], 4 * CONSUMERS);
-            barrier_init(&s.v_empty[i], 4 * CONSUMERS);
+            barrier_init(&s.k_empty[i], 4 * GROUPS);
+            barrier_init(&s.v_empty[i], 4 * GROUPS);
         }
         fence_async();
     }
@@ -257,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     } else {
         registers_up<HIGH_REGISTERS>();
-        const int group = threadIdx.x / 128 - 1;
+        const int group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
         consume_q(s, d_qkv, statistics + statistics_at(at.head, first + group * 64, T), tiles, group, head * HEAD_DIM, first,
                   sample);
     }

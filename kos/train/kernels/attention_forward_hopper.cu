@@ -4,6 +4,7 @@
 // warpgroups each own 64 query rows.  Two overlaps hide the softmax: within a warpgroup the scores of the next key
 // tile are multiplied while the probabilities of the last are; between warpgroups named barriers make one multiply
 // while the other exponentiates (PINGPONG).
+// A block stays for many tiles of queries, and loads of the next begin before the last is stored.
 // The tile on the diagonal comes first: it alone needs a mask, and it gives every row a finite maximum.
 #include "attention_hopper.cuh"
 
@@ -22,28 +23,51 @@
 #define QUERIES (64 * CONSUMERS)
 #define THREADS (128 * (CONSUMERS + 1))
 #define TILE_BYTES (KEYS * HEAD_DIM * 2)
+#define Q_BYTES (QUERIES * HEAD_DIM * 2)
 
 struct Shared {
-    alignas(1024) char q[QUERIES * HEAD_DIM * 2];  // becomes the output
+    alignas(1024) char q[2][Q_BYTES];  // becomes the output
     alignas(1024) char k[STAGES][TILE_BYTES];
     alignas(1024) char v[STAGES][TILE_BYTES];
-    u64 q_full, k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
+    u64 q_full[2], q_empty[2], k_full[STAGES], k_empty[STAGES], v_full[STAGES], v_empty[STAGES];
 };
 extern __shared__ char raw[];
 
-__device__ inline void produce(Shared& s, const TensorMap& qkv, int tiles, int q_column, int k_column, int v_column,
-                               int first, int sample) {
-    barrier_expect(&s.q_full, sizeof(s.q));
-    load_tile<QUERIES>(s.q, qkv, &s.q_full, q_column, first, sample);
+// The tiles of queries that this block works on: every gridDim-th, there and back again, since the first have most keys.
+struct Tiles {
+    int samples, T, H, K, section, blocks, total, round = -1, sample, head, kv_head, first, keys;
+    __device__ Tiles(int samples, int T, int H, int K, int section)
+        : samples(samples), T(T), H(H), K(K), section(section), blocks((T + QUERIES - 1) / QUERIES), total(samples * H * blocks) {}
+    __device__ bool next() {
+        for (;;) {
+            if (++round * gridDim.x >= total) return false;
+            const int index = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+            if (index >= total) continue;
+            const Place at = place(index, samples * H, blocks, section);
+            sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
+            first = (blocks - 1 - at.block) * QUERIES;
+            keys = (min(T, first + QUERIES) + KEYS - 1) / KEYS;
+            return true;
+        }
+    }
+};
+
+__device__ inline void produce(Shared& s, const TensorMap& qkv, Tiles work) {
     Ring<STAGES> ring;
-    for (int tile = tiles - 1; tile >= 0; --tile, ring.next()) {
-        const int i = ring.stage;
-        barrier_wait(&s.k_empty[i], ring.phase ^ 1);
-        barrier_expect(&s.k_full[i], TILE_BYTES);
-        load_tile<KEYS>(s.k[i], qkv, &s.k_full[i], k_column, tile * KEYS, sample);
-        barrier_wait(&s.v_empty[i], ring.phase ^ 1);
-        barrier_expect(&s.v_full[i], TILE_BYTES);
-        load_tile<KEYS>(s.v[i], qkv, &s.v_full[i], v_column, tile * KEYS, sample);
+    for (Ring<2> own; work.next(); own.next()) {
+        barrier_wait(&s.q_empty[own.stage], own.phase ^ 1);
+        barrier_expect(&s.q_full[own.stage], Q_BYTES);
+        load_tile<QUERIES>(s.q[own.stage], qkv, &s.q_full[own.stage], work.head * HEAD_DIM, work.first, work.sample);
+        const int k_column = (work.H + work.kv_head) * HEAD_DIM, v_column = k_column + work.K * HEAD_DIM;
+        for (int tile = work.keys - 1; tile >= 0; --tile, ring.next()) {
+            const int i = ring.stage;
+            barrier_wait(&s.k_empty[i], ring.phase ^ 1);
+            barrier_expect(&s.k_full[i], TILE_BYTES);
+            load_tile<KEYS>(s.k[i], qkv, &s.k_full[i], k_column, tile * KEYS, work.sample);
+            barrier_wait(&s.v_empty[i], ring.phase ^ 1);
+            barrier_expect(&s.v_full[i], TILE_BYTES);
+            load_tile<KEYS>(s.v[i], qkv, &s.v_full[i], v_column, tile * KEYS, work.sample);
+        }
     }
 }
 
@@ -78,16 +102,10 @@ __device__ inline void softmax(float (&scores)[KEYS / 2], float (&top)[2], float
     }
 }
 
-__device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_exp, int tiles, int group, int column,
-                               int first, int sample, int length) {
-    const int lane = threadIdx.x % 32, row = first + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
-    char* q = s.q + group * 64 * ROW_BYTES;
-    float scores[KEYS / 2], sums[HEAD_DIM / 2];
+__device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_exp, Tiles work, int group) {
+    const int lane = threadIdx.x % 32;
+    float scores[KEYS / 2], sums[HEAD_DIM / 2], top[2], total[2], factor[2];
     u32 probabilities[KEYS / 4];
-    float top[2] = {-INFINITE, -INFINITE}, total[2] = {0, 0}, factor[2];
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0;
-    const auto multiply_scores = [&](int stage) { multiply_transposed(scores, q, QUERIES, s.k[stage], KEYS); };
     const auto narrow = [&] {
 #pragma unroll
         for (int i = 0; i < KEYS / 4; ++i) probabilities[i] = pack(scores[2 * i], scores[2 * i + 1]);
@@ -103,67 +121,79 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
     };
 
     Ring<STAGES> k, v;
-    int tile = tiles - 1;
-    barrier_wait(&s.q_full, 0);
-    barrier_wait(&s.k_full[0], 0);
-    my_turn();
-    multiply_scores(0);
-    your_turn();
-    wgmma_wait<0>();
-    hold(scores);
-    done(&s.k_empty[0]);
-    k.next();
-    mask(scores, row, tile * KEYS);
-    softmax(scores, top, total, factor);
-    narrow();
-    for (--tile; tile >= 0; --tile) {
+    for (Ring<2> own; work.next(); own.next()) {
+        const int row = work.first + group * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+        char* q = s.q[own.stage] + group * 64 * ROW_BYTES;
+        top[0] = top[1] = -INFINITE, total[0] = total[1] = 0;
+#pragma unroll
+        for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] = 0;
+        int tile = work.keys - 1;
+        barrier_wait(&s.q_full[own.stage], own.phase);
         barrier_wait(&s.k_full[k.stage], k.phase);
         my_turn();
-        multiply_scores(k.stage);
-        barrier_wait(&s.v_full[v.stage], v.phase);
-        multiply_add<KEYS>(sums, probabilities, s.v[v.stage]);
+        multiply_transposed(scores, q, QUERIES, s.k[k.stage], KEYS);
         your_turn();
-        wgmma_wait<1>();
+        wgmma_wait<0>();
         hold(scores);
         done(&s.k_empty[k.stage]);
-        if ((tile + 1) * KEYS > first) mask(scores, row, tile * KEYS);
+        k.next();
+        mask(scores, row, tile * KEYS);
         softmax(scores, top, total, factor);
+        narrow();
+        for (--tile; tile >= 0; --tile) {
+            barrier_wait(&s.k_full[k.stage], k.phase);
+            my_turn();
+            multiply_transposed(scores, q, QUERIES, s.k[k.stage], KEYS);
+            barrier_wait(&s.v_full[v.stage], v.phase);
+            multiply_add<KEYS>(sums, probabilities, s.v[v.stage]);
+            your_turn();
+            wgmma_wait<1>();
+            hold(scores);
+            done(&s.k_empty[k.stage]);
+            if ((tile + 1) * KEYS > work.first) mask(scores, row, tile * KEYS);
+            softmax(scores, top, total, factor);
+            wgmma_wait<0>();
+            hold(sums);
+            hold(probabilities);
+            done(&s.v_empty[v.stage]);
+#pragma unroll
+            for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] *= factor[LOWER(i)];
+            narrow();
+            k.next();
+            v.next();
+        }
+        barrier_wait(&s.v_full[v.stage], v.phase);
+        multiply_add<KEYS>(sums, probabilities, s.v[v.stage]);
+        float* lse = log_sum_exp + ((long)work.sample * work.H + work.head) * work.T;
+        float inverse[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float sum = quad_sum(total[half]);
+            inverse[half] = 1 / sum;
+            if (lane % 4 == 0 && row + 8 * half < work.T) lse[row + 8 * half] = top[half] * SCALE + __logf(sum);
+        }
         wgmma_wait<0>();
         hold(sums);
         hold(probabilities);
         done(&s.v_empty[v.stage]);
-#pragma unroll
-        for (int i = 0; i < HEAD_DIM / 2; ++i) sums[i] *= factor[LOWER(i)];
-        narrow();
-        k.next();
         v.next();
+        store_tile(sums, inverse[0], inverse[1], q, QUERIES, group, out, work.head * HEAD_DIM, work.first + group * 64,
+                   work.sample);
+        if (threadIdx.x % 128 == 0) barrier_arrive(&s.q_empty[own.stage]);
     }
-    barrier_wait(&s.v_full[v.stage], v.phase);
-    multiply_add<KEYS>(sums, probabilities, s.v[v.stage]);
-    float inverse[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const float sum = quad_sum(total[half]);
-        inverse[half] = 1 / sum;
-        if (lane % 4 == 0 && row + 8 * half < length) log_sum_exp[row + 8 * half] = top[half] * SCALE + __logf(sum);
-    }
-    wgmma_wait<0>();
-    hold(sums);
-    store_tile(sums, inverse[0], inverse[1], q, QUERIES, group, out, column, first + group * 64, sample);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_forward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap out, float* log_sum_exp,
                       int samples, int T, int H, int K, int section) {
     Shared& s = *(Shared*)(((u64)raw + 1023) & ~1023ull);
-    const int blocks = (T + QUERIES - 1) / QUERIES;
-    const Place at = place(blockIdx.x, samples * H, blocks, section);
-    const int sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
-    const int first = (blocks - 1 - at.block) * QUERIES;
-    const int tiles = (min(T, first + QUERIES) + KEYS - 1) / KEYS;
+    const Tiles work(samples, T, H, K, section);
     if (threadIdx.x == 0) {
         prefetch_map(qkv);
-        barrier_init(&s.q_full, 1);
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(&s.q_full[i], 1);
+            barrier_init(&s.q_empty[i], CONSUMERS);
+        }
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(&s.k_full[i], 1);
             barrier_init(&s.v_full[i], 1);
@@ -175,12 +205,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<CONSUMERS == 2 ? 24 : 32>();
-        if (threadIdx.x == 0)
-            produce(s, qkv, tiles, head * HEAD_DIM, (H + kv_head) * HEAD_DIM, (H + K + kv_head) * HEAD_DIM, first, sample);
+        if (threadIdx.x == 0) produce(s, qkv, work);
     } else {
         registers_up<CONSUMERS == 2 ? 240 : 160>();
-        const int group = threadIdx.x / 128 - 1;
+        const int group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
         if (PINGPONG && CONSUMERS > 1 && group == CONSUMERS - 1) named_arrive(1, 256);
-        consume(s, out, log_sum_exp + (long)at.head * T, tiles, group, head * HEAD_DIM, first, sample, T);
+        consume(s, out, log_sum_exp, work, group);
     }
 }

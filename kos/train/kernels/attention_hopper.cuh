@@ -87,14 +87,28 @@ __device__ inline void store_box(const TensorMap& map, const void* source, int c
 __device__ inline void store_commit_and_wait() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
+__device__ inline void store_bulk(void* target, const void* source, int bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_address(source)),
+                 "r"(bytes)
+                 : "memory");
+}
+__device__ inline void add_bulk(float* target, const void* source, int bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
+                 "r"(shared_address(source)), "r"(bytes)
+                 : "memory");
+}
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- wgmma: D (64 x N fp32, in registers of a warpgroup) += A B, inner dimension 16 ---
 
-// Rows of 128 bytes in groups of 8: 1024 bytes from group to group.  `leading` is the distance in bytes between
-// panels of an MN-major operand wider than one.
-__device__ inline u64 operand(const void* tile, int leading = 16) {
-    return (u64)(shared_address(tile) >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+// The lower half of an operand's descriptor; the upper half says: 128-byte swizzle, 1024 bytes from one group of 8 rows
+// to the next.  `leading` is the distance in bytes between the panels of an MN-major operand wider than one.
+// The compiler is kept from computing all descriptors of a loop ahead of it: they would take the registers.
+#define UPPER "0x40000040"
+__device__ inline u32 operand(const void* tile, int leading = 16) {
+    u32 lower = (shared_address(tile) >> 4 & 0x3fff) | (leading >> 4) << 16;
+    asm volatile("" : "+r"(lower));
+    return lower;
 }
 
 #if IS_FLOAT16
@@ -108,34 +122,49 @@ __device__ inline u64 operand(const void* tile, int leading = 16) {
 #define D64                                                                                                           \
     D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
         "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define RW4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define RW16(i) RW4(i), RW4(i + 4), RW4(i + 8), RW4(i + 12)
+#define EACH4(how, i) how(d[i]), how(d[i + 1]), how(d[i + 2]), how(d[i + 3])
+#define EACH16(how, i) EACH4(how, i), EACH4(how, i + 4), EACH4(how, i + 8), EACH4(how, i + 12)
+#define ADDED(x) "+f"(x)
+#define WRITTEN(x) "=f"(x)  // what was there before is dead: it costs no registers
 
-// A and B from shared memory, both K-major; writes D where `add` is 0.
-__device__ inline void wgmma(float (&d)[32], u64 a, u64 b, int add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\n" WGMMA(64) "{" D32 "}, %32, %33, p, 1, 1, 0, 0;}"
-                 : RW16(0), RW16(16)
-                 : "l"(a), "l"(b), "r"(add));
-}
-__device__ inline void wgmma(float (&d)[64], u64 a, u64 b, int add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %66, 0;\n" WGMMA(128) "{" D64 "}, %64, %65, p, 1, 1, 0, 0;}"
-                 : RW16(0), RW16(16), RW16(32), RW16(48)
-                 : "l"(a), "l"(b), "r"(add));
-}
+// A and B from shared memory.  Layouts: 0 K-major, 1 MN-major, both alike.
+#define SHARED32(how, add, layout)                                                                             \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " #add ", 0;\n.reg .b64 a, b; mov.b64 a, {%32, " UPPER            \
+                 "}; mov.b64 b, {%33, " UPPER "};\n" WGMMA(64) "{" D32 "}, a, b, p, 1, 1, " #layout              \
+                 ", " #layout ";}"                                                                             \
+                 : EACH16(how, 0), EACH16(how, 16)                                                             \
+                 : "r"(a), "r"(b))
+#define SHARED64(how, add, layout)                                                                              \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " #add ", 0;\n.reg .b64 a, b; mov.b64 a, {%64, " UPPER             \
+                 "}; mov.b64 b, {%65, " UPPER "};\n" WGMMA(128) "{" D64 "}, a, b, p, 1, 1, " #layout               \
+                 ", " #layout ";}"                                                                              \
+                 : EACH16(how, 0), EACH16(how, 16), EACH16(how, 32), EACH16(how, 48)                            \
+                 : "r"(a), "r"(b))
+__device__ inline void wgmma_first(float (&d)[32], u32 a, u32 b) { SHARED32(WRITTEN, 0, 0); }
+__device__ inline void wgmma(float (&d)[32], u32 a, u32 b) { SHARED32(ADDED, 1, 0); }
+__device__ inline void wgmma_first(float (&d)[64], u32 a, u32 b) { SHARED64(WRITTEN, 0, 0); }
+__device__ inline void wgmma(float (&d)[64], u32 a, u32 b) { SHARED64(ADDED, 1, 0); }
+__device__ inline void wgmma_mn_first(float (&d)[32], u32 a, u32 b) { SHARED32(WRITTEN, 0, 1); }
+__device__ inline void wgmma_mn(float (&d)[32], u32 a, u32 b) { SHARED32(ADDED, 1, 1); }
 // A from registers, B from shared memory, MN-major; adds.
-__device__ inline void wgmma(float (&d)[32], const u32* a, u64 b) {
-    asm volatile(WGMMA(64) "{" D32 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
-                 : RW16(0), RW16(16)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+__device__ inline void wgmma(float (&d)[32], const u32* a, u32 b) {
+    asm volatile("{.reg .b64 b; mov.b64 b, {%36, " UPPER "};\n" WGMMA(64) "{" D32 "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;}"
+                 : EACH16(ADDED, 0), EACH16(ADDED, 16)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
-__device__ inline void wgmma(float (&d)[64], const u32* a, u64 b) {
-    asm volatile(WGMMA(128) "{" D64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : RW16(0), RW16(16), RW16(32), RW16(48)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+__device__ inline void wgmma(float (&d)[64], const u32* a, u32 b) {
+    asm volatile("{.reg .b64 b; mov.b64 b, {%68, " UPPER "};\n" WGMMA(128) "{" D64 "}, {%64, %65, %66, %67}, b, 1, 1, 1, 1;}"
+                 : EACH16(ADDED, 0), EACH16(ADDED, 16), EACH16(ADDED, 32), EACH16(ADDED, 48)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b));
 }
 
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until at most PENDING groups are in flight.
+template <int PENDING>
+__device__ inline void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
 // Registers that a wgmma in flight reads or writes: nothing that touches them may move across this.
 template <int N>
 __device__ inline void hold(float (&d)[N]) {
@@ -147,38 +176,40 @@ __device__ inline void hold(u32 (&d)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
-// Until at most PENDING groups are in flight.
-template <int PENDING>
-__device__ inline void wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 
 // d (64 x columns) = a (64 x HEAD_DIM) b (columns x HEAD_DIM)^T.  A tile's panels are *_rows apart.
 template <int N>
 __device__ inline void multiply_transposed(float (&d)[N], const char* a, int a_rows, const char* b, int b_rows) {
-    const u64 a0 = operand(a), b0 = operand(b);
-    hold(d);
+    const u32 a0 = operand(a), b0 = operand(b);
     wgmma_fence();
+    wgmma_first(d, a0, b0);
 #pragma unroll
-    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+    for (int k = 1; k < HEAD_DIM / 16; ++k) {
         const int panel = k / 4, inside = k % 4 * 32;
-        wgmma(d, a0 + ((panel * a_rows * ROW_BYTES + inside) >> 4), b0 + ((panel * b_rows * ROW_BYTES + inside) >> 4), k > 0);
+        wgmma(d, a0 + ((panel * a_rows * ROW_BYTES + inside) >> 4), b0 + ((panel * b_rows * ROW_BYTES + inside) >> 4));
     }
     wgmma_commit();
-    hold(d);
+}
+// d (64 x 64) = a^T b, panels of ROWS rows and 64 columns.
+template <int ROWS>
+__device__ inline void multiply_panels(float (&d)[32], const char* a, const char* b) {
+    const u32 a0 = operand(a), b0 = operand(b);
+    wgmma_fence();
+    wgmma_mn_first(d, a0, b0);
+#pragma unroll
+    for (int k = 1; k < ROWS / 16; ++k) wgmma_mn(d, a0 + (k * 16 * ROW_BYTES >> 4), b0 + (k * 16 * ROW_BYTES >> 4));
+    wgmma_commit();
 }
 // d (64 x HEAD_DIM) += a (64 x ROWS) b (ROWS x HEAD_DIM), a as packed pairs.
 template <int ROWS>
 __device__ inline void multiply_add(float (&d)[HEAD_DIM / 2], u32 (&a)[ROWS / 4], const char* b) {
-    const u64 b0 = operand(b, ROWS * ROW_BYTES);
+    const u32 b0 = operand(b, ROWS * ROW_BYTES);
     hold(d);
     hold(a);
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < ROWS / 16; ++k) wgmma(d, a + 4 * k, b0 + (k * 16 * ROW_BYTES >> 4));
     wgmma_commit();
-    hold(d);
-    hold(a);
 }
 
 // Writes d, times `factor` (one for the upper and one for the lower row of the thread), as 64 rows of a swizzled tile

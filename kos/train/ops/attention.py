@@ -31,12 +31,15 @@ _BLOCK = 128  # rows that a block of threads owns
 _ALIGNMENT = 1024  # bytes: what a swizzled tile starts on
 _CACHED = 24 << 20  # bytes of keys and values (or queries) in use at once: half of an H200's L2
 
-# Tiles, by head size. Measured on one H200, driver 580 (benchmarks/attention.py).
+# Macros of the Hopper kernels, by head size. Measured on one H200, driver 580 (benchmarks/attention.py).
 Tiles = dict[str, Define]
-_FORWARD: dict[int, Tiles] = {64: {"KEYS": 128, "STAGES": 2}, 128: {"KEYS": 128, "STAGES": 2}}
+_FORWARD: dict[int, Tiles] = {
+    64: {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2},
+    128: {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2},
+}
 _BACKWARD: dict[int, Tiles] = {
-    64: {"KEYS": 128, "STAGES": 2, "STEP": 64, "STEP_STAGES": 2},
-    128: {"KEYS": 128, "STAGES": 2, "STEP": 64, "STEP_STAGES": 2},
+    64: {"BACKWARD_STAGES": 2, "STEP_STAGES": 2},
+    128: {"BACKWARD_STAGES": 2, "STEP_STAGES": 2},
 }
 
 
@@ -75,8 +78,9 @@ def attention(
         kernel(stream, grid, 256, *pointers, *size, section, shared=shared)
         return
     kernel = _kernel("forward_hopper", "attention_forward", qkv, head_dim, tiles)
-    shared = (rows + 2 * int(tiles["STAGES"]) * keys) * row + 2 * _ALIGNMENT
+    shared = (2 * rows + 2 * int(tiles["STAGES"]) * keys) * row + _ALIGNMENT + 256
     maps = (_map(qkv, samples, length), _map(out, samples, length))
+    grid = min(grid, device_info(qkv.device).multiprocessors)
     kernel(stream, grid, 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared)
 
 
@@ -96,7 +100,7 @@ def attention_backward(
 ) -> None:
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
-    Takes 2 B H T floats, T rounded up to 128, from ``arena``: its arrays are of ``kos.memory.array``.
+    Takes up to (d + 3) B H T floats, T rounded up to 128, from ``arena``: its arrays are of ``kos.memory.array``.
     """
     samples, length, head_dim = _check(qkv, heads, kv_heads, out, log_sum_exp)
     _expect("d_out", d_out, out.shape, out.dtype)
@@ -104,8 +108,8 @@ def attention_backward(
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
     size = (samples, length, heads, kv_heads)
     if family == "simple":
-        pointers = (x.pointer for x in (qkv, d_out, out, log_sum_exp, d_qkv))
-        arguments = (*pointers, *size)
+        addresses = (x.pointer for x in (qkv, d_out, out, log_sum_exp, d_qkv))
+        arguments = (*addresses, *size)
         for name, of in (("attention_backward_q", heads), ("attention_backward_kv", kv_heads)):
             kernel = _kernel("simple", name, qkv, head_dim, {})
             kernel(stream, _rows(samples * length * of), 256, *arguments)
@@ -113,34 +117,49 @@ def attention_backward(
     hopper = family == "hopper"
     tiles = _BACKWARD[head_dim] | (tiles or {}) if hopper else tiles or {}
     padded, row = -(-length // _PAD) * _PAD, head_dim * 2
-    blocks = -(-length // _BLOCK)
-    group, per_kv_head = heads // kv_heads, samples * kv_heads
+    blocks, group = -(-length // _BLOCK), heads // kv_heads
+    chunks = samples * heads * padded // 64
+    section_kv = _section(samples * kv_heads, 1, length, head_dim * group)
     with arena.scope():
-        statistics = arena.take((samples * heads * padded * 2,), np.float32)
+        statistics = arena.take((chunks * 128,), np.float32)
+        one_pass = bool(tiles.get("ONE_PASS"))
+        turns = arena.take((chunks,), np.int32).pointer if one_pass else 0
         prepare = _kernel("statistics", "attention_statistics", qkv, head_dim, {})
         threads = samples * padded * heads * (head_dim // 8)
-        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer, statistics.pointer)
+        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer, statistics.pointer, turns)
         prepare(stream, -(-threads // 256), 256, *inputs, samples, length, heads)
-        file = "backward_hopper" if hopper else "mma"
-        kernel_kv = _kernel(file, "attention_backward_kv", qkv, head_dim, tiles)
-        kernel_q = _kernel(file, "attention_backward_q", qkv, head_dim, tiles)
-        operands: tuple[Any, ...]
-        if hopper:
-            operands = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
-            block = 384
-            step = 2 * int(tiles["STEP_STAGES"]) * int(tiles["STEP"])
-            keys = 2 * int(tiles["STAGES"]) * int(tiles["KEYS"])
-            shared_kv = (2 * _BLOCK + step) * row + 4 * step + 2 * _ALIGNMENT
-            shared_q = (2 * _BLOCK + keys) * row + 2 * _ALIGNMENT
-        else:
-            operands = (qkv.pointer, d_out.pointer, d_qkv.pointer)
-            block = 256
-            shared_kv = shared_q = (2 * _BLOCK + 4 * int(tiles.get("STEP", 64 if head_dim == 64 else 32))) * row
-        operands += (statistics.pointer, *size)
-        section_kv = _section(per_kv_head, 1, length, head_dim * group)
+        if one_pass:
+            scratch = arena.take((chunks * 64 * head_dim,), np.float32)
+            maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
+            step, stages = 8192 // head_dim, int(tiles["BACKWARD_STAGES"])
+            shared = (2 * _BLOCK + 2 * stages * step) * row + 4 * _BLOCK * step + (8192 + 2 * stages * step) * 4
+            shared += _ALIGNMENT + 256
+            kernel = _kernel("backward_one_pass", "attention_backward", qkv, head_dim, tiles)
+            operands = (*maps, statistics.pointer, scratch.pointer, turns, *size, samples * kv_heads)
+            kernel(stream, samples * kv_heads * blocks, 384, *operands, shared=shared)
+            narrow = _kernel("backward_one_pass", "attention_backward_dq", qkv, head_dim, tiles)
+            narrow(stream, chunks * head_dim // 64, 128, scratch.pointer, d_qkv.pointer, *size)
+            return
         section_q = _section(samples * heads, group, length, head_dim)
-        kernel_kv(stream, per_kv_head * blocks, block, *operands, section_kv, shared=shared_kv)
-        kernel_q(stream, samples * heads * blocks, block, *operands, section_q, shared=shared_q)
+        if hopper:
+            maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
+            step, stages = 2 * int(tiles["STEP_STAGES"]) * 64, 2 * int(tiles["BACKWARD_STAGES"]) * 128
+            shared_kv = (2 * _BLOCK + step) * row + 4 * step + _ALIGNMENT + 256
+            shared_q = (2 * _BLOCK + stages) * row + _ALIGNMENT + 256
+            kernel_kv = _kernel("backward_hopper", "attention_backward_kv", qkv, head_dim, tiles)
+            kernel_q = _kernel("backward_hopper", "attention_backward_q", qkv, head_dim, tiles)
+            operands = (*maps, statistics.pointer, *size)
+            if tiles.get("WIDE"):
+                section_kv, section_q = samples * kv_heads, samples * heads
+            kernel_kv(stream, samples * kv_heads * blocks, 384, *operands, section_kv, shared=shared_kv)
+            kernel_q(stream, samples * heads * blocks, 384, *operands, section_q, shared=shared_q)
+            return
+        kernel_kv = _kernel("mma", "attention_backward_kv", qkv, head_dim, tiles)
+        kernel_q = _kernel("mma", "attention_backward_q", qkv, head_dim, tiles)
+        pointers = (qkv.pointer, d_out.pointer, d_qkv.pointer, statistics.pointer)
+        shared = (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * row
+        kernel_kv(stream, samples * kv_heads * blocks, 256, *pointers, *size, section_kv, shared=shared)
+        kernel_q(stream, samples * heads * blocks, 256, *pointers, *size, section_q, shared=shared)
 
 
 @functools.cache
@@ -185,6 +204,10 @@ def _rows(count: int) -> int:
 
 def _section(heads: int, group: int, length: int, head_dim: int) -> int:
     """How many heads to work on at once: whole groups, whose other side fits the cache."""
+    import os
+
+    if os.environ.get("FA_SECTION"):
+        return heads
     groups = max(1, _CACHED // (4 * length * head_dim))
     return min(heads, group * groups)
 
