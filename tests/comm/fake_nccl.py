@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -280,7 +281,14 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         return Comm(child, ranks.index(comm.rank))
 
     monkeypatch.setattr(nccl_binding, "premultiplied_sum", premultiplied_sum)
+    joined: dict[bytes, Group] = {}
+
+    def join(size: int, identity: bytes, rank: int, name: str) -> Comm:
+        return Comm(joined.setdefault(identity, Group(size)), rank)
+
     monkeypatch.setattr(nccl_binding, "split", split)
+    monkeypatch.setattr(nccl_binding, "unique_id", lambda: os.urandom(128))
+    monkeypatch.setattr(nccl_binding, "join", join)
     yield fake
 
 

@@ -146,6 +146,24 @@ def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.M
     FakeRanks(1).run(body)
 
 
+def test_what_was_aborted_is_split_anew(fake: FakeNCCL) -> None:
+    """As after the loss of a rank: the ranks that are left meet once more, by their rendezvous."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        comm.backend.abort("a rank was lost")
+        rendezvous = comm.rendezvous.split(0 if comm.rank else None)
+        backend = comm.backend.split(rendezvous, 0 if comm.rank else None)
+        assert (backend is None) == (comm.rank == 0)
+        if rendezvous is not None:
+            rest = kos.Communicator(backend, rendezvous, {}, 20.0)
+            assert (rest.all_reduce(Array.zeros(3, np.int32, 0)).numpy() == 0).all()
+            assert rest.all_gather(Array.zeros(2, np.int8, 0)).shape == (SIZE - 1, 2)
+            rest.close()
+
+    FakeRanks(SIZE).run(body)
+
+
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     class NCCLError(Exception):
         status = 6
