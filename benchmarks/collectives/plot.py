@@ -55,7 +55,7 @@ def plot(result: Row, path: Path) -> None:
         _panel(latency, series(mine, left), "time_us")
         _panel(bandwidth, series(mine, right), "busbw_gbps")
         latency.set(title=f"{op}: time of a call ({left})", ylabel="µs", xscale="log", yscale="log")
-        bandwidth.set(title=f"{op}: bus bandwidth ({right})", ylabel="GB/s", xscale="log", yscale="log")
+        bandwidth.set(title=f"{op}: bus bandwidth ({right})", ylabel="GB/s", xscale="log", ylim=(0, None))
         for axes in (latency, bandwidth):
             sizes = sorted({row["bytes"] for row in mine})
             step = -(-len(sizes) // 10)
@@ -64,8 +64,8 @@ def plot(result: Row, path: Path) -> None:
             axes.set_xlabel("message size")
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-            axes.set_yticks(_ticks(*axes.get_ylim()))
+        latency.set_yticks(_ticks(*latency.get_ylim()))
+        latency.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         latency.legend(fontsize=9, frameon=False)
     dtype = rows[0]["dtype"]
     figure.suptitle(f"{result['hardware']}, {ranks} ranks, {dtype}, {result['date'][:10]}", fontsize=12)
@@ -79,10 +79,11 @@ def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
         ours = backend in _OURS
         color = (_OURS | _PEERS).get(backend, "#555555")
         before = [other for other in list(lines)[:index] if lines[other][0]["backend"] == backend]
+        style = _STYLES[2 if backend == "auto" else len(before) % len(_STYLES)]
         axes.plot(
             [row["bytes"] for row in rows], [row[value] for row in rows],
             label=f"{name} (kos)" if ours else name, color=color, linewidth=2.4 if ours else 1.5,
-            linestyle=_STYLES[len(before) % len(_STYLES)], marker=_MARKERS[index % len(_MARKERS)], markersize=4,
+            linestyle=style, marker=_MARKERS[index % len(_MARKERS)], markersize=4,
             zorder=3 if ours else 2,
         )  # fmt: skip
         for row in rows:
