@@ -70,7 +70,8 @@ scatter(const int* keys, const int* positions, int n, int shift, const int* offs
         int* positions_out) {
     __shared__ unsigned short counts[TILE / 32][DIGITS];
     const int i = blockIdx.x * TILE + threadIdx.x, warp = threadIdx.x / 32;
-    for (int k = threadIdx.x; k < TILE / 32 * DIGITS; k += TILE) counts[0][k] = 0;
+    if (threadIdx.x < DIGITS)
+        for (int k = 0; k < TILE / 32; ++k) counts[k][threadIdx.x] = 0;
     __syncthreads();
     const int key = i < n ? keys[i] : -1;
     const int digit = i < n ? digit_of(key, shift) : -1;
