@@ -10,6 +10,7 @@ Errors are against float64 at a size that float64 can do, in units of the dtype'
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -60,9 +61,8 @@ class Operands:
         samples, length, heads, kv_heads, d = self.shape = shape
         generator = torch.Generator("cuda").manual_seed(seed)
         tokens, width = samples * length, (heads + 2 * kv_heads) * d
-        make = {"device": "cuda", "dtype": torch.bfloat16}
-        self.qkv = torch.randn(tokens, width, generator=generator, **make)
-        self.d_out = torch.randn(tokens, heads * d, generator=generator, **make)
+        self.qkv = torch.randn(tokens, width, generator=generator, device="cuda").bfloat16()
+        self.d_out = torch.randn(tokens, heads * d, generator=generator, device="cuda").bfloat16()
         self.out, self.d_qkv = torch.full_like(self.d_out, torch.nan), torch.full_like(self.qkv, torch.nan)
         self.log_sum_exp = torch.empty(samples, heads, length, device="cuda")
         self.arrays = {name: Array.from_dlpack(getattr(self, name)) for name in ("qkv", "d_out", "out", "d_qkv")}
@@ -88,6 +88,7 @@ def attend(q: Any, k: Any, v: Any) -> Any:
 def time_ours(run: Callable[[], None], stream: Any, copies: int = 4, replays: int = 12) -> float:
     """Milliseconds of one run."""
     run()
+    gc.collect()  # memory that is freed during a capture would end it
     with cuda.capture(stream) as graph:
         for _ in range(copies):
             run()
@@ -141,8 +142,11 @@ def reported(row: dict[str, Any]) -> Iterator[None]:
         row["error"] = str(error).splitlines()[0][:200]
 
 
-def measure(shape: tuple[int, ...], variants: list[dict[str, Any]], stream: Any, peers: bool) -> list[dict[str, Any]]:
-    operands, arena, rows = Operands(shape, seed=1), device_arena(), []
+def measure(
+    shape: tuple[int, ...], variants: list[dict[str, Any]], stream: Any, peers: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for each implementation, as soon as it is measured."""
+    operands, arena = Operands(shape, seed=1), device_arena()
     torch.cuda.synchronize()
     for options in variants:
         row: dict[str, Any] = {"shape": shape, "implementation": "kos " + label(options)}
@@ -150,17 +154,19 @@ def measure(shape: tuple[int, ...], variants: list[dict[str, Any]], stream: Any,
             forward, backward = operands.ours(stream, arena, **options)
             row["forward_ms"] = time_ours(forward, stream)
             row["backward_ms"] = time_ours(backward, stream)
-        rows.append(row)
+        yield with_rates(row)
     for name, backend in BACKENDS.items() if peers else ():
         row = {"shape": shape, "implementation": name}
         with reported(row), sdpa_kernel(backend):
             row |= measure_torch(operands)
-        rows.append(row)
-    for row in rows:
-        for way, factor in (("forward", 1), ("backward", 2.5)):
-            if f"{way}_ms" in row:
-                row[f"{way}_tflops"] = factor * flops(shape) / row[f"{way}_ms"] / 1e9
-    return rows
+        yield with_rates(row)
+
+
+def with_rates(row: dict[str, Any]) -> dict[str, Any]:
+    for way, factor in (("forward", 1), ("backward", 2.5)):
+        if f"{way}_ms" in row:
+            row[f"{way}_tflops"] = factor * flops(row["shape"]) / row[f"{way}_ms"] / 1e9
+    return row
 
 
 def errors(shape: tuple[int, ...], variants: list[dict[str, Any]], stream: Any) -> list[dict[str, Any]]:

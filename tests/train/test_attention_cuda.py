@@ -153,6 +153,18 @@ def test_tensor_cores(rng: np.random.Generator, stream: Any, family: str, dtype:
     assert_close(case, case.run(stream, device_arena(), family=family), dtype, shape[-1])
 
 
+@pytest.mark.skipif("hopper" not in families(), reason="needs a Hopper GPU")
+@pytest.mark.parametrize("consumers", [2, 3])
+def test_blocks_that_stay(rng: np.random.Generator, stream: Any, consumers: int) -> None:
+    """More tiles than the GPU has multiprocessors: every block works on several."""
+    case = make_case(rng, (3, 300, 32, 4, 64), "bfloat16")
+    for array in (case.out, case.log_sum_exp):
+        array.fill_bytes(255, stream)
+    operands = (case.qkv, case.heads, case.kv_heads, case.out, case.log_sum_exp, stream)
+    ops.attention(*operands, family="hopper", tiles={"CONSUMERS": consumers})
+    assert_close(case, {**case.results(stream), "d_qkv": case.expected["d_qkv"]}, "bfloat16", 64)
+
+
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_simple(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...]) -> None:

@@ -87,16 +87,6 @@ __device__ inline void store_box(const TensorMap& map, const void* source, int c
 __device__ inline void store_commit_and_wait() {
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-__device__ inline void store_bulk(void* target, const void* source, int bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(shared_address(source)),
-                 "r"(bytes)
-                 : "memory");
-}
-__device__ inline void add_bulk(float* target, const void* source, int bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(target),
-                 "r"(shared_address(source)), "r"(bytes)
-                 : "memory");
-}
 __device__ inline void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- wgmma: D (64 x N fp32, in registers of a warpgroup) += A B, inner dimension 16 ---
@@ -127,25 +117,21 @@ __device__ inline u32 operand(const void* tile, int leading = 16) {
 #define ADDED(x) "+f"(x)
 #define WRITTEN(x) "=f"(x)  // what was there before is dead: it costs no registers
 
-// A and B from shared memory.  Layouts: 0 K-major, 1 MN-major, both alike.
-#define SHARED32(how, add, layout)                                                                             \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " #add ", 0;\n.reg .b64 a, b; mov.b64 a, {%32, " UPPER            \
-                 "}; mov.b64 b, {%33, " UPPER "};\n" WGMMA(64) "{" D32 "}, a, b, p, 1, 1, " #layout              \
-                 ", " #layout ";}"                                                                             \
-                 : EACH16(how, 0), EACH16(how, 16)                                                             \
+// A and B from shared memory, both K-major.
+#define SHARED32(how, add)                                                                                  \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " #add ", 0;\n.reg .b64 a, b; mov.b64 a, {%32, " UPPER      \
+                 "}; mov.b64 b, {%33, " UPPER "};\n" WGMMA(64) "{" D32 "}, a, b, p, 1, 1, 0, 0;}"           \
+                 : EACH16(how, 0), EACH16(how, 16)                                                          \
                  : "r"(a), "r"(b))
-#define SHARED64(how, add, layout)                                                                              \
-    asm volatile("{.reg .pred p; setp.ne.b32 p, " #add ", 0;\n.reg .b64 a, b; mov.b64 a, {%64, " UPPER             \
-                 "}; mov.b64 b, {%65, " UPPER "};\n" WGMMA(128) "{" D64 "}, a, b, p, 1, 1, " #layout               \
-                 ", " #layout ";}"                                                                              \
-                 : EACH16(how, 0), EACH16(how, 16), EACH16(how, 32), EACH16(how, 48)                            \
+#define SHARED64(how, add)                                                                                  \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " #add ", 0;\n.reg .b64 a, b; mov.b64 a, {%64, " UPPER      \
+                 "}; mov.b64 b, {%65, " UPPER "};\n" WGMMA(128) "{" D64 "}, a, b, p, 1, 1, 0, 0;}"          \
+                 : EACH16(how, 0), EACH16(how, 16), EACH16(how, 32), EACH16(how, 48)                        \
                  : "r"(a), "r"(b))
-__device__ inline void wgmma_first(float (&d)[32], u32 a, u32 b) { SHARED32(WRITTEN, 0, 0); }
-__device__ inline void wgmma(float (&d)[32], u32 a, u32 b) { SHARED32(ADDED, 1, 0); }
-__device__ inline void wgmma_first(float (&d)[64], u32 a, u32 b) { SHARED64(WRITTEN, 0, 0); }
-__device__ inline void wgmma(float (&d)[64], u32 a, u32 b) { SHARED64(ADDED, 1, 0); }
-__device__ inline void wgmma_mn_first(float (&d)[32], u32 a, u32 b) { SHARED32(WRITTEN, 0, 1); }
-__device__ inline void wgmma_mn(float (&d)[32], u32 a, u32 b) { SHARED32(ADDED, 1, 1); }
+__device__ inline void wgmma_first(float (&d)[32], u32 a, u32 b) { SHARED32(WRITTEN, 0); }
+__device__ inline void wgmma(float (&d)[32], u32 a, u32 b) { SHARED32(ADDED, 1); }
+__device__ inline void wgmma_first(float (&d)[64], u32 a, u32 b) { SHARED64(WRITTEN, 0); }
+__device__ inline void wgmma(float (&d)[64], u32 a, u32 b) { SHARED64(ADDED, 1); }
 // A from registers, B from shared memory, MN-major; adds.
 __device__ inline void wgmma(float (&d)[32], const u32* a, u32 b) {
     asm volatile("{.reg .b64 b; mov.b64 b, {%36, " UPPER "};\n" WGMMA(64) "{" D32 "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;}"
@@ -188,16 +174,6 @@ __device__ inline void multiply_transposed(float (&d)[N], const char* a, int a_r
         const int panel = k / 4, inside = k % 4 * 32;
         wgmma(d, a0 + ((panel * a_rows * ROW_BYTES + inside) >> 4), b0 + ((panel * b_rows * ROW_BYTES + inside) >> 4));
     }
-    wgmma_commit();
-}
-// d (64 x 64) = a^T b, panels of ROWS rows and 64 columns.
-template <int ROWS>
-__device__ inline void multiply_panels(float (&d)[32], const char* a, const char* b) {
-    const u32 a0 = operand(a), b0 = operand(b);
-    wgmma_fence();
-    wgmma_mn_first(d, a0, b0);
-#pragma unroll
-    for (int k = 1; k < ROWS / 16; ++k) wgmma_mn(d, a0 + (k * 16 * ROW_BYTES >> 4), b0 + (k * 16 * ROW_BYTES >> 4));
     wgmma_commit();
 }
 // d (64 x HEAD_DIM) += a (64 x ROWS) b (ROWS x HEAD_DIM), a as packed pairs.

@@ -1,7 +1,6 @@
 // What every backward of attention reads of the forward, prepared once: per head and token the log2-sum-exp of the
 // scores and delta = sum(d_out out), which is what the softmax's gradient subtracts (Dao 2023, arXiv:2307.08691).
 //
-// It also clears ``turns``, one for each head and 64 tokens, which attention_backward_hopper.cu takes turns by.
 // A group of HEAD_DIM / 8 lanes reads one head of one token, 16 bytes a lane; memory-bound.
 #include "attention.cuh"
 
@@ -9,8 +8,8 @@
 #define THREADS 256
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_statistics(const uint4* d_out, const uint4* out, const float* log_sum_exp, float* statistics, int* turns,
-                         int samples, int T, int H) {
+    attention_statistics(const uint4* d_out, const uint4* out, const float* log_sum_exp, float* statistics, int samples,
+                         int T, int H) {
     const long index = ((long)blockIdx.x * THREADS + threadIdx.x) / LANES;
     const int lane = threadIdx.x % LANES, head = index % H;
     const long place = index / H;  // of the token, in padded samples
@@ -33,5 +32,4 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float* target = statistics + statistics_at(sample * H + head, token, T);
     target[0] = token < T ? log_sum_exp[((long)sample * H + head) * T + token] * LOG2_E : INFINITE;
     target[64] = sum;
-    if (turns && token % 64 == 0) turns[(sample * H + head) * (padded(T) / 64) + token / 64] = 0;
 }

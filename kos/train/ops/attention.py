@@ -80,8 +80,9 @@ def attention(
     kernel = _kernel("forward_hopper", "attention_forward", qkv, head_dim, tiles)
     shared = (2 * rows + 2 * int(tiles["STAGES"]) * keys) * row + _ALIGNMENT + 256
     maps = (_map(qkv, samples, length), _map(out, samples, length))
-    grid = min(grid, device_info(qkv.device).multiprocessors)
-    kernel(stream, grid, 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared)
+    kernel(
+        stream, _resident(grid, qkv.device), 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared
+    )
 
 
 def attention_backward(
@@ -100,7 +101,7 @@ def attention_backward(
 ) -> None:
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
-    Takes up to (d + 3) B H T floats, T rounded up to 128, from ``arena``: its arrays are of ``kos.memory.array``.
+    Takes 2 B H T floats, T rounded up to 128, from ``arena``: its arrays are of ``kos.memory.array``.
     """
     samples, length, head_dim = _check(qkv, heads, kv_heads, out, log_sum_exp)
     _expect("d_out", d_out, out.shape, out.dtype)
@@ -122,24 +123,10 @@ def attention_backward(
     section_kv = _section(samples * kv_heads, 1, length, head_dim * group)
     with arena.scope():
         statistics = arena.take((chunks * 128,), np.float32)
-        one_pass = bool(tiles.get("ONE_PASS"))
-        turns = arena.take((chunks,), np.int32).pointer if one_pass else 0
         prepare = _kernel("statistics", "attention_statistics", qkv, head_dim, {})
         threads = samples * padded * heads * (head_dim // 8)
-        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer, statistics.pointer, turns)
+        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer, statistics.pointer)
         prepare(stream, -(-threads // 256), 256, *inputs, samples, length, heads)
-        if one_pass:
-            scratch = arena.take((chunks * 64 * head_dim,), np.float32)
-            maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
-            step, stages = 8192 // head_dim, int(tiles["BACKWARD_STAGES"])
-            shared = (2 * _BLOCK + 2 * stages * step) * row + 4 * _BLOCK * step + (8192 + 2 * stages * step) * 4
-            shared += _ALIGNMENT + 256
-            kernel = _kernel("backward_one_pass", "attention_backward", qkv, head_dim, tiles)
-            operands = (*maps, statistics.pointer, scratch.pointer, turns, *size, samples * kv_heads)
-            kernel(stream, samples * kv_heads * blocks, 384, *operands, shared=shared)
-            narrow = _kernel("backward_one_pass", "attention_backward_dq", qkv, head_dim, tiles)
-            narrow(stream, chunks * head_dim // 64, 128, scratch.pointer, d_qkv.pointer, *size)
-            return
         section_q = _section(samples * heads, group, length, head_dim)
         if hopper:
             maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
@@ -149,8 +136,6 @@ def attention_backward(
             kernel_kv = _kernel("backward_hopper", "attention_backward_kv", qkv, head_dim, tiles)
             kernel_q = _kernel("backward_hopper", "attention_backward_q", qkv, head_dim, tiles)
             operands = (*maps, statistics.pointer, *size)
-            if tiles.get("WIDE"):
-                section_kv, section_q = samples * kv_heads, samples * heads
             kernel_kv(stream, samples * kv_heads * blocks, 384, *operands, section_kv, shared=shared_kv)
             kernel_q(stream, samples * heads * blocks, 384, *operands, section_q, shared=shared_q)
             return
@@ -202,12 +187,17 @@ def _rows(count: int) -> int:
     return -(-count // 8)
 
 
+def _resident(blocks: int, device: int) -> int:
+    """A grid whose blocks do four to eight pieces of work each, as far as there are.
+
+    One block a multiprocessor would make a launch beside a communication kernel wait for the multiprocessors it holds.
+    """
+    at_once = device_info(device).multiprocessors
+    return min(blocks, at_once * max(1, blocks // (4 * at_once)))
+
+
 def _section(heads: int, group: int, length: int, head_dim: int) -> int:
     """How many heads to work on at once: whole groups, whose other side fits the cache."""
-    import os
-
-    if os.environ.get("FA_SECTION"):
-        return heads
     groups = max(1, _CACHED // (4 * length * head_dim))
     return min(heads, group * groups)
 
