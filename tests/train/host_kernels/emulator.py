@@ -1,0 +1,155 @@
+"""The cuda dialect without a GPU: its kernels compiled by the host's C++ compiler, their threads run as fibers.
+
+Device memory is host memory; what CUDA's driver would do to it is done by memmove and memset.  cuBLASLt and
+attention are numpy's: they are not what is tested.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from kos.cuda.kernels import _read_sources
+from kos.memory import array as array_module
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import KERNELS, CudaOps
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+SIMT = Path(__file__).with_name("simt.h")
+KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^\n]*\)\s*)?(\w+)\(([^{]*)\)\s*\{')
+# What the kernels say in PTX.
+PTX = [
+    (r'asm\("cvt\.rn\.bf16\.f32[^;]*?;" : "=h"\(out\.bits\) : "f"\(x\)\);', "out.bits = to_bfloat16(x);"),
+    (r'asm\("cvt\.rn\.bf16x2[^;]*?;"[^;]*;', "out = to_bfloat16(low) | unsigned(to_bfloat16(high)) << 16;"),
+    (r'asm\("ex2[^;]*?;"[^;]*;', "y = exp2f(fmaf(x, log2e, -shift * log2e));"),
+    (r"asm volatile\(\"bar\.sync[^;]*?;\"[^;]*;", "group_barrier(THREADS);"),
+    (r"extern __shared__ .*? shared\[\];", "unsigned char* shared = dynamic_shared;"),
+]
+C_TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "int": ctypes.c_int, "unsigned": ctypes.c_uint}
+
+
+def to_host_source(path: Path) -> tuple[str, dict[str, list[type]]]:
+    """A kernel file as C++ with a C function ``run_<kernel>`` for each kernel, and their parameters' types."""
+    source, headers = _read_sources(path)
+    for name, text in headers.items():
+        source = source.replace(f'#include "{name}"', text)
+    for pattern, meaning in PTX:
+        source = re.sub(pattern, meaning, source)
+    source = source.replace("#pragma once", "").replace("#pragma unroll", "//")
+    assert "asm" not in source.replace("__asm", ""), f"{path.name}: PTX whose meaning is not written down"
+    runners, types = [], {}
+    for kernel, parameters in KERNEL.findall(source):
+        fields = [" ".join(field.split()).replace("__restrict__ ", "") for field in parameters.split(",")]
+        names = [re.search(r"(\w+)$", field)[1] for field in fields]
+        types[kernel] = [
+            ctypes.c_void_p if "*" in field else C_TYPES.get(field.split()[0], ctypes.c_long) for field in fields
+        ]
+        members = ", ".join(f"packed_->{name}" for name in names)
+        runners.append(
+            f"struct {kernel}_arguments {{ {'; '.join(fields)}; }};\n"
+            f'extern "C" void run_{kernel}(int grid_x_, int grid_y_, int threads_, {", ".join(fields)}) {{\n'
+            f"    {kernel}_arguments packed_ = {{{', '.join(names)}}};\n    kernel_arguments = &packed_;\n"
+            f"    kernel_body = [](void* p) {{ auto packed_ = ({kernel}_arguments*)p; {kernel}({members}); }};\n"
+            f"    run_grid(grid_x_, grid_y_, threads_);\n}}\n"
+        )
+    return f'#include "{SIMT}"\n{source}\n{"".join(runners)}', types
+
+
+@functools.cache
+def library(file: str, defines: tuple[tuple[str, object], ...]) -> tuple[ctypes.CDLL, dict[str, list[type]]]:
+    folder = Path(tempfile.mkdtemp(prefix="kos-host-kernels-"))
+    try:
+        source, types = to_host_source(KERNELS / file)
+        (folder / "kernels.cc").write_text(source)
+        options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared"]
+        options += [f"-D{name}={value}" for name, value in defines]
+        target = folder / "kernels.so"
+        command = [COMPILER, *options, str(folder / "kernels.cc"), "-o", str(target)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr[:2000]
+        return ctypes.CDLL(str(target)), types
+    finally:
+        shutil.rmtree(folder)
+
+
+def host_memory(monkeypatch) -> None:
+    """Let ``kos.memory.array`` work on host memory."""
+
+    def allocate(nbytes, stream=None, *, label=None):
+        raw = np.full(nbytes + 256, 255, np.uint8)
+        return SimpleNamespace(pointer=-(-raw.ctypes.data // 256) * 256, raw=raw)
+
+    fakes = {
+        "pool_of": lambda device: SimpleNamespace(allocate=allocate),
+        "driver": SimpleNamespace(on_device=lambda device: contextlib.nullcontext()),
+        "streams": SimpleNamespace(handle=lambda stream: 0, synchronize=lambda stream, device: None),
+        "call": lambda function, *arguments: function(*arguments),
+        "cu": SimpleNamespace(
+            cuMemcpyAsync=lambda target, source, nbytes, _: ctypes.memmove(target, source, nbytes),
+            cuMemsetD8Async=lambda target, value, nbytes, _: ctypes.memset(target, value, nbytes),
+        ),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(array_module, name, fake)
+
+
+class HostOps(CudaOps):
+    """``CudaOps`` whose kernels run on the host; needs ``host_memory``."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.stream = None
+        self.multiprocessors = 3
+        self.shared_memory = 4096  # small, so that rows of logits do not fit
+
+    @contextlib.contextmanager
+    def step(self, arena):
+        yield
+        arena.release(0)
+
+    def launch(self, file, name, grid, block, *arguments, shared=0, **defines):
+        code, types = library(file, tuple(sorted(defines.items())))
+        x, y = grid if isinstance(grid, tuple) else (grid, 1)
+        assert shared <= self.shared_memory and block <= 1024
+        values = [a.pointer if isinstance(a, Array) else a for a in arguments]
+        assert len(values) == len(types[name]), f"{name}: expected {len(types[name])} arguments, got {len(values)}"
+        converted = [kind(value) for kind, value in zip(types[name], values, strict=True)]
+        getattr(code, f"run_{name}")(x, y, block, *converted)
+
+    def matmul(self, a, b, out, *, transpose_a=False, transpose_b=False, c=None):
+        left, right = (x.numpy().astype(np.float32) for x in (a, b))
+        result = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
+        if c is not None:
+            result += c.numpy().astype(np.float32)
+        out.copy_from(result.astype(out.dtype.numpy))
+
+    def attention(self, qkv, heads, kv_heads, out, log_sum_exp, arena):
+        out64, lse64 = np.asfortranarray(np.empty(out.shape)), np.empty(log_sum_exp.shape)
+        reference.attention(_columns(qkv), heads, kv_heads, out64, lse64, Arena())
+        _put(out64, out)
+        _put(lse64, log_sum_exp)
+
+    def attention_backward(self, d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena):
+        d64, lse64 = np.asfortranarray(np.empty(d_qkv.shape)), log_sum_exp.numpy().astype(np.float64)
+        operands = (_columns(d_out), _columns(qkv), _columns(out), lse64)
+        reference.attention_backward(*operands, heads, kv_heads, d64, Arena())
+        _put(d64, d_qkv)
+
+
+def _columns(array):
+    return np.asfortranarray(array.numpy().astype(np.float64))
+
+
+def _put(values, array):
+    array.copy_from(np.ascontiguousarray(values).astype(array.dtype.numpy))

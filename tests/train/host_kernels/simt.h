@@ -1,0 +1,143 @@
+// CUDA kernels as plain C++ on the host, for tests without a GPU: a thread is a fiber, a block runs at a time.
+//
+// What is checked is the kernels' own arithmetic, indexing and barriers, not the hardware's memory order or
+// speed.  A fiber runs until it waits at a barrier or exchanges values with its warp; exited threads count as
+// arrived, as on the GPU.  The few lines of PTX have their meaning written here (see emulator.py).
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__ static
+#define __restrict__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+
+struct Index {
+    int x, y;
+};
+struct uint2 {
+    unsigned x, y;
+};
+static Index threadIdx, blockIdx, blockDim, gridDim;
+alignas(16) static unsigned char dynamic_shared[1 << 18];
+
+struct Fiber {
+    ucontext_t context;
+    char* stack;
+    bool done;
+    long block_waits, group_waits, warp_waits;
+};
+static Fiber fibers[1024];
+static ucontext_t scheduler;
+static int current, votes[1024];
+static unsigned long long slots[1024];
+static void (*kernel_body)(void*);
+static void* kernel_arguments;
+
+static void wait_for(int first, int last, long Fiber::*waits) {
+    const int me = current;
+    const long turn = ++(fibers[me].*waits);
+    for (;;) {
+        bool all = true;
+        for (int i = first; i < last; ++i) all &= fibers[i].done || fibers[i].*waits >= turn;
+        if (all) return;
+        swapcontext(&fibers[me].context, &scheduler);
+    }
+}
+static void __syncthreads() { wait_for(0, blockDim.x, &Fiber::block_waits); }
+static void group_barrier(int threads) {
+    const int first = current / threads * threads;
+    wait_for(first, first + threads, &Fiber::group_waits);
+}
+static int __syncthreads_count(int vote) {
+    votes[current] = vote;
+    __syncthreads();
+    int count = 0;
+    for (int i = 0; i < blockDim.x; ++i) count += !fibers[i].done && votes[i];
+    __syncthreads();
+    return count;
+}
+static void warp_barrier() {
+    const int first = current / 32 * 32;
+    wait_for(first, first + 32 < blockDim.x ? first + 32 : blockDim.x, &Fiber::warp_waits);
+}
+template <class V>
+static V from_lane(V x, int lane) {
+    memcpy(&slots[current], &x, sizeof x);
+    warp_barrier();
+    memcpy(&x, &slots[current / 32 * 32 + lane], sizeof x);
+    warp_barrier();
+    return x;
+}
+template <class V>
+static V __shfl_xor_sync(unsigned, V x, int mask) { return from_lane(x, current % 32 ^ mask); }
+template <class V>
+static V __shfl_up_sync(unsigned, V x, int by) {
+    const int lane = current % 32;
+    return from_lane(x, lane >= by ? lane - by : lane);
+}
+static unsigned __match_any_sync(unsigned, int x) {
+    slots[current] = x;
+    warp_barrier();
+    unsigned mask = 0;
+    for (int i = 0; i < 32; ++i) mask |= unsigned(int(slots[current / 32 * 32 + i]) == x) << i;
+    warp_barrier();
+    return mask;
+}
+
+template <class V>
+static V min(V a, V b) { return a < b ? a : b; }
+static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static int __popc(unsigned x) { return __builtin_popcount(x); }
+static int atomicAdd(int* p, int x) { return (*p += x) - x; }
+static float __uint_as_float(unsigned x) { return memcpy(&x, &x, 4), *(float*)&x; }
+static float __int_as_float(int x) { return __uint_as_float(x); }
+static unsigned __float_as_uint(float x) { return *(unsigned*)&x; }
+static float rsqrtf(float x) { return 1 / sqrtf(x); }
+#define __expf expf
+static float __fdividef(float x, float y) { return x / y; }
+static double cospi(double x) { return cos(M_PI * x); }
+
+static unsigned short to_bfloat16(float x) {  // to nearest even
+    const unsigned bits = __float_as_uint(x);
+    return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static void fiber_main() {
+    kernel_body(kernel_arguments);
+    fibers[current].done = true;
+    swapcontext(&fibers[current].context, &scheduler);
+}
+
+static void run_grid(int grid_x, int grid_y, int threads) {
+    constexpr int stack = 64 << 10;
+    blockDim = {threads, 1};
+    gridDim = {grid_x, grid_y};
+    for (int block = 0; block < grid_x * grid_y; ++block) {
+        blockIdx = {block % grid_x, block / grid_x};
+        for (int i = 0; i < threads; ++i) {
+            Fiber& fiber = fibers[i];
+            if (!fiber.stack) fiber.stack = (char*)malloc(stack);
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack;
+            fiber.context.uc_stack.ss_size = stack;
+            fiber.done = false;
+            fiber.block_waits = fiber.group_waits = fiber.warp_waits = 0;
+            makecontext(&fiber.context, fiber_main, 0);
+        }
+        for (bool running = true; running;) {
+            running = false;
+            for (int i = 0; i < threads; ++i)
+                if (!fibers[i].done) {
+                    running = true;
+                    current = i;
+                    threadIdx = {i, 0};
+                    swapcontext(&scheduler, &fibers[i].context);
+                }
+        }
+    }
+}

@@ -1,0 +1,120 @@
+"""The trainer's CUDA kernels, and how they are launched, on machines without a GPU: their threads run as fibers.
+
+The checks are those of ``test_ops_cuda`` and ``test_model_cuda``, on few shapes: each set of macros is compiled.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kos.memory.arena import Arena
+from kos.train.ops.adamw import CudaAdamW
+from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
+from kos.train.parameters import Parameters
+from tests.train import test_model_cuda as on_models
+from tests.train import test_ops_cuda as on_ops
+from tests.train.host_kernels import emulator
+
+pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+
+rng = on_ops.rng
+
+
+@pytest.fixture
+def ops(monkeypatch):
+    emulator.host_memory(monkeypatch)
+    return emulator.HostOps()
+
+
+@pytest.fixture(params=on_ops.DTYPES)
+def side(ops, request):
+    return on_ops.Side(ops, request.param)
+
+
+@pytest.fixture
+def arena(ops):
+    return Arena(0, ops.make_arena()._allocate, ops.make_arena()._view)
+
+
+def test_embedding(ops, side, rng, arena):
+    on_ops.test_embedding(ops, side, rng, arena, 1100, 1500, 24 if side.dtype == "bfloat16" else 7)
+
+
+def test_embedding_of_one_token_only(ops, side, arena):
+    for n in (1, 32, 33, 1025):
+        on_ops.test_embedding_of_one_token_only(ops, side, arena, n)
+
+
+@pytest.mark.parametrize(("n", "d"), [(13, 11), (70, 768), (9, 5120)])
+def test_rms_norm(ops, side, rng, arena, n, d):
+    on_ops.test_rms_norm(ops, side, rng, arena, n, d)
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "others", "length"), [(6, 3, 1, 5), (64, 5, 2, 33)])
+def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
+    on_ops.test_rope(ops, side, rng, arena, head_dim, heads, others, length)
+
+
+@pytest.mark.parametrize(("n", "f"), [(13, 7), (20, 344)])
+def test_swiglu(ops, side, rng, arena, n, f):
+    on_ops.test_swiglu(ops, side, rng, arena, n, f)
+
+
+@pytest.mark.parametrize(("n", "vocabulary"), [(5, 65), (5, 10_008)])
+def test_cross_entropy(ops, side, rng, arena, n, vocabulary):
+    on_ops.test_cross_entropy(ops, side, rng, arena, n, vocabulary)
+
+
+def test_cross_entropy_stands_large_logits(ops, side, arena):
+    on_ops.test_cross_entropy_stands_large_logits(ops, side, arena)
+
+
+def test_small_things(ops, side, rng):
+    on_ops.test_small_things(ops, side, rng, (5, 3))
+    on_ops.test_small_things(ops, side, rng, (64, 40))
+
+
+@pytest.mark.parametrize("dtype", on_ops.DTYPES)
+def test_model(ops, dtype):
+    """The model's file on the cuda dialect: loss and every gradient, twice with the same bits in a fixed arena."""
+    pair = on_models.Pair(ops, on_models.SHAPES["odd"], dtype)
+    loss, expected = pair.run(), pair.run64()
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    assert loss == pytest.approx(expected, rel=tolerance / 4)
+    for name in pair.gradients:
+        got, want = pair.gradients[name].numpy().astype(np.float64), pair.gradients64[name]
+        assert np.linalg.norm(got - want) < tolerance * np.linalg.norm(want), name
+    kept = pair.gradients.flat.numpy()
+    pair.model.arena.fix()
+    pair.gradients.flat.fill_bytes(255)
+    assert pair.run() == loss
+    assert np.array_equal(pair.gradients.flat.numpy(), kept)
+
+
+@pytest.mark.parametrize("gradient_dtype", on_ops.DTYPES)
+def test_adamw(ops, rng, gradient_dtype):
+    """Warm-up, clipping, decay of matrices alone; a gradient of NaN changes nothing."""
+    shapes = {"a": (7, 5), "norm": (5,), "b": (130, 128)}
+    weights, weights64 = Parameters(shapes, "float32", None, ops.zeros), Parameters(shapes, np.float64)
+    copy, gradients, gradients64 = weights.like("bfloat16"), weights.like(gradient_dtype), weights64.like()
+    weights64.flat[:] = rng.normal(size=weights64.flat.size).astype(np.float32)
+    weights.flat.copy_from(weights64.flat.astype(np.float32))
+    schedule = Schedule("cosine", 1e-2, 1e-3, 6, 2)
+    ours, theirs = CudaAdamW(ops, weights, copy, schedule, grad_clip=1.0), AdamW(weights64)
+    for step, spread in enumerate((1e-3, 0.5, 1e-3, 0.5)):
+        gradients64.flat[:] = rng.normal(0, spread, gradients64.flat.size).astype(gradients.flat.dtype.numpy)
+        gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy))
+        norm = global_norm(gradients64.flat) / 4
+        ours.queue(gradients, average=0.25)
+        theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
+        state = ours.read()
+        assert state["norm"] == pytest.approx(norm, rel=1e-6)
+        assert (state["lr"], state["step"]) == (pytest.approx(schedule(step)), step + 1)
+    got = weights.flat.numpy()
+    np.testing.assert_allclose(got, weights64.flat, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(copy.flat.numpy(), got.astype(copy.flat.dtype.numpy))
+    gradients.flat.fill_bytes(255)
+    ours.queue(gradients)
+    assert ours.read()["finite"] == 0 and ours.step_count == 4
+    assert np.array_equal(weights.flat.numpy(), got)
