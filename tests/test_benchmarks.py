@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,13 +28,16 @@ from benchmarks.collectives.cases import (
     parse_sizes,
 )
 from benchmarks.collectives.implementations import Ours
-from benchmarks.collectives.measure import HostTimer, Job, Run, measure
-from benchmarks.collectives.memory import HostMemory, Space
+from benchmarks.collectives.measure import DeviceTimer, HostTimer, Job, Run, measure
+from benchmarks.collectives.memory import DeviceMemory, HostMemory, Space
+from benchmarks.collectives.peers_gpu import RawNCCL
 from kos.comm import Communicator
-from kos.cuda import kernels
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver, kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
 from kos.testing import spawn
+from tests.comm.fake_nccl import Group, at, communicator, no_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
@@ -265,6 +269,57 @@ def test_under_mpirun(tmp_path: Path) -> None:
     backends = {row["backend"] for row in result["rows"]} | set(result["skipped"])
     assert backends == {"mpi", "mpi-native", "gloo"}
     assert all(row["limit_us"] > 0 for row in result["rows"] if row["ranks"] == 2)
+
+
+class CountWrong:
+    """The kernel of ``device.cu`` on the memory that stands for a GPU's."""
+
+    def __call__(self, stream: Any, grid: int, block: int, got: int, expected: int, *rest: int) -> None:
+        count, size, counter = rest
+        words = np.dtype(f"u{size}")
+        at(counter, 1, np.dtype("u8"))[0] += np.count_nonzero(at(got, count, words) != at(expected, count, words))
+
+
+@pytest.mark.parametrize(("op", "in_place"), PLACES)
+def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots, checks, timers, our calls and those of raw NCCL, where the GPU and NCCL are stand-ins on the host."""
+    ranks = 2
+    case = Case.of(op, 1000 * ranks, "bfloat16", "sum", ranks, in_place)
+    group = Group(ranks)
+
+    def run(control: Communicator) -> list[tuple[str, int, int, bool]]:
+        stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
+        job, memory, timer = Job(control), DeviceMemory(0, stream), DeviceTimer(Job(control), stream)
+        monkeypatch.setattr(timer, "capture", lambda calls: lambda: [call() for call in calls])
+        comm = communicator(ThreadRendezvous(threads, control.rank, 20.0), group)
+        implementations = [Ours(comm, "kos-nccl"), Ours(comm, "kos-nccl", persistent=True)]
+        implementations.append(RawNCCL(control, 0, stream))
+        runs = []
+        space = Space(case, Data(case, control.rank, 0), memory, memory.empty, 3)
+        for implementation in implementations:
+            calls = [implementation.bind(case, slot.send, slot.recv) for slot in space.slots]
+            if calls[0] is not None:
+                runs.append(Run(implementation, space, calls))
+        found = []
+        for mode in DeviceTimer.MODES:
+            for each, s in zip(runs, measure(job, timer, runs, mode, 3, 3), strict=True):
+                found.append((f"{each.name} {mode}", s.iterations, s.wrong, s.time_us > 0 and s.cpu_us > 0))
+        space.fill(0, 0)  # and now a wrong one: nothing was done
+        space.check(0, 0)
+        found.append(("nothing", 0, space.wrong(), True))
+        implementations[0].close()
+        return found
+
+    with no_gpu(monkeypatch):
+        threads = ThreadGroup(ranks)
+        monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
+        monkeypatch.setattr("kos.cuda.load_kernel", lambda path, name, device: CountWrong())
+        monkeypatch.setattr(driver.cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
+        rows, other = spawn(run, ranks)
+    *rows, untouched = rows
+    kinds = {"all_reduce": 3, "gather": 1, "scatter": 1, "send_recv": 1}.get(op, 2)
+    assert [row[1:] for row in rows] == [(15, 0, True)] * 3 * kinds
+    assert (untouched[2] > 0) != ((op, in_place) == ("broadcast", True)) and other[-1][2] >= 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
