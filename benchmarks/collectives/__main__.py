@@ -25,7 +25,7 @@ STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 RING_BYTES = {False: 128 << 20, True: 8 << 30}
 """The most that the slots of a batch take, for host memory and for GPUs."""
 MOST_SLOTS = {False: 16, True: 100}
-TIMED_BYTES = 1 << 30
+TIMED_BYTES = 512 << 20
 """Larger messages are timed fewer times, until their bytes add up to this."""
 
 

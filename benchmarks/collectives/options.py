@@ -30,7 +30,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--mode", "--modes", help="some of graph (GPUs), eager, single_shot (default: all)")
     add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
     add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
-    add("--iterations", type=int, default=100, help="timed calls of a row, fewer if large (default %(default)s)")
+    add("--iterations", type=int, default=200, help="timed calls of a row, fewer if large (default %(default)s)")
     add("--ranks", type=int, default=2, help="threads, where no mpirun has started ranks (default %(default)s)")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
