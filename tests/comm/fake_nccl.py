@@ -136,7 +136,10 @@ class FakeNCCL:
         xs = comm.group.swap(comm.rank, data)
         total = reduction.stage(xs[0], None)
         for x in xs[1:]:
-            reduction.combine(total, x.astype(reduction.carrier))
+            if op in (nccl_binding.MIN, nccl_binding.MAX):  # as NCCL's, which lose a NaN
+                total = np.fmin(total, x) if op == nccl_binding.MIN else np.fmax(total, x)
+            else:
+                reduction.combine(total, x.astype(reduction.carrier))
         out = np.empty(count, dtype.numpy)
         reduction.finish(total, out)
         return out

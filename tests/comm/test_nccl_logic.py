@@ -94,6 +94,25 @@ def test_one_rank(fake: FakeNCCL) -> None:
     FakeRanks(1).run(body)
 
 
+def test_one_address_as_several_dtypes(fake: FakeNCCL) -> None:
+    """Launches are kept by address: those of another dtype are others."""
+
+    def body(gpu: Any) -> None:
+        comm, n = gpu.comm, gpu.size
+        x, out = Array.zeros(32, np.uint8, 0), Array.zeros(32 * n, np.uint8, 0)
+        for _ in range(2):  # met first, then kept
+            for dtype in (np.float64, np.float32, np.int8):
+                source, target = (Array(a.pointer, (k,), dtype, 0) for a, k in ((x, 2), (out, 2 * n)))
+                source.copy_from(np.full(2, comm.rank + 1, dtype))
+                out.fill_bytes(255)
+                got = comm.all_gather(source, target).numpy()
+                assert got.tolist() == [float(r + 1) for r in range(n) for _ in range(2)]
+                rest = out.numpy()[got.nbytes :]
+                assert (rest == 255).all(), f"wrote beyond {got.nbytes} bytes of {got.dtype}"
+
+    FakeRanks(SIZE).run(body)
+
+
 def test_batch_is_one_group(fake: FakeNCCL) -> None:
     def body(gpu: Any) -> None:
         xs = [Array.zeros(5, np.float32, 0) for _ in range(4)]
