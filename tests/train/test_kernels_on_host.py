@@ -46,7 +46,7 @@ def test_embedding_of_one_token_only(ops, side, arena):
         on_ops.test_embedding_of_one_token_only(ops, side, arena, n)
 
 
-@pytest.mark.parametrize(("n", "d"), [(13, 11), (70, 768), (9, 5120)])
+@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (5, 5120)])
 def test_rms_norm(ops, side, rng, arena, n, d):
     on_ops.test_rms_norm(ops, side, rng, arena, n, d)
 

@@ -115,6 +115,7 @@ static void fiber_main() {
 
 static void run_grid(int grid_x, int grid_y, int threads) {
     constexpr int stack = 64 << 10;
+    unsigned seed = 1;
     blockDim = {threads, 1};
     gridDim = {grid_x, grid_y};
     for (int block = 0; block < grid_x * grid_y; ++block) {
@@ -129,15 +130,18 @@ static void run_grid(int grid_x, int grid_y, int threads) {
             fiber.block_waits = fiber.group_waits = fiber.warp_waits = 0;
             makecontext(&fiber.context, fiber_main, 0);
         }
-        for (bool running = true; running;) {
-            running = false;
-            for (int i = 0; i < threads; ++i)
-                if (!fibers[i].done) {
-                    running = true;
-                    current = i;
-                    threadIdx = {i, 0};
-                    swapcontext(&scheduler, &fibers[i].context);
-                }
+        // Warps at random, each for a while: some run far ahead, up to the next barrier.
+        for (int left = threads; left;) {
+            seed = seed * 1664525u + 1013904223u;
+            const int first = seed / 65536 % ((threads + 31) / 32) * 32;
+            for (int turn = seed >> 29; turn >= 0; --turn)
+                for (int i = first; i < first + 32 && i < threads; ++i)
+                    if (!fibers[i].done) {
+                        current = i;
+                        threadIdx = {i, 0};
+                        swapcontext(&scheduler, &fibers[i].context);
+                        left -= fibers[i].done;
+                    }
         }
     }
 }
