@@ -139,13 +139,6 @@ class Backend(ABC):
         """
         return None
 
-    def direct(self, operation: Operation, came: Callable[[], bool]) -> Steps | None:
-        """The backend's own way for a whole operation, from input to output, or None.
-
-        ``came`` is the poll of ``agree``; the operation is over only when it has said that all have come.
-        """
-        return None
-
     def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         """The backend's own call for one staged collective, or None to have it run as a schedule."""
         return None
@@ -169,10 +162,6 @@ class Backend(ABC):
         everybody_came = self.agree(o) if o.collective else None
         if everybody_came is None:
             yield from _CARRIERS[o.name](self, o)
-            return
-        direct = self.direct(o, everybody_came)
-        if direct is not None:
-            yield from direct
             return
         for _ in _CARRIERS[o.name](self, o):
             everybody_came()  # raises where waiting would not end

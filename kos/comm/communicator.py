@@ -477,6 +477,24 @@ class Communicator:
         assert duplicate is not None
         return duplicate
 
+    def shrink(self) -> Communicator:
+        """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
+
+        This communicator is given up: ranks that still wait in one of its operations raise RankLost from it.
+        With mpi it takes ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends
+        the group, RendezvousError when a rank that is not gone does not come within the timeout.
+        """
+        self._check_open()
+        self.rendezvous.check_shrink()
+        name, mine = self._group.next_split(), str(self._group.ranks[self.rank]).encode()
+        self._give_up(self.backend.broken or "it shrinks the communicator")
+        rendezvous = self.rendezvous.shrink()
+        backend = self.backend.split(rendezvous, 0, rendezvous.rank)
+        assert backend is not None
+        ranks = [int(rank) for rank in rendezvous.allgather(mine)]
+        group = Group(self._recorder, f"{name}:shrunk", ranks, rendezvous.rank, backend.name)
+        return Communicator(backend, rendezvous, self.probes, self.timeout, group)
+
     def synchronize(self, timeout: float | None = None, stream: Any = None) -> None:
         """Wait on the host for all operations of this communicator, at most ``timeout`` seconds.
 
@@ -503,6 +521,9 @@ class Communicator:
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
             rows.append((name, chosen, probe.reason))
+        host: Any = getattr(self.backend, "host", self.backend)
+        if (shared := getattr(host, "shared_memory", None)) is not None:
+            rows.append(("shared memory", "in use" if host.shares_memory else "no", shared))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
         return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
 

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
 
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
@@ -40,6 +41,11 @@ def launched_rank() -> int:
     """This process's rank as its launcher's environment says it, before MPI starts; 0 without a launcher."""
     told = (os.environ.get(name, "") for name in (*_RANK_VARIABLES, "RANK", "SLURM_PROCID"))
     return next((int(rank) for rank in told if rank.isdecimal()), 0)
+
+
+def fault_tolerant() -> bool:
+    """Whether the job goes on when a rank dies: Open MPI's ``mpirun --with-ft ulfm``."""
+    return os.environ.get(_FAULT_TOLERANCE) in ("1", "true")
 
 
 def load_mpi() -> Any:
@@ -109,6 +115,19 @@ def wait_request(request: Any, timeout: float | None) -> bool:
     return True
 
 
+def shrink(comm: Any, timeout: float | None) -> Any:
+    """The MPI communicator of the ranks of ``comm`` that live; None if they do not all come in time.
+
+    In a thread, for MPI_Comm_shrink waits without a limit.  Open MPI 5.0.11 has no better way: its
+    MPI_Comm_ishrink fails, and after an MPI_Comm_iagree on COMM_WORLD MPI_Finalize may not return.
+    """
+    survivors: list[Any] = []
+    thread = threading.Thread(target=lambda: survivors.append(comm.Shrink()), daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return survivors[0] if survivors else None
+
+
 def keep_unfinished(request: Any) -> None:
     """Keep a request that nobody waits for any more, and with it the memory that MPI may still touch."""
     _unfinished.append(request)
@@ -161,6 +180,10 @@ def _leave_job() -> None:
     MPI = load_mpi()
     if MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
-    together = wait_request(MPI.COMM_WORLD.Ibarrier(), None if _abandoned is None else _EXIT_GRACE)
+    grace = None if _abandoned is None else _EXIT_GRACE
+    if fault_tolerant():
+        together = shrink(MPI.COMM_WORLD, grace) is not None  # without it MPI_Finalize waits for the dead
+    else:
+        together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
     if not together:
         _end_job("it left its communicator by an exception and the others did not", _abandoned or 1)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm import mpi_job
 from kos.comm.faults import FaultPlan
-from kos.errors import InvalidArgument, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, InvalidArgument, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 
@@ -46,6 +46,15 @@ class Rendezvous(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
+
+    def check_shrink(self) -> None:
+        """Raise BackendUnavailable, with the reason, if a rank that is gone is the end of this group."""
+        raise BackendUnavailable(f"shrink: {type(self).__name__} cannot go on without all of its ranks")
+
+    def shrink(self) -> Rendezvous:
+        """The group of the ranks that are not gone, in their order; all of them call it."""
+        self.check_shrink()
+        raise NotImplementedError
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -94,6 +103,12 @@ class SingleRendezvous(Rendezvous):
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         return None if color is None else SingleRendezvous(self.timeout)
 
+    def check_shrink(self) -> None:
+        pass
+
+    def shrink(self) -> Rendezvous:
+        return SingleRendezvous(self.timeout)
+
 
 class ThreadWorld:
     """What all threads of one ``spawn`` share: one lock, a wake-up call per rank, and who is gone."""
@@ -126,6 +141,7 @@ class ThreadGroup:
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
         self.failure: tuple[type[KosError], str] | None = None
+        self._left: dict[int, str] = {}
         self._shared: dict[Any, Any] = {}
         self._slots: dict[int, dict[int, bytes]] = {}
 
@@ -147,6 +163,24 @@ class ThreadGroup:
     def notify_all(self) -> None:
         self.world.notify(self.members)
 
+    def survivors(self, rank: int, timeout: float) -> ThreadGroup:
+        """The group of the ranks that are not gone, once all of them have called this."""
+        world, deadline = self.world, time.monotonic() + timeout
+        callers: list[int] = self.shared("survivors", list)
+        with world.lock:
+            callers.append(rank)
+            self.notify_all()
+            while missing := [
+                r for r, member in enumerate(self.members) if r not in callers and member not in world.departed
+            ]:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
+                    raise RendezvousError(f"shrink: ranks {missing} did not come within {timeout:g} s")
+                world.wakeup[self.members[rank]].wait(remaining)
+            # The first to see that all have come says for all who they are.
+            members = [self.members[r] for r in sorted(callers)]
+            return self.shared("shrunk", lambda: ThreadGroup(len(members), world, members))
+
     def raise_failure(self) -> None:
         """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
         if self.failure is not None:
@@ -155,7 +189,13 @@ class ThreadGroup:
 
     def departed(self, rank: int) -> str | None:
         """Why group rank ``rank`` is gone, or None."""
-        return self.world.departed.get(self.members[rank])
+        return self.world.departed.get(self.members[rank]) or self._left.get(rank)
+
+    def leave(self, rank: int, why: str) -> None:
+        """Rank ``rank`` does nothing more in this group; what it has done so far stays."""
+        with self.world.lock:
+            self._left.setdefault(rank, why)
+            self.notify_all()
 
     def exchange(self, rank: int, turn: int, data: bytes, timeout: float) -> list[bytes]:
         """All ranks' bytes of one turn."""
@@ -204,6 +244,13 @@ class ThreadRendezvous(Rendezvous):
         )
         return ThreadRendezvous(child, ranks.index(self.rank), self.timeout)
 
+    def check_shrink(self) -> None:
+        pass
+
+    def shrink(self) -> Rendezvous:
+        group = self.threads.survivors(self.rank, self.timeout)
+        return ThreadRendezvous(group, group.members.index(self.threads.members[self.rank]), self.timeout)
+
 
 class MPIRendezvous(Rendezvous):
     """Ranks are the processes of an MPI communicator (COMM_WORLD unless given)."""
@@ -242,6 +289,18 @@ class MPIRendezvous(Rendezvous):
         part.Free()
         return child
 
+    def check_shrink(self) -> None:
+        if not mpi_job.fault_tolerant():
+            raise BackendUnavailable("shrink: expected a job that outlives its ranks: mpirun --with-ft ulfm")
+
+    def shrink(self) -> Rendezvous:
+        self.check_shrink()
+        self.mpi_comm.Revoke()
+        part = mpi_job.shrink(self.mpi_comm, self.timeout)
+        if part is None:
+            raise RendezvousError(f"shrink: not all ranks that are left came within {self.timeout:g} s")
+        return MPIRendezvous(part, self.timeout)
+
     def close(self) -> None:
         if self.mpi_comm is not None and not self._MPI.Is_finalized():
             self.mpi_comm.Free()
@@ -253,7 +312,11 @@ class MPIRendezvous(Rendezvous):
             mpi_job.abandon(code)
 
     def _wait(self, request: Any, what: str) -> None:
-        if not mpi_job.wait_request(request, self.timeout):
+        try:
+            came = mpi_job.wait_request(request, self.timeout)
+        except self._MPI.Exception as error:
+            raise RankLost(f"rendezvous: {what}: MPI: {error.Get_error_string()}") from error
+        if not came:
             raise RendezvousError(
                 f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for the other "
                 f"{self.size - 1} ranks"

@@ -73,7 +73,7 @@ class MockBackend(Backend):
             self._faults.close()
 
     def abort(self, reason: str) -> None:
-        self._group.fail(RankLost, f"rank {self.rank} is gone: {reason}")
+        self._group.leave(self.rank, reason)
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         if self.size == 1:

@@ -78,6 +78,8 @@ class MPIBackend(HostBackend):
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
+        if mpi_job.fault_tolerant() and not self._MPI.Is_finalized():
+            self._comm.Revoke()  # ranks of other hosts hear it by this
         for request in self._requests.values():
             mpi_job.keep_unfinished(request)
         self._requests.clear()
@@ -142,7 +144,7 @@ class MPIBackend(HostBackend):
             named: KosError = CollectiveError(f"{operation}: MPI: {error.Get_error_string()}")
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 named = CollectiveMismatch(str(named))
-            elif error.Get_error_class() == getattr(MPI, "ERR_PROC_FAILED", None):
+            elif error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
                 named = self.lost(operation, error)
             named.__cause__ = error
             error = named

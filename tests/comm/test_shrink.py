@@ -1,0 +1,117 @@
+"""The ranks that are left go on: after a rank is gone (threads) and after a process is killed (MPI)."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.errors import BackendUnavailable, CollectiveError, RankLost, RendezvousError
+from kos.testing import spawn
+from tests.comm.test_jobs import needs_mpirun
+from tests.comm.test_shared_failures import ULFM, job
+
+
+@pytest.mark.parametrize("gone", [[0], [1], [3], [1, 2], [0, 1, 2]])
+def test_survivors_go_on(gone: list[int]) -> None:
+    """Those that wait in a collective and one that does not come together again."""
+    left = [rank for rank in range(4) if rank not in gone]
+    sums: dict[int, Any] = {}
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank in gone:
+            raise ZeroDivisionError("boom")
+        if comm.rank != left[-1] or len(left) == 1:
+            with pytest.raises(RankLost, match="rank . is gone"):
+                comm.all_reduce(np.ones(3), algorithm="ring")
+        part = comm.shrink()
+        assert (part.rank, part.size) == (left.index(comm.rank), len(left))
+        sums[comm.rank] = part.all_reduce(np.full(2, float(comm.rank))).tolist()
+        assert part.all_gather(np.array(comm.rank)).tolist() == left
+        with pytest.raises(CollectiveError, match="is closed"):
+            comm.barrier()
+        half = part.split(part.rank % 2)
+        half.barrier()
+        half.close()
+        part.close()
+
+    with pytest.raises(ZeroDivisionError):
+        spawn(body, 4, timeout=20)
+    assert sums == {rank: [float(sum(left))] * 2 for rank in left}
+
+
+def test_shrink_without_a_loss() -> None:
+    def body(comm: kos.Communicator) -> None:
+        part = comm.shrink()
+        assert (part.rank, part.size) == (comm.rank, 3)
+        part.barrier()
+        again = part.shrink()
+        assert again.all_reduce(np.ones(1))[0] == 3
+
+    spawn(body, 3, timeout=20)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    done = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        comm.rendezvous.timeout = 0.2
+        if comm.rank == 1:
+            done.wait(20)
+            return
+        with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not come within 0.2 s"):
+            comm.shrink()
+        done.set()
+
+    spawn(body, 2, timeout=20)
+
+
+def test_alone() -> None:
+    with kos.init("mock") as comm:
+        assert comm.shrink().all_reduce(np.ones(1))[0] == 1
+
+
+@pytest.mark.mpi
+def test_without_fault_tolerance_it_says_so(ranks_of_mpi: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(BackendUnavailable, match="shrink: expected .*mpirun --with-ft ulfm"):
+            comm.shrink()
+        comm.barrier()  # and has not given it up
+
+    ranks_of_mpi.run(body)
+
+
+@needs_mpirun
+@pytest.mark.parametrize("killed", [0, 1, 3])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_killed_process(tmp_path: Path, killed: int, shared: bool) -> None:
+    text = f"""
+import kos.comm.backends.host as host
+if not {shared}:
+    host.open_segment = lambda _: (None, "switched off by the test")
+with kos.init("mpi", timeout=10) as comm:
+    me = comm.rank
+    comm.all_reduce(np.ones(3))
+    if comm.rank == {killed}:
+        os.kill(os.getpid(), 9)
+    try:
+        while True:
+            comm.all_reduce(np.ones(100_000))
+    except kos.errors.RankLost as error:
+        assert not {shared} or "rank {killed} is gone" in str(error), error
+    with comm.shrink() as part:
+        assert part.size == 3 and part.all_gather(np.array(me)).tolist() == [r for r in range(4) if r != {killed}]
+        total = part.all_reduce(np.full(100_000, float(me)), deterministic=True)
+        half = part.split(part.rank % 2)
+        half.barrier()
+        half.close()
+        print(total[0], total[-1], part.backend.shares_memory, flush=True)
+        part.barrier()
+        os._exit(0)  # MPI_Finalize of Open MPI 5.0.11 now and then waits for the dead
+"""
+    left = 6.0 - killed
+    assert job(tmp_path, 4, text, *ULFM) == [f"{left} {left} {shared}"] * 3
