@@ -12,7 +12,7 @@ import numpy as np
 
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, failed, started
-from kos.errors import CollectiveTimeout, KosError
+from kos.errors import CollectiveError, CollectiveTimeout, KosError
 
 if TYPE_CHECKING:
     from kos.comm.backend import Backend
@@ -98,6 +98,10 @@ class Work:
         except Exception as error:
             self._fail(error)
             return True
+        except BaseException as error:  # a Ctrl-C: the generator is over, but what it was doing is not
+            self.backend.engine.drop(self)
+            self._fail(CollectiveError(f"{self.operation}: interrupted by {type(error).__name__}"))
+            raise
         return False
 
     def done(self) -> bool:

@@ -33,8 +33,10 @@ def spawn(
     after ``timeout`` seconds (their threads cannot be killed, but every wait in them is woken and fails).
 
     ``faults`` is what goes wrong (see ``Fault``).  A rank that crashes or stalls for good has the result None.
-    Raises InvalidArgument if one of the faults never happened, for such a test shows nothing.
+    Raises InvalidArgument without ranks, and if one of the faults never happened, for such a test shows nothing.
     """
+    if world_size < 1:
+        raise InvalidArgument(f"world_size: expected at least 1, got {world_size}")
     plan = FaultPlan(faults, world_size) if faults else None
     group = ThreadGroup(world_size, ThreadWorld(world_size, plan))
     results: list[Any] = [_NOTHING] * world_size

@@ -12,12 +12,14 @@ import pytest
 
 import kos
 from kos import ReduceOp
+from kos.comm.backends import mock
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    InvalidArgument,
     KosError,
     RankLost,
     RendezvousError,
@@ -262,6 +264,42 @@ def test_a_message_sent_before_leaving_arrives() -> None:
         assert spawn(body, 2, timeout=20) == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("name", ["all_reduce", "recv"])
+def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    interrupts: list[KeyboardInterrupt] = []
+    over = threading.Event()
+    done = mock._Receive.done
+
+    def interrupted(self: mock._Receive) -> bool:
+        if interrupts:
+            raise interrupts.pop()
+        return done(self)
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            over.wait(20)  # it never comes
+            return
+        try:
+            x = np.ones(4)
+            if name == "all_reduce":
+                work = comm.all_reduce(x, algorithm="ring", async_op=True)
+            else:
+                work = comm.recv(x, 1, async_op=True)
+            interrupts.append(KeyboardInterrupt())
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+            for again in (work.wait, work.done):
+                with pytest.raises(CollectiveError, match=f"{name} #0 .*: interrupted by KeyboardInterrupt"):
+                    again()
+            assert comm.backend.engine.outstanding() == []
+            assert (comm.backend.broken is None) is (name == "recv")
+        finally:
+            over.set()
+
+    monkeypatch.setattr(mock._Receive, "done", interrupted)
+    spawn(body, 2, timeout=20)
+
+
 def test_spawn_names_ranks_that_hang() -> None:
     release = threading.Event()
 
@@ -278,6 +316,12 @@ def test_spawn_names_ranks_that_hang() -> None:
 
 def test_spawn_gives_results_by_rank() -> None:
     assert spawn(lambda comm: comm.rank * 10, 3) == [0, 10, 20]
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_spawn_needs_a_rank(world_size: int) -> None:
+    with pytest.raises(InvalidArgument, match=f"world_size: expected at least 1, got {world_size}"):
+        spawn(lambda comm: comm.rank, world_size)
 
 
 def test_a_missing_rank_at_init() -> None:
