@@ -22,7 +22,12 @@ from kos.errors import BackendUnavailable, RankLost, RendezvousError
 log = logging.getLogger(__name__)
 
 _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
-_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_MPI_RANK_AND_SIZE = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx tells the rank alone
+)
+_RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
@@ -38,9 +43,19 @@ def under_mpirun() -> bool:
 
 
 def launched_rank() -> int:
-    """This process's rank as its launcher's environment says it, before MPI starts; 0 without a launcher."""
-    told = (os.environ.get(name, "") for name in (*_RANK_VARIABLES, "RANK", "SLURM_PROCID"))
-    return next((int(rank) for rank in told if rank.isdecimal()), 0)
+    """This process's rank as its launcher's environment says it, before MPI starts; 0 where it is alone.
+
+    By the rule of ``default_rendezvous``: a shell of an allocation has a number too, but no ranks beside it.
+    """
+    from kos.comm.env_rendezvous import Place  # which stands on this file
+
+    if not under_mpirun() and not Place.told():
+        return 0
+    for names in _MPI_RANK_AND_SIZE if under_mpirun() else _RANK_AND_SIZE:
+        rank, size = (os.environ.get(name, "") for name in names)
+        if rank.isdecimal() and size.isdecimal() and int(size) > 1:
+            return int(rank)
+    return 0
 
 
 def fault_tolerant() -> bool:

@@ -17,6 +17,7 @@ import pytest
 import kos
 from kos.comm.env_rendezvous import EnvRendezvous, Place, TCPRendezvous
 from kos.comm.hub import DATA, Hub, pair
+from kos.comm.mpi_job import launched_rank
 from kos.comm.rendezvous import SingleRendezvous, default_rendezvous
 from kos.comm.tcp import Connection, Network, drive
 from kos.errors import RankLost, RendezvousError
@@ -146,7 +147,8 @@ def test_variables_of_launchers() -> None:
 
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (*LAUNCHERS_VARIABLES, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+    started = (*LAUNCHERS_VARIABLES, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+    for name in (*started, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -163,6 +165,39 @@ def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
     no_launcher.setenv("PMIX_RANK", "0")
     no_launcher.setattr("kos.comm.rendezvous.MPIRendezvous", lambda timeout: "by MPI")
     assert default_rendezvous(5) == "by MPI"
+
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4"}
+MASTER = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, 0),
+        ({"RANK": "1"}, 0),
+        ({"RANK": "1", "WORLD_SIZE": "1"}, 0),
+        ({"RANK": "one", "WORLD_SIZE": "4"}, 0),
+        ({"SLURM_PROCID": "3"}, 0),
+        (SLURM, 0),
+        ({"PMI_RANK": "2"}, 0),
+        ({"PMI_RANK": "2", "PMI_SIZE": "1"}, 0),
+        (TORCH, 1),
+        ({**SLURM, **MASTER}, 3),
+        ({**SLURM, **MASTER, **TORCH}, 1),
+        ({"PMI_RANK": "2", "PMI_SIZE": "4"}, 2),
+        ({"PMIX_RANK": "3", **SLURM}, 3),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", **TORCH}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", **TORCH}, 0),
+    ],
+)
+def test_the_rank_before_the_start(
+    no_launcher: pytest.MonkeyPatch, environ: dict[str, str], expected: int
+) -> None:
+    for name, value in environ.items():
+        no_launcher.setenv(name, value)
+    assert launched_rank() == expected
 
 
 SCRIPT = """
