@@ -24,7 +24,8 @@ class Rendezvous(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
 
     What a backend may ask of it, by capability and never by type: ``threads`` (the ranks are threads of this
-    process and hold this object in common) and ``mpi_comm`` (an MPI communicator over the same ranks).
+    process and hold this object in common), ``mpi_comm`` (an MPI communicator over the same ranks) and
+    ``network`` (how the ranks reach each other over TCP).
     """
 
     rank: int
@@ -32,6 +33,7 @@ class Rendezvous(ABC):
     timeout: float
     threads: ThreadGroup | None = None
     mpi_comm: Any = None
+    network: Any = None
     device: int | None = None
     """The GPU that this rank was told to use, by its number in this process."""
     _local: tuple[int, int] | None = None

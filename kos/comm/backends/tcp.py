@@ -57,7 +57,7 @@ class TCPBackend(HostBackend):
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        if getattr(rendezvous, "network", None) is None:
+        if rendezvous.network is None:
             return Probe(
                 False, "the ranks did not meet over TCP (start with torchrun, srun, or RANK, WORLD_SIZE, …)"
             )
@@ -431,7 +431,7 @@ def _connect_all(rendezvous: Rendezvous) -> dict[int, socket.socket]:
     rank, size = rendezvous.rank, rendezvous.size
     if size == 1:
         return {}
-    network: Network = rendezvous.network  # type: ignore[attr-defined]
+    network: Network = rendezvous.network
     deadline = time.monotonic() + rendezvous.timeout
     with network.listen() as listener:
         card = [network.host, listener.getsockname()[1], os.urandom(16).hex()]
