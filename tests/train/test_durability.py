@@ -1,0 +1,135 @@
+"""What a power cut finds: every byte is synced before the rename that shows it, the rename itself after.
+
+A killed process cannot show a missing fsync, for the kernel writes what it was given. So the calls are
+recorded: each fsync keeps what it made durable, and each rename is compared with it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.train import checkpoint
+from kos.train.metrics import MetricsLog, read_metrics
+from kos.train.model import LlamaConfig
+from kos.train.optimizer import AdamW
+from kos.train.parameters import Parameters
+
+MODEL = LlamaConfig(
+    vocab_size=11,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    max_position_embeddings=8,
+)
+
+
+def _content(path: Path | str) -> Any:
+    """What an fsync of ``path`` keeps: a file's bytes; of a folder its names and the files behind them."""
+    if not os.path.isdir(path):
+        return Path(path).read_bytes()
+    return {entry.name: entry.inode() for entry in os.scandir(path)}
+
+
+class Disk:
+    """What has reached the disk so far, by inode, and what was renamed to where before it had."""
+
+    def __init__(self) -> None:
+        self.durable: dict[int, Any] = {}
+        self.renamed: list[str] = []
+        self.too_early: list[str] = []
+
+    def is_durable(self, path: Path | str) -> bool:
+        return self.durable.get(os.stat(path).st_ino) == _content(path)
+
+    def synced(self, handle: int) -> None:
+        self.durable[os.fstat(handle).st_ino] = _content(f"/proc/self/fd/{handle}")
+
+    def about_to_rename(self, source: Any, target: Any) -> None:
+        source, target = Path(source), Path(target)
+        self.renamed.append(target.name)
+        if target.name.endswith(".tmp"):  # out of the way: shows nothing
+            return
+        within = [source, *source.rglob("*")] if source.is_dir() else [source]
+        self.too_early += [f"{path.name} of {target.name}" for path in within if not self.is_durable(path)]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk()
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def logged_fsync(handle: Any) -> None:
+        fsync(handle)
+        disk.synced(handle if isinstance(handle, int) else handle.fileno())
+
+    def logged_rename(source: Any, target: Any, **folders: Any) -> None:
+        disk.about_to_rename(source, target)
+        rename(source, target, **folders)
+
+    def logged_replace(source: Any, target: Any, **folders: Any) -> None:
+        disk.about_to_rename(source, target)
+        replace(source, target, **folders)
+
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "rename", logged_rename)
+    monkeypatch.setattr(os, "replace", logged_replace)
+    yield disk
+    monkeypatch.undo()
+
+
+def _save(folder: Path, step: int) -> Path:
+    weights = Parameters(MODEL.parameter_shapes(), groups=MODEL.fused_groups())
+    weights.flat[:] = np.random.default_rng(step).standard_normal(weights.flat.size)
+    return checkpoint.save(
+        folder,
+        step=step,
+        weights=weights,
+        optimizer=AdamW(weights),
+        model=MODEL,
+        tokenizer={"name": "bytes"},
+        config={},
+    )
+
+
+@pytest.mark.parametrize("there", ["nothing", "a whole one", "a damaged one"])
+def test_a_checkpoint_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk, there: str) -> None:
+    folder = tmp_path / "checkpoints"
+    if there != "nothing":
+        old = _save(folder, 3)
+    if there == "a damaged one":
+        (old / "manifest.json").unlink()
+    disk.renamed.clear()
+    path = _save(folder, 3)
+    assert len(disk.durable) >= 6 and "step-3" in disk.renamed
+    assert disk.too_early == []
+    assert all(disk.is_durable(file) for file in path.iterdir())
+    assert disk.durable[folder.stat().st_ino]["step-3"] == path.stat().st_ino, "the rename was not synced"
+    assert checkpoint.verify(path).step == 3
+
+
+def test_a_file_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk) -> None:
+    path = tmp_path / "config.json"
+    for value in range(2):
+        checkpoint.write_json(path, {"value": value})
+        assert disk.too_early == []
+        assert disk.is_durable(path) and disk.durable[tmp_path.stat().st_ino]["config.json"] == path.stat().st_ino
+    assert disk.renamed == ["config.json"] * 2
+
+
+def test_cut_metrics_are_on_disk_before_they_show(tmp_path: Path, disk: Disk) -> None:
+    """The rows kept on resume are not lost to the cut."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    MetricsLog(path, after_step=2).close()
+    assert disk.renamed == ["metrics.jsonl"] and disk.too_early == []
+    assert disk.is_durable(path) and disk.durable[tmp_path.stat().st_ino]["metrics.jsonl"] == path.stat().st_ino
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
