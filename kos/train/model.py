@@ -317,10 +317,12 @@ class Llama:
         return logits_NV
 
     def _rope_tables(self, seq_len: int, dtype: Any) -> tuple[Array, Array]:
-        key = (seq_len, dtype)
+        """Rows of a longer table: sampling asks for every length, a captured pass goes on reading the one it saw."""
+        key = (1 << (seq_len - 1).bit_length(), dtype)
         if key not in self._tables:
-            self._tables[key] = self.ops.rope_tables(self.config.rope_frequencies(), range(seq_len), dtype)
-        return self._tables[key]
+            self._tables[key] = self.ops.rope_tables(self.config.rope_frequencies(), range(key[0]), dtype)
+        cos, sin = self._tables[key]
+        return cos[:seq_len], sin[:seq_len]
 
     def _chunks(self, rows: int) -> list[slice]:
         return [slice(start, min(start + self.head_rows, rows)) for start in range(0, rows, self.head_rows)]

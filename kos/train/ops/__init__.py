@@ -96,7 +96,7 @@ class Ops(Protocol):
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
 
     def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
-        """cos and sin of position x frequency, for ``rope``; d / 2 ``frequencies``, in radians a token."""
+        """cos and sin (T, d / 2) of position x frequency, in radians a token; ``rope`` takes the first T rows."""
 
     def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
         """Rotate the first ``heads`` heads of ``qkv`` (N, W) in place, by halves (Hugging Face's order)."""

@@ -185,18 +185,19 @@ def rms_norm_backward(
 
 
 def rope_tables(frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+    """In memory (d / 2, T), as ``_by_head`` has the heads."""
     angles = np.multiply.outer(np.asarray(frequencies, np.float64), np.asarray(positions, np.float64))
-    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+    return np.cos(angles).astype(dtype).T, np.sin(angles).astype(dtype).T
 
 
 def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
     cos, sin = tables
-    _rotate(qkv, cos[:, None], sin[:, None], head_dim, heads, arena)
+    _rotate(qkv, cos.T[:, None], sin.T[:, None], head_dim, heads, arena)
 
 
 def rope_backward(d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
     cos, sin = tables
-    _rotate(d_qkv, cos[:, None], -sin[:, None], head_dim, heads, arena)
+    _rotate(d_qkv, cos.T[:, None], -sin.T[:, None], head_dim, heads, arena)
 
 
 def _rotate(qkv: Array, cos: Array, sin: Array, head_dim: int, heads: int, arena: Arena) -> None:
