@@ -8,9 +8,11 @@ left its communicator by an exception and exits takes the job with it if the oth
 from __future__ import annotations
 
 import atexit
+import ctypes
 import importlib
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -35,6 +37,8 @@ _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandon
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
 _abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
 _guarded = False
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def under_mpirun() -> bool:
@@ -149,11 +153,12 @@ def keep_unfinished(request: Any) -> None:
 
 
 def guard_job() -> None:
-    """Make an uncaught exception, and an exit after one, end the whole MPI job.  Idempotent."""
+    """Make an uncaught exception, an exit after one, and the death of mpirun end the whole job.  Idempotent."""
     global _guarded
     if _guarded:
         return
     _guarded = True
+    _die_with_launcher()
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
@@ -169,6 +174,12 @@ def guard_job() -> None:
 
     sys.excepthook, threading.excepthook = hook, thread_hook
     atexit.register(_leave_job)
+
+
+def _die_with_launcher() -> None:
+    """Ask Linux to kill this process when mpirun is gone: a rank that computes alone would never notice."""
+    if under_mpirun() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def abandon(code: int) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ choose_kernels()  # before anything imports NumPy
 
 import kos  # noqa: E402
 from kos.comm.mpi_job import launched_rank  # noqa: E402
-from kos.errors import ConfigError, KosError  # noqa: E402
+from kos.errors import ConfigError, KosError, RankLost  # noqa: E402
 
 if TYPE_CHECKING:
     from kos.train.loop import Trainer
@@ -29,10 +31,19 @@ STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 SPOKESMAN_SECONDS = 10.0
 """How long the other ranks wait for rank 0 to say an error that all have; its exit ends them."""
 
+ECHO_SECONDS = 3.0
+"""How long a rank that lost another waits before it says so: under mpirun the other's exit ends it first."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; the exit code. A failure does not return: it ends the process, and with it the MPI job."""
     rank = launched_rank()
+    stopper = _Stopper(rank)
+    for number in STOP_SIGNALS:
+        signal.signal(number, stopper)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
     logging.basicConfig(format=f"kos: rank {rank}: %(message)s", level=logging.WARNING, stream=sys.stderr)
     arguments = sys.argv[1:] if argv is None else list(argv)
     if rank != 0 and {"-h", "--help"} & set(arguments):
@@ -45,41 +56,53 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"expected the packages of 'pip install kos[train]', got: {error}") from error
         config = parse(arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
-            trainer = Trainer(config, comm)
-            for number in STOP_SIGNALS:
-                signal.signal(number, _stopper(trainer))
-            trainer.run()
-    except KosError as error:
+            stopper.trainer = Trainer(config, comm)
+            stopper.trainer.run()
+    except (KosError, OSError, MemoryError) as error:
         _fail(error, rank, debug="--debug" in arguments)
     return 0
 
 
-def _stopper(trainer: Trainer) -> Callable[[int, FrameType | None], None]:
-    """A signal handler that asks for a stop the first time and stands aside for a second."""
+class _Stopper:
+    """A signal handler: the first signal asks the trainer to stop, if there is one yet; a second ends the process."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        trainer.ask_stop()
-        signal.signal(number, signal.SIG_DFL)
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.trainer: Trainer | None = None
 
-    return stop
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.trainer is None:
+            if self.rank == 0:
+                os.write(2, b"kos: stopped before the first step\n")
+            os._exit(130)
+        self.trainer.ask_stop()
+        for other in STOP_SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
 
 
-def _fail(error: KosError, rank: int, debug: bool) -> None:
+def _fail(error: Exception, rank: int, debug: bool) -> None:
     """Say the error on one line, once for all ranks if all have it, and end the job: 2 bad settings, 1 the rest.
 
     Not by ``sys.exit``: MPI_Finalize would wait for ranks that are not coming. mpirun ends the others as soon
-    as one process exits with an error.
+    as one process exits with an error; a rank that only saw another fail leaves that one the word.
     """
-    shared = error.on_every_rank or isinstance(error, ConfigError)
+    shared = isinstance(error, ConfigError) or (isinstance(error, KosError) and error.on_every_rank)
     if shared and rank != 0:
         time.sleep(SPOKESMAN_SECONDS)
     else:
+        if isinstance(error, RankLost):
+            time.sleep(ECHO_SECONDS)
         if debug:
             traceback.print_exception(error)
         where = "" if shared else f"rank {rank}: "
-        print(f"kos: error: {where}{' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        what = " ".join(str(error).split())
+        if not isinstance(error, KosError) or not what:
+            what = f"{type(error).__name__}: {what}"
+        with contextlib.suppress(OSError, ValueError):
+            print(f"kos: error: {where}{what}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
     os._exit(2 if isinstance(error, ConfigError) else 1)
 
 

@@ -31,6 +31,7 @@ from kos.train.parameters import Parameters
 FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "kos_tokenizer.json"
+FILES = {"model.safetensors", "optimizer.safetensors", "config.json", TOKENIZER}
 _NAME = re.compile(r"step-(\d+)")
 _log = logging.getLogger(__name__)
 
@@ -85,9 +86,13 @@ def save(
     config: Mapping[str, Any],
     keep: int = 0,
 ) -> Path:
-    """Write ``folder/step-N`` and, once it is there, delete all but the newest ``keep`` (0 keeps all)."""
+    """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it (0 keeps all).
+
+    Later steps are deleted too: the run went back behind them, or they are damaged.
+    """
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}.tmp"
+    replaced = temporary.with_suffix(".old.tmp")
     moments = {f"{p}.{n}": view for p, m in _moments(optimizer).items() for n, view in m.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,16 +108,19 @@ def save(
         manifest = {"format": FORMAT, "step": step, "config": config, "files": files}
         write_json(temporary / MANIFEST, manifest)
         _sync(temporary)
-        if final.exists():  # only a damaged one: a run never saves a step twice
-            shutil.rmtree(final)
+        if final.exists():
+            final.rename(replaced)
         temporary.rename(final)
         _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
-    if keep:
-        for _, old in _named(folder)[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
+    others = [(number, path) for number, path in _named(folder) if path != final]
+    earlier = [path for number, path in others if number < step]
+    later = [path for number, path in others if number > step]
+    for path in later + (earlier[: len(earlier) + 1 - keep] if 0 < keep <= len(earlier) else []):
+        shutil.rmtree(path, ignore_errors=True)
     return final
 
 
@@ -122,6 +130,11 @@ def verify(path: Path) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
+        if missing := FILES - set(manifest["files"]):
+            raise CheckpointError(f"{path / MANIFEST}: expected the files {sorted(FILES)}, got no {min(missing)}")
+        named = _NAME.fullmatch(path.name)
+        if named and int(named[1]) != manifest["step"]:
+            raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {manifest['step']}")
         for name, expected in manifest["files"].items():
             got = _fingerprint(path / Path(name).name)
             for key in ("bytes", "sha256"):

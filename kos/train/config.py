@@ -63,7 +63,7 @@ class TrainConfig(Section):
         "auto",
         min_length=1,
     )
-    batch_size: int = option("Data", "sequences a step, over all ranks", ge=1)
+    batch_size: int = option("Data", "sequences a step, over all ranks", ge=1, le=1_000_000)
     micro_batch_size: int | None = option(
         "Data", "sequences a rank works on at once; default: the largest that fits", None, ge=1
     )
@@ -110,7 +110,7 @@ class TrainConfig(Section):
         fraction = values.get("decay_fraction", cls.model_fields["decay_fraction"].default)
         if isinstance(lr, int | float):
             derived.setdefault("min_lr", lr / 10)
-        if isinstance(steps, int) and isinstance(fraction, int | float):
+        if isinstance(steps, int) and isinstance(fraction, int | float) and 0 <= fraction <= 1:
             derived.setdefault("decay_steps", round(fraction * steps))
         return derived
 

@@ -32,11 +32,14 @@ class PlainConsole(Console):
         self.steps = steps
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except OSError:  # nobody reads any more (`| head`), or a full disk: the run goes on in silence
+            sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115 (for the rest of the process)
 
     def step(self, row: Mapping[str, Any], *, log: bool) -> None:
         if log or "val_loss" in row:
-            print(f"step {row['step']:>{len(str(self.steps))}}/{self.steps}  {describe(row)}", flush=True)
+            self.say(f"step {row['step']:>{len(str(self.steps))}}/{self.steps}  {describe(row)}")
 
 
 class RichConsole(Console):
@@ -75,7 +78,7 @@ class RichConsole(Console):
 
 def make_console(rank: int, steps: int, start: int) -> Console:
     """The console of this rank."""
-    if rank != 0:
+    if rank != 0 or sys.stdout is None:
         return Console()
     terminal = _terminal()
     return PlainConsole(steps) if terminal is None else RichConsole(terminal, steps, start)
@@ -93,7 +96,7 @@ def _terminal() -> TextIO | None:
         target = os.readlink(f"/proc/{os.getppid()}/fd/1")
         if not target.startswith(("/dev/pts/", "/dev/tty")):
             return None
-        return open(os.open(target, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8")
+        return open(os.open(target, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8", errors="replace")
     except OSError:
         return None
 

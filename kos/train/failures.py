@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import kos.errors
 from kos.comm.communicator import Communicator
-from kos.errors import KosError
+from kos.errors import ConfigError, KosError
+
+PATIENCE = 3600.0
+"""Seconds that ranks wait for one that reads, writes or computes alone: a large checkpoint takes minutes.
+That it died is seen at once all the same."""
 
 T = TypeVar("T")
 
@@ -25,7 +30,8 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     except (OSError, MemoryError) as error:
         failure = KosError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
-    answers = comm.all_gather_bytes(b"" if failure is None else f"{type(failure).__name__}\n{failure}".encode())
+    said = b"" if failure is None else f"{type(failure).__name__}\n{failure}".encode()
+    answers = comm.all_gather_bytes(said, timeout=max(PATIENCE, comm.timeout))
     for rank, answer in enumerate(answers):
         if not answer:
             continue
@@ -35,3 +41,16 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
         failure.on_every_rank = True
         raise failure
     return result
+
+
+def same_on_all(comm: Communicator, facts: Mapping[str, object]) -> None:
+    """ConfigError on every rank, naming two of them and what differs, unless all hold the same ``facts``."""
+    mine = json.dumps(dict(facts), sort_keys=True, default=str)
+    everyone = [json.loads(answer) for answer in comm.all_gather_bytes(mine.encode())]
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                got = f"{value} on rank 0 and {theirs.get(name)} on rank {rank}"
+                error = ConfigError(f"{name}: expected the same on all ranks, got {got}")
+                error.on_every_rank = True
+                raise error

@@ -131,7 +131,7 @@ def read_config_file(path: Path) -> Mapping[str, Any]:
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise ConfigError(f"--config: expected a readable file, got {path}: {error.strerror}") from None
-    except ValueError as error:  # of TOML, JSON and UTF-8
+    except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
         raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
     if isinstance(values, dict) and isinstance(values.get("config"), dict):
         values = values["config"]

@@ -15,7 +15,7 @@ RUNS = Path("runs")
 def run_folder(config: TrainConfig) -> Path:
     """``config.out``, or the first free of ``runs/PRESET``, ``runs/PRESET-2``, …, which is then made.
 
-    With ``--resume auto`` the last that exists. To be called on one rank.
+    With ``--resume auto`` the last that has checkpoints. To be called on one rank.
     """
     if config.out is not None:
         return config.out
@@ -43,4 +43,5 @@ def _claim(preset: str) -> Path:
 
 def _last(preset: str) -> Path:
     taken = list(itertools.takewhile(Path.exists, _folders(preset)))
-    return taken[-1] if taken else next(_folders(preset))
+    begun = [folder for folder in taken if (folder / "checkpoints").is_dir()]
+    return (begun or taken or [next(_folders(preset))])[-1]

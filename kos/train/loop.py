@@ -7,13 +7,16 @@ resumed run continues bit for bit.
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
+import logging
 import math
 import os
 import sys
 import time
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -23,16 +26,21 @@ from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.console import make_console
 from kos.train.data import load_data
-from kos.train.failures import together
+from kos.train.failures import same_on_all, together
 from kos.train.folders import run_folder
 from kos.train.machine import limit_threads, provenance
 from kos.train.metrics import MetricsLog
-from kos.train.model import Llama
+from kos.train.model import Llama, LlamaConfig
 from kos.train.ops import numpy as numpy_ops
 from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parameters import Parameters
 from kos.train.sample import sample_text
+
+_log = logging.getLogger(__name__)
+
+EXACT = ("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic")
+"""Settings that a resumed run must keep to go on bit for bit."""
 
 
 class Trainer:
@@ -43,6 +51,7 @@ class Trainer:
         self.config = config = config.for_world(comm.size)
         limit_threads(comm, 1 if config.deterministic else None)
         self.data = together(comm, lambda: load_data(config))
+        same_on_all(comm, self._facts())
         folder = together(comm, lambda: run_folder(config) if comm.rank == 0 else Path())
         self.out = Path(os.fsdecode(comm.all_gather_bytes(os.fsencode(folder))[0]))
         self.checkpoints = self.out / "checkpoints"
@@ -61,37 +70,59 @@ class Trainer:
         self.parallel = DataParallel(comm, self.gradients, deterministic=config.deterministic)
         assert config.micro_batch_size is not None  # for_world has chosen it
         self.rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
-        together(comm, lambda: self._fill_weights(found))
+        self.start = together(comm, lambda: self._fill_weights(found))
+        self.start = int(comm.all_gather(np.array(self.start))[0])
+        self.optimizer.step_count = self.start
         for state in (self.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
             comm.broadcast(state.flat, 0)
-        self.start = self.optimizer.step_count = found.step if found else 0
-        self.saved_step = self.start if found else -1
+        self.saved_step = self.start if found is not None and found.path.parent == self.checkpoints else -1
+        self._lock: IO[str] | None = None
         self.metrics = together(comm, self._open_output)
         self.console = make_console(comm.rank, config.steps, self.start)
         self._stop_asked = False
 
+    def _facts(self) -> dict[str, object]:
+        """What must be the same on all ranks; paths may differ."""
+        local = {"out", "resume", "init_from", "data", "tokenizer"}
+        facts = {name: value for name, value in self.config.to_json().items() if name not in local}
+        return {**facts, "data": f"{self.data.name} ({self.data.fingerprint[:12]})"}
+
     def _find_checkpoint(self) -> checkpoint.Checkpoint | None:
-        if self.config.resume is None:
+        """On rank 0, whose weights the others get: the checkpoint to go on from."""
+        if self.config.resume is None or self.comm.rank != 0:
             return None
         if self.config.resume == "auto":
             return checkpoint.latest(self.checkpoints)
         return checkpoint.find(Path(self.config.resume))
 
-    def _fill_weights(self, found: checkpoint.Checkpoint | None) -> None:
-        """On rank 0, from a checkpoint, a Hugging Face folder or the seed; the others get rank 0's."""
+    def _fill_weights(self, found: checkpoint.Checkpoint | None) -> int:
+        """On rank 0, from a checkpoint, a Hugging Face folder or the seed; the step that they are of."""
         if self.comm.rank != 0:
-            return
+            return 0
         if found is not None:
-            if found.model_config() != self.model.config:
-                raise CheckpointError(
-                    f"{found.path}: expected the model of this run, {self.model.config}, got {found.model_config()}"
-                )
+            _check_same_model(found.path, found.model_config(), self.model.config)
+            self._compare_runs(found)
             found.load_weights(self.weights)
             found.load_optimizer(self.optimizer)
-        elif self.config.init_from is not None:
-            huggingface.read_weights(Path(self.config.init_from), self.weights)
+            return found.step
+        if self.config.init_from is not None:
+            source = Path(self.config.init_from)
+            _check_same_model(source, huggingface.read_config(source), self.model.config)
+            huggingface.read_weights(source, self.weights)
         else:
             self.model.config.init_weights(self.weights, self.config.seed)
+        return 0
+
+    def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
+        """Another tokenizer is refused; what else would break the promise to go on bit for bit is said."""
+        if found.tokenizer() != self.data.tokenizer.to_json():
+            ours = self.data.tokenizer.name
+            raise CheckpointError(f"{found.path}: expected the tokenizer of this run, {ours}, got another")
+        before, now = found.config, self.description
+        changed = [name for name in EXACT if before.get("config", {}).get(name) != now["config"][name]]
+        changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
+        if changed:
+            _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
@@ -103,13 +134,20 @@ class Trainer:
             )
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            checkpoint.write_json(self.out / "config.json", self._run_description())
+            self._lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            checkpoint.write_json(self.out / "config.json", self.description)
+        except BlockingIOError as error:
+            raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
         return MetricsLog(self.out / "metrics.jsonl", self.start)
 
-    def _run_description(self) -> dict[str, Any]:
-        return {"config": self.config.to_json(), "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """The resolved configuration and where it ran, for config.json and the checkpoints."""
+        config = {**self.config.to_json(), "out": str(self.out)}
+        return {"config": config, "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
 
     def run(self) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where."""
@@ -126,14 +164,17 @@ class Trainer:
                 if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
                     row["val_loss"] = self.evaluate()
                 self._record(row, log=step % config.log_every == 0 or last)
-                if last or (config.save_every and step % config.save_every == 0):
+                if not last and config.save_every and step % config.save_every == 0:
                     together(comm, partial(self._save, step))
+            together(comm, partial(self._save, step))
             self.console.close()
             self._conclude(step, stopped)
         finally:
             self.console.close()
             if self.metrics is not None:
                 self.metrics.close()
+            if self._lock is not None:
+                self._lock.close()
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One optimizer step; its row of metrics, and whether any rank was asked to stop."""
@@ -206,7 +247,7 @@ class Trainer:
             optimizer=self.optimizer,
             model=self.model.config,
             tokenizer=self.data.tokenizer.to_json(),
-            config=self._run_description(),
+            config=self.description,
             keep=self.config.keep,
         )
         self.saved_step = step
@@ -219,7 +260,8 @@ class Trainer:
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         if self.start:
-            self.console.say(f"resuming after step {self.start}")
+            done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps)
+            self.console.say(f"resuming after step {self.start}{done}")
 
     def _conclude(self, step: int, stopped: bool) -> None:
         if self.comm.rank != 0:
@@ -242,12 +284,23 @@ class Trainer:
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")
         if not stopped:
-            say(f'more text:  {_python()} -m kos.train.sample {out} --prompt "def "')
+            say(f"more text:  {_python()} -m kos.train.sample {out}")
             say(f"more steps: the same command with --out {out} --resume auto --steps {2 * self.config.steps}")
 
     def ask_stop(self) -> None:
         """Save and end after the step that is under way, on all ranks; safe to call in a signal handler."""
         self._stop_asked = True
+
+
+def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:
+    """CheckpointError naming the fields in which the two shapes differ; context and initial weights may."""
+    free = {"max_position_embeddings", "initializer_range"}
+    ours_values, theirs_values = dataclasses.asdict(ours), dataclasses.asdict(theirs)
+    differ = [name for name, value in ours_values.items() if name not in free and theirs_values[name] != value]
+    if differ:
+        expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
+        got = ", ".join(str(theirs_values[name]) for name in differ)
+        raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")
 
 
 def _python() -> str:

@@ -51,9 +51,12 @@ def provenance(comm: Communicator) -> dict[str, Any]:
 
 def git_commit() -> str | None:
     """The commit of the checkout that kos runs from; None where it is no checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():  # where kos is installed inside another project, git would answer for that
+        return None
     try:
         done = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+            ["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +35,8 @@ class MetricsLog:
             raise TrainingError(f"{self.path}: expected to write metrics, got {error}") from error
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # the row that did not fit was reported when it was written
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -50,10 +50,11 @@ def generate(
 def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
     if temperature == 0:
         return int(np.argmax(logits))
-    scores = logits.astype(np.float64) / temperature
+    with np.errstate(over="ignore"):  # at most 0, however small the temperature
+        scores = (logits.astype(np.float64) - logits.max()) / temperature
     if 0 < top_k < scores.size:
         scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
-    odds = np.exp(scores - scores.max())
+    odds = np.exp(scores)
     return int(rng.choice(scores.size, p=odds / odds.sum()))
 
 
@@ -86,8 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
     try:
-        if arguments.temperature < 0 or arguments.top_k < 0 or arguments.tokens < 0:
-            raise ConfigError("expected --temperature, --top-k and --tokens of 0 or more, got a negative number")
+        for name in ("temperature", "top_k", "tokens", "seed"):
+            if not getattr(arguments, name) >= 0:
+                flag = name.replace("_", "-")
+                raise ConfigError(f"--{flag}: expected 0 or more, got {getattr(arguments, name)}")
         found = checkpoint.find(arguments.run)
         model = Llama(found.model_config(), numpy_ops)
         weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
@@ -105,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
         return 1
-    print(text)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+        print(text)
     return 0
 
 

@@ -15,21 +15,11 @@ import pytest
 
 from kos.errors import CheckpointError
 from kos.train import checkpoint
-from kos.train.model import LlamaConfig
 from kos.train.optimizer import AdamW
 from kos.train.parameters import Parameters
+from tests.train.models import small
 
-MODEL = LlamaConfig(
-    vocab_size=31,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    max_position_embeddings=32,
-    tie_word_embeddings=True,
-)
+MODEL = small(tie_word_embeddings=True)
 
 
 def _state(seed: int) -> tuple[Parameters, AdamW]:
@@ -80,10 +70,34 @@ def test_transformers_layout(tmp_path: Path) -> None:
     assert settings["architectures"] == ["LlamaForCausalLM"] and settings["num_key_value_heads"] == 2
 
 
-def test_keep_deletes_the_oldest(tmp_path: Path) -> None:
-    for step in (1, 2, 10, 9):
+def test_keep_deletes_the_oldest_and_what_the_run_went_back_behind(tmp_path: Path) -> None:
+    def kept() -> list[str]:
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    for step in (1, 2, 10):
         _save(tmp_path, step, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-9"]
+    assert kept() == ["step-10", "step-2"]
+    _save(tmp_path, 9, keep=2)
+    assert kept() == ["step-2", "step-9"]
+    _save(tmp_path, 11, keep=1)
+    assert kept() == ["step-11"]
+    (tmp_path / "step-11" / "model.safetensors").write_bytes(b"")
+    assert checkpoint.find(_save(tmp_path, 10, keep=1)).step == 10
+    assert kept() == ["step-10"]
+    for step in (11, 12, 13):
+        _save(tmp_path, step)
+    assert kept() == ["step-10", "step-11", "step-12", "step-13"]
+
+
+def test_a_manifest_must_be_of_this_checkpoint(tmp_path: Path) -> None:
+    path = _save(tmp_path, 3)
+    with pytest.raises(CheckpointError, match="expected the checkpoint of step 7, got step 3"):
+        checkpoint.verify(path.rename(tmp_path / "step-7"))
+    path = _save(tmp_path, 3)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "files": {}}))
+    with pytest.raises(CheckpointError, match="expected the files"):
+        checkpoint.verify(path)
 
 
 FILES = ["model.safetensors", "optimizer.safetensors", "config.json", "kos_tokenizer.json", "manifest.json"]
@@ -125,9 +139,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     shapes = dict(MODEL.parameter_shapes())
     name = "model.norm.weight"
     shapes[name] = (17,)
-    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected shape \(17,\), got \(16,\)"):
+    with pytest.raises(CheckpointError, match=r"model.norm.weight: expected shape \(17,\), got \(24,\)"):
         found.load_weights(Parameters(shapes))
-    with pytest.raises(CheckpointError, match=r"expected shape \(17,\), got \(16,\)"):
+    with pytest.raises(CheckpointError, match=r"expected shape \(17,\), got \(24,\)"):
         found.load_optimizer(AdamW(Parameters(shapes)))
     with pytest.raises(CheckpointError, match="got none named 'extra'"):
         found.load_weights(Parameters({**MODEL.parameter_shapes(), "extra": (1,)}))

@@ -153,6 +153,25 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     assert found.step == rows[-1]["step"] and f"after step {found.step};" in said
 
 
+def test_asked_to_stop_before_the_first_step(text: Path, tmp_path: Path) -> None:
+    code = "import os, signal, sys; from kos.train import __main__ as main, loop\n"
+    code += "loop.load_data = lambda config: os.kill(os.getpid(), signal.SIGINT)\nsys.exit(main.main())"
+    command = [sys.executable, "-c", code, *SHAPE, "--data", str(text), "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+    assert (done.returncode, done.stderr) == (130, "kos: stopped before the first step\n")
+
+
+@pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
+def test_output_that_nobody_takes_does_not_end_a_run(text: Path, tmp_path: Path, where: str) -> None:
+    flags = ["--data", text, "--out", tmp_path, "--steps", "30", "--sample-tokens", "5", "--prompt", "Ä"]
+    command = " ".join(_command(*flags, ranks=1))
+    command += {"head": " | head -n 2", "full": " >/dev/full", "closed": " >&-", "ascii": ""}[where]
+    environment = {**ENVIRONMENT, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.stderr == ""
+    assert checkpoint.find(tmp_path).step == 30
+
+
 def _ranks_of(process: subprocess.Popen[str]) -> list[int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     return [int(child) for child in children if b"kos.train" in Path(f"/proc/{child}/cmdline").read_bytes()]
@@ -213,8 +232,10 @@ def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
     command = _command("--data", text, "--out", tmp_path / "run", "--steps", "10")
     at = command.index("-m")
     command[at : at + 2] = ["-c", BROKEN]
+    began = time.monotonic()
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode != 0 and "one rank only" in done.stderr
+    assert time.monotonic() - began < 15
 
 
 def test_learns_the_text(text: Path, tmp_path: Path) -> None:

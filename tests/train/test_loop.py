@@ -170,11 +170,70 @@ def test_what_is_refused(text: Path, tmp_path: Path) -> None:
         _train(text, tmp_path / "three", 3, steps=2)
 
 
+def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -> None:
+    constant: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
+    _train(text, tmp_path, steps=6, **constant)
+    first = tmp_path / "checkpoints" / "step-2"
+    _train(text, tmp_path, steps=4, resume=str(first), **{**constant, "save_every": 0})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Path, capsys: Any) -> None:
+    _train(text, tmp_path / "a", steps=3)
+    _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
+    assert "nothing to do" in capsys.readouterr().out
+    assert _weights(tmp_path / "b") == _weights(tmp_path / "a")
+
+
+def test_resume_says_what_is_not_as_it_was(text: Path, tmp_path: Path, caplog: Any) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[:20_000])
+    _train(text, tmp_path / "run", steps=2, tokenizer="chars")
+    _train(other, tmp_path / "run", steps=3, tokenizer="chars", resume="auto", seed=5)
+    assert "resuming with another seed, data" in caplog.text
+    other.write_text("äöü" + other.read_text())
+    with pytest.raises(CheckpointError, match="expected the model of this run, vocab_size"):
+        _train(other, tmp_path / "run", 2, steps=4, tokenizer="chars", resume="auto")
+    other.write_text(text.read_text().replace("b", "ß"))
+    with pytest.raises(CheckpointError, match="expected the tokenizer of this run, chars, got another"):
+        _train(other, tmp_path / "run", 2, steps=4, tokenizer="chars", resume="auto")
+
+
+def test_ranks_with_other_data_or_settings_are_refused(text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[1:])
+
+    def run(comm: Communicator, change: dict[str, Any]) -> None:
+        mine: dict[str, Any] = {"data": str(text), **SMALL, **(change if comm.rank == 1 else {})}
+        Trainer(TrainConfig.from_preset("tiny", out=tmp_path / "run", **mine), comm).run()
+
+    for change, name in (({"data": str(other)}, "data"), ({"seed": 3}, "seed"), ({"lr": 0.1, "min_lr": 0.01}, "lr")):
+        with pytest.raises(ConfigError, match=f"{name}: expected the same on all ranks, got .* on rank 1"):
+            spawn(lambda comm, change=change: run(comm, change), 2, timeout=60)
+
+
+def test_a_folder_is_one_runs_at_a_time(text: Path, tmp_path: Path) -> None:
+    config = TrainConfig.from_preset("tiny", data=str(text), out=tmp_path, **{**SMALL, "steps": 2})
+
+    def run(comm: Communicator) -> None:
+        trainer = Trainer(config, comm)
+        with pytest.raises(ConfigError, match="expected a free folder, got one that a run is writing to"):
+            Trainer(config, comm)
+        trainer.run()
+
+    spawn(run, 1)
+    assert checkpoint.find(tmp_path).step == 2
+
+
 def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
     trained = _train(text, tmp_path / "first", steps=30)
     source = checkpoint.find(tmp_path / "first").path
     rows = _train(text, tmp_path / "second", steps=2, init_from=str(source))
     assert rows[0]["loss"] < 0.7 * trained[0]["loss"]
+    model = {**SMALL["model"], "rope_theta": 5000.0, "tie_word_embeddings": False}
+    with pytest.raises(CheckpointError, match=r"rope_theta 5000\.0, tie_word_embeddings False, got 10000\.0, True"):
+        _train(text, tmp_path / "third", 2, steps=2, init_from=str(source), model=model)
 
 
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -188,5 +247,6 @@ def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypa
     train(resume="auto")
     train()
     assert sorted(path.name for path in runs.iterdir()) == ["tiny", "tiny-2"]
+    (runs / "tiny-3").mkdir()  # a start that failed
     train(resume="auto", steps=3)
     assert checkpoint.find(runs / "tiny").step == 2 and checkpoint.find(runs / "tiny-2").step == 3
