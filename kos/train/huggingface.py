@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kos.errors import CheckpointError
-from kos.train.model import LlamaConfig, RopeScaling
+from kos.train.llama_config import LlamaConfig, RopeScaling, default_head_dim
 from kos.train.parameters import Parameters
 
 INDEX = "model.safetensors.index.json"
@@ -80,7 +80,7 @@ def from_huggingface(settings: Mapping[str, Any], source: str = "config.json") -
         num_hidden_layers=_required(settings, "num_hidden_layers", source),
         num_attention_heads=heads,
         num_key_value_heads=settings.get("num_key_value_heads") or heads,
-        head_dim=settings.get("head_dim") or hidden // heads,
+        head_dim=settings.get("head_dim") or default_head_dim(hidden, heads),
         max_position_embeddings=settings.get("max_position_embeddings", 2048),
         rms_norm_eps=settings.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", settings.get("rope_theta", 10_000.0))),

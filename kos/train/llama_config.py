@@ -83,6 +83,15 @@ class LayerNames:
         )
 
 
+def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
+    """The width of a head where none is given.  ConfigError where the heads do not share the hidden size evenly."""
+    if num_attention_heads < 1 or hidden_size % num_attention_heads:
+        raise ConfigError(
+            f"hidden_size: expected a multiple of num_attention_heads = {num_attention_heads}, got {hidden_size}"
+        )
+    return hidden_size // num_attention_heads
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
     """The shape of a model, in Hugging Face's field names.  ConfigError where it cannot be."""
@@ -115,10 +124,6 @@ class LlamaConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
-        if self.hidden_size % heads:
-            raise ConfigError(
-                f"hidden_size: expected a multiple of num_attention_heads = {heads}, got {self.hidden_size}"
-            )
         if heads % kv_heads:
             raise ConfigError(
                 f"num_attention_heads: expected a multiple of num_key_value_heads = {kv_heads}, got {heads}"

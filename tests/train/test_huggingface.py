@@ -9,26 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, ConfigError
 from kos.train.huggingface import from_huggingface, read_config, read_weights, to_huggingface
-from kos.train.model import LlamaConfig, RopeScaling
+from kos.train.model import LlamaConfig
 from kos.train.parameters import Parameters
+from tests.train.models import SCALING, small
 
-SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-CONFIG = LlamaConfig(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=4,
-    max_position_embeddings=128,
-    rms_norm_eps=1e-5,
-    rope_theta=500_000.0,
-    rope_scaling=SCALING,
-    tie_word_embeddings=False,
-)
+CONFIG = small(rope_theta=500_000.0, rope_scaling=SCALING)
 V4 = ("rope_theta", "rope_scaling", "torch_dtype")
 V5 = ("rope_parameters", "dtype")
 
@@ -47,11 +34,12 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
         ({"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
         ({"attention_bias": True}, "expected attention_bias false"),
         ({"hidden_size": None}, "expected an integer hidden_size, got None"),
+        ({"hidden_size": 25, "head_dim": None}, "hidden_size: expected a multiple of .* 4, got 25"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "got 'yarn'"),
     ],
 )
 def test_what_it_is_not(change: dict[str, object], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises((CheckpointError, ConfigError), match=message):
         from_huggingface({**to_huggingface(CONFIG), **change})
 
 
