@@ -1,0 +1,154 @@
+"""A progress bar where a person looks on, plain lines where not, and one rank speaks for all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos.train.console import describe, make_console
+from tests.train.test_cli import ENVIRONMENT, MPIRUN
+
+ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
+
+SPEAKER = """
+from kos.comm.mpi_job import launched_rank
+from kos.train.console import make_console
+rank = launched_rank()
+console = make_console(rank, 9, 4)
+console.say(f"hello [of] rank {rank}")
+row = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
+for step in range(5, 10):
+    more = {"val_loss": 3.75} if step == 7 else {}
+    console.step({"step": step, **row, **more}, log=step % 2 == 0)
+console.close()
+console.say(f"bye of rank {rank}")
+"""
+PLAIN = f"""hello [of] rank 0
+step 6/9  {describe(ROW)}
+step 7/9  {describe(ROW | {"val_loss": 3.75})}
+step 8/9  {describe(ROW)}
+bye of rank 0
+"""
+BAR = re.compile(r"training.*?(\d+)/9")
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal:
+    """A pseudo-terminal of 100 columns and everything that was written to it."""
+
+    def __init__(self) -> None:
+        self._master, self.slave = os.openpty()
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+        self._said = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        try:
+            while part := os.read(self._master, 4096):
+                self._said += part
+        except OSError:  # what a master reads when no slave is open any more
+            pass
+
+    def close(self) -> str:
+        """What was said; nothing may have the terminal open any more."""
+        os.close(self.slave)
+        self._reader.join(10)
+        assert not self._reader.is_alive(), "somebody still has the terminal open"
+        os.close(self._master)
+        return self._said.decode()
+
+
+def _on_a_terminal(*command: str | Path) -> str:
+    terminal = Terminal()
+    try:
+        done = subprocess.run(
+            command,
+            env=ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "100"},
+            stdin=subprocess.DEVNULL,
+            stdout=terminal.slave,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        said = terminal.close()
+    assert done.returncode == 0, done.stderr
+    return said
+
+
+def _check_bar(said: str) -> None:
+    assert "\x1b[" in said
+    plain = ESCAPE.sub("", said)
+    counts = [int(count) for count in BAR.findall(plain)]
+    assert counts == sorted(counts) and counts[-1] == 9, said
+    lines = [line.strip() for line in re.split(r"[\r\n]+", plain)]
+    assert lines.count("hello [of] rank 0") == lines.count("bye of rank 0") == 1
+    assert [line for line in lines if line.startswith("step")] == [f"step 7: {describe(ROW | {'val_loss': 3.75})}"]
+    last = next(line for line in reversed(lines) if line.startswith("training"))
+    assert describe(ROW)[:20] in last, "the newest logged values stand beside the bar"
+    assert lines.index("hello [of] rank 0") < lines.index(last) < lines.index("bye of rank 0")
+    assert "rank 1" not in plain
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    _check_bar(_on_a_terminal(sys.executable, "-c", SPEAKER))
+
+
+def test_a_pipe_gets_lines() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SPEAKER], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", PLAIN)
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
+def test_mpirun_on_a_terminal_gets_a_bar() -> None:
+    _check_bar(_on_a_terminal(str(MPIRUN), "-n", "2", sys.executable, "-c", SPEAKER))
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
+@pytest.mark.parametrize("target", ["pipe", "file"])
+def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
+    """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
+    command = [str(MPIRUN), "-n", "2", sys.executable, "-c", SPEAKER]
+    path = tmp_path / "said"
+    with open(path, "wb") as file:
+        if target == "pipe":
+            done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60)
+            file.write(done.stdout)
+        else:
+            done = subprocess.run(command, env=ENVIRONMENT, stdout=file, stderr=subprocess.PIPE, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().decode().replace("\r\n", "\n") == PLAIN
+
+
+def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox\n" * 200)
+    shape = ["--hidden-size=16", "--num-hidden-layers=1", "--intermediate-size=16", "--num-attention-heads=2"]
+    sizes = ["--batch-size=2", "--seq-len=16", "--eval-batches=1", "--sample-tokens=5", "--eval-every=5"]
+    flags = ["--data", text, "--out", tmp_path / "run", "--steps=9", *sizes, *shape]
+    said = ESCAPE.sub("", _on_a_terminal(sys.executable, "-m", "kos.train", *flags))
+    counts = [int(count) for count in BAR.findall(said)]
+    assert counts == sorted(counts) and counts[-1] == 9
+    for expected in ("step 5: loss", "step 9: loss", "a sample", "step-9", "--resume auto"):
+        assert expected in said, expected
+
+
+def test_the_other_ranks_say_nothing(capfd: Any) -> None:
+    console = make_console(1, 9, 0)
+    console.say("hello")
+    console.step({"step": 1, **ROW, "val_loss": 1.0}, log=True)
+    console.close()
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,188 @@
+"""Drawing tokens from known odds, and text from a checkpoint as a user asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.testing import spawn
+from kos.train import sample
+from kos.train.config import TrainConfig
+from kos.train.loop import Trainer
+
+LOGITS = np.array([1.5, -0.5, 3.0, 2.0, 0.0, 2.5, -np.inf, 1.0], np.float32)
+RANKED = [2, 5, 3, 0, 7, 4, 1]  # the likeliest first; token 6 cannot be
+LONGEST = 5
+
+
+class Fixed:
+    """A model whose next token never depends on the context, which it keeps."""
+
+    def __init__(self, logits: np.ndarray = LOGITS) -> None:
+        self.config = SimpleNamespace(max_position_embeddings=LONGEST)
+        self.logits = logits
+        self.contexts: list[list[int]] = []
+
+    def next_logits(self, weights: Any, tokens: np.ndarray) -> np.ndarray:
+        assert tokens.shape[0] == 1
+        self.contexts.append(tokens[0].tolist())
+        return self.logits.copy()
+
+
+def _draw(count: int, logits: np.ndarray = LOGITS, seed: int = 11, **settings: Any) -> list[int]:
+    model: Any = Fixed(logits)
+    return list(sample.generate(model, {}, [0], count, seed=seed, **settings))
+
+
+def _odds(temperature: float, among: list[int]) -> np.ndarray:
+    odds = np.zeros(LOGITS.size)
+    odds[among] = np.exp((LOGITS[among].astype(np.float64) - 3.0) / temperature)
+    return odds / odds.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5, 1e300])
+@pytest.mark.parametrize("top_k", [0, 3, 99])
+def test_frequencies_are_those_of_softmax(temperature: float, top_k: int) -> None:
+    """Within four standard deviations of the binomial, for each token."""
+    count = 4000
+    among = RANKED[:top_k] if top_k else RANKED
+    drawn = _draw(count, temperature=temperature, top_k=top_k)
+    odds = _odds(temperature, among)
+    assert set(drawn) <= set(among)
+    got = np.bincount(drawn, minlength=LOGITS.size)
+    sigma = np.sqrt(count * odds * (1 - odds))
+    assert len(drawn) == count and np.all(np.abs(got - count * odds) <= 4 * sigma + 1e-9), (got, count * odds)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 50.0, "top_k": 1}])
+def test_the_likeliest(settings: dict[str, Any]) -> None:
+    rng = np.random.default_rng(3)
+    for seed in range(20):
+        logits = rng.standard_normal(50).astype(np.float32)
+        assert _draw(3, logits, seed=seed, **settings) == [int(np.argmax(logits))] * 3
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-3])
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("scale", [1.0, -1.0, 1e30])
+def test_a_temperature_near_zero_takes_the_likeliest(temperature: float, top_k: int, scale: float) -> None:
+    logits = np.array([1, 2, 4, 3, -5, 0], np.float32) * np.float32(scale)
+    assert _draw(5, logits, temperature=temperature, top_k=top_k) == [int(np.argmax(logits))] * 5
+
+
+@pytest.mark.filterwarnings("error")
+def test_large_logits_do_not_overflow() -> None:
+    assert set(_draw(200, np.array([1e30, 1e30, -1e30], np.float32), temperature=1.0)) == {0, 1}
+
+
+def test_the_seed_decides() -> None:
+    assert _draw(60, seed=4) == _draw(60, seed=4) != _draw(60, seed=5)
+
+
+def test_a_stop_token_ends_it() -> None:
+    endless = _draw(400, seed=2)
+    for stop in RANKED[:4]:
+        assert _draw(400, seed=2, stop=stop) == endless[: endless.index(stop)]
+    assert _draw(400, seed=2, stop=6) == endless and len(endless) == 400
+
+
+def test_the_context_is_the_last_tokens() -> None:
+    model: Any = Fixed()
+    prompt = [7, 6, 5, 4]
+    drawn = list(sample.generate(model, {}, prompt, 6, seed=0))
+    whole = prompt + drawn
+    assert model.contexts == [whole[max(0, end - LONGEST) : end] for end in range(4, 10)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two steps: what it says is noise, but its own."""
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_text("the quick brown fox\n" * 100)
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = TrainConfig.from_preset(
+        "tiny",
+        data=str(text),
+        tokenizer="chars",
+        out=folder / "out",
+        steps=2,
+        batch_size=2,
+        seq_len=16,
+        eval_batches=1,
+        sample_tokens=0,
+        save_every=1,
+        model={**shape, "intermediate_size": 16},
+    )
+    spawn(lambda comm: Trainer(config, comm).run(), 1)
+    return folder / "out"
+
+
+def _say(capsys: Any, *flags: str | Path) -> str:
+    assert sample.main([*map(str, flags)]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_text_from_a_run(run: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    flags = ["--prompt", "the fox", "--tokens", "40"]
+    text = _say(capsys, run, *flags)
+    assert text.startswith("the fox") and len(text) == len("the fox") + 40 + 1
+    assert set(text) <= set("the quick brown fox\n")
+    assert _say(capsys, run / "checkpoints" / "step-2", *flags, "--seed", "0", "--temperature", "0.8") == text
+    others = [_say(capsys, run, *flags, *more) for more in (["--seed", "1"], ["--temperature", "9"], ["--top-k", "2"])]
+    assert len({text, *others}) == 4
+    coldest = [_say(capsys, run, *flags, *more) for more in (["--temperature", "0"], ["--top-k", "1"])]
+    coldest.append(_say(capsys, run, *flags, "--temperature", "1e-320"))
+    assert len(set(coldest)) == 1
+    assert _say(capsys, run, "--tokens", "0", "--prompt", "quick") == "quick\n"
+
+
+def test_as_a_command(run: Path, capsys: Any) -> None:
+    capsys.readouterr()
+    command = [sys.executable, "-m", "kos.train.sample"]
+    flags = [str(run), "--tokens", "20", "--seed", "3"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", _say(capsys, *flags))
+    done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "expected a checkpoint or a run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--temperature", "-1"], "--temperature"),
+        (["--temperature", "nan"], "--temperature"),
+        (["--top-k", "-1"], "--top-k"),
+        (["--tokens", "-1"], "--tokens"),
+        (["--seed", "-1"], "--seed"),
+        (["--prompt", "Ω"], "Ω"),
+    ],
+)
+def test_what_is_refused_in_one_line(run: Path, capsys: Any, flags: list[str], expected: str) -> None:
+    capsys.readouterr()
+    assert sample.main([str(run), *flags]) != 0
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("kos: error:") and expected in said.err and "expected" in said.err
+
+
+def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "step-2").mkdir()
+    for path in (run / "checkpoints" / "step-2").iterdir():
+        content = path.read_bytes()
+        (tmp_path / "step-2" / path.name).write_bytes(content[:-1] if path.suffix == ".safetensors" else content)
+    capsys.readouterr()
+    assert sample.main([str(tmp_path / "step-2")]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and "expected bytes" in said.err
