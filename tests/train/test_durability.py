@@ -16,20 +16,11 @@ import pytest
 
 from kos.train import checkpoint
 from kos.train.metrics import MetricsLog, read_metrics
-from kos.train.model import LlamaConfig
 from kos.train.optimizer import AdamW
 from kos.train.parameters import Parameters
+from tests.train.models import small
 
-MODEL = LlamaConfig(
-    vocab_size=11,
-    hidden_size=8,
-    intermediate_size=8,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    max_position_embeddings=8,
-)
+MODEL = small()
 
 
 def _content(path: Path | str) -> Any:
