@@ -96,7 +96,8 @@ def save(
     moments = {f"{p}.{n}": view for p, m in _moments(optimizer).items() for n, view in m.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
+        _sync(folder.parent)
+        _clean_up(folder)
         temporary.mkdir()
         _write_tensors(temporary / "model.safetensors", dict(weights))
         _write_tensors(temporary / "optimizer.safetensors", moments)
@@ -107,7 +108,6 @@ def save(
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         manifest = {"format": FORMAT, "step": step, "config": config, "files": files}
         write_json(temporary / MANIFEST, manifest)
-        _sync(temporary)
         if final.exists():
             final.rename(replaced)
         temporary.rename(final)
@@ -149,7 +149,7 @@ def verify(path: Path) -> Checkpoint:
 
 def latest(folder: Path) -> Checkpoint | None:
     """The newest whole checkpoint under ``folder``; a damaged one is passed over with a warning."""
-    for _, path in reversed(_named(folder)):
+    for _, path in reversed(sorted(_named(folder) + [(step, path) for step, path, _ in _set_aside(folder)])):
         try:
             return verify(path)
         except CheckpointError as error:
@@ -178,9 +178,22 @@ def _moments(optimizer: AdamW) -> dict[str, Parameters]:
     return {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
 
 
-def _remove_leftovers(folder: Path) -> None:
+def _clean_up(folder: Path) -> None:
+    """What a kill left in the middle of a save: a replaced checkpoint gets its name back if nothing took it."""
+    for _, path, final in _set_aside(folder):
+        path.rename(final)
     for path in folder.glob(".step-*.tmp"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> list[tuple[int, Path, Path]]:
+    """Checkpoints that were to be replaced when the run was killed: step, where they lie, their name."""
+    found = []
+    for path in folder.glob(".step-*.old.tmp"):
+        final = folder / path.name[1:].partition(".")[0]
+        if not final.exists():
+            found.append((int(final.name.removeprefix("step-")), path, final))
+    return found
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:

@@ -89,6 +89,28 @@ def test_keep_deletes_the_oldest_and_what_the_run_went_back_behind(tmp_path: Pat
     assert kept() == ["step-10", "step-11", "step-12", "step-13"]
 
 
+def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _save(tmp_path, 1)
+    _save(tmp_path, 5, seed=1)
+    rename = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if target.name == "step-5":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _save(tmp_path, 5, seed=2)
+    monkeypatch.undo()
+    assert not (tmp_path / "step-5").exists()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 5 and found.config == {"seed": 1}
+    _save(tmp_path, 6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-5", "step-6"]
+    assert checkpoint.find(tmp_path / "step-5").config == {"seed": 1}
+
+
 def test_a_manifest_must_be_of_this_checkpoint(tmp_path: Path) -> None:
     path = _save(tmp_path, 3)
     with pytest.raises(CheckpointError, match="expected the checkpoint of step 7, got step 3"):
