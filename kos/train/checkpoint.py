@@ -149,7 +149,8 @@ def verify(path: Path) -> Checkpoint:
 
 def latest(folder: Path) -> Checkpoint | None:
     """The newest whole checkpoint under ``folder``; a damaged one is passed over with a warning."""
-    for _, path in reversed(sorted(_named(folder) + [(step, path) for step, path, _ in _set_aside(folder)])):
+    candidates = _named(folder) + [(step, path) for step, path, _ in _set_aside(folder)]
+    for _, path in sorted(candidates, reverse=True):
         try:
             return verify(path)
         except CheckpointError as error:
