@@ -44,6 +44,9 @@ class Request(Protocol):
     def done(self) -> bool:
         """Whether it is complete; never waits; raises if it failed."""
 
+    def forget(self) -> None:
+        """Nobody waits for it any more: let go of its memory."""
+
 
 class Transport(Protocol):
     """Point-to-point messages of 1-D contiguous arrays; messages of one (pair, tag) arrive in order."""
@@ -280,14 +283,19 @@ class Backend(ABC):
 
     def _message(self, o: Operation) -> Steps:
         """send, recv and send_recv: the receive is posted first, so that two ranks may swap."""
-        requests = []
-        if o.src is not None:
-            assert o.recv is not None
-            requests.append(self.transport.irecv(o.recv.flat, o.src, o.recv_tag))
-        if o.dst is not None:
-            assert o.send is not None
-            requests.append(self.transport.isend(o.send.flat, o.dst, o.tag))
-        yield from self._wait_for(*requests)
+        requests: list[Request] = []
+        try:
+            if o.src is not None:
+                assert o.recv is not None
+                requests.append(self.transport.irecv(o.recv.flat, o.src, o.recv_tag))
+            if o.dst is not None:
+                assert o.send is not None
+                requests.append(self.transport.isend(o.send.flat, o.dst, o.tag))
+            yield from self._wait_for(*requests)
+        except BaseException:  # given up, by a timeout for one: these alone, whatever else has their tag
+            for request in requests:
+                request.forget()
+            raise
 
     def _exchange(self, o: Operation, send: list[Array], recv: list[Array]) -> Steps:
         """Send piece j to rank j and receive piece j from rank j, all at once; empty pieces do not travel."""

@@ -148,7 +148,7 @@ class FaultyTransport:
             for timer in overtaken:
                 timer.cancel()
                 timer.function()
-        return _SENT
+        return SENT
 
     def close(self) -> None:
         """Return once everything has arrived."""
@@ -209,11 +209,16 @@ class FaultyTransport:
 
 
 class _Sent:
+    """A send whose data is copied already."""
+
     def done(self) -> bool:
         return True
 
+    def forget(self) -> None:
+        pass
 
-_SENT = _Sent()
+
+SENT = _Sent()
 
 
 def _checksum(array: Array) -> int:

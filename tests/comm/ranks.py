@@ -13,9 +13,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 import kos
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.errors import CollectiveTimeout
 from kos.testing import spawn
 
 TIMEOUT = 20.0  # seconds
@@ -117,3 +119,28 @@ def assert_same_on_all_ranks(comm: kos.Communicator, got: np.ndarray, what: str 
 
 def roots(comm: kos.Communicator) -> Iterator[int]:
     yield from range(comm.size)
+
+
+def time_out_beside_others(comm: kos.Communicator) -> None:
+    """A message that times out takes no other with it, of its tag or of another, to or from whichever rank."""
+    x, y, given_up, much = np.zeros(4), np.zeros(70000), np.zeros(4), np.arange(70000.0)
+    if comm.rank == 0:
+        works = [
+            comm.recv(x, 1, 0, async_op=True),
+            comm.recv(y, 1, 3, async_op=True),
+            comm.send(much, 1, 0, async_op=True),
+        ]
+        for tag in (5, 0, 3):
+            with pytest.raises(CollectiveTimeout):
+                comm.recv(given_up, 1, tag, timeout=0.05)
+    comm.barrier()
+    if comm.rank == 1:
+        z = np.zeros(70000)
+        comm.send(np.ones(4), 0, 0)
+        comm.send(much, 0, 3)
+        assert (comm.recv(z, 0, 0) == much).all()
+    if comm.rank == 0:
+        for work in works:
+            work.wait()
+        assert (x == 1).all() and (y == much).all() and (given_up == 0).all()
+    comm.barrier()

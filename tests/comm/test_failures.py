@@ -25,6 +25,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import spawn
+from tests.comm.ranks import time_out_beside_others
 
 F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
 Call = Callable[[kos.Communicator], Any]
@@ -173,6 +174,10 @@ def test_timeout_of_a_message_leaves_the_communicator_fit() -> None:
     spawn(body, 2, timeout=20)
 
 
+def test_timeout_of_a_message_gives_up_no_other() -> None:
+    spawn(time_out_beside_others, 2, timeout=20)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
@@ -193,6 +198,11 @@ def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
         comm.rendezvous.barrier()
 
     ranks_of_mpi.run(body)
+
+
+@pytest.mark.mpi
+def test_timeout_of_a_message_gives_up_no_other_on_mpi(ranks_of_mpi: Any) -> None:
+    ranks_of_mpi.run(time_out_beside_others)
 
 
 @pytest.mark.mpi

@@ -12,6 +12,7 @@ import kos
 from kos.comm.backends import tcp as backend
 from kos.comm.rendezvous import SingleRendezvous
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
+from tests.comm.ranks import time_out_beside_others
 from tests.comm.tcp_ranks import TCPRanks, run_processes
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
     test_all_gather_v,
@@ -122,6 +123,10 @@ def test_a_receive_that_was_given_up_leaves_its_memory_alone() -> None:
     TCPRanks(2).run(body)
 
 
+def test_a_message_given_up_leaves_the_others() -> None:
+    TCPRanks(2).run(time_out_beside_others)
+
+
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])
 def test_a_message_given_up_half_way(quitter: str) -> None:
     """Whoever gives up has its memory to itself, and the connection stays fit."""
@@ -139,7 +144,7 @@ def test_a_message_given_up_half_way(quitter: str) -> None:
             while not x.any():
                 work.done()
         else:
-            while not (end._outgoing and end._outgoing[0].tag == 5 and len(end._outgoing[0].views) == 1):
+            while not (end._outgoing and end._outgoing[0].message.tag == 5 and len(end._outgoing[0].views) == 1):
                 work.done()
             comm.rendezvous.barrier()
             y = np.full(3, 4, np.uint8)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kos.comm.backend import Backend, Probe, Request
-from kos.comm.faults import FaultyTransport
+from kos.comm.faults import SENT, FaultyTransport
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
 from kos.comm.work import Engine, Idle, Work
@@ -120,7 +120,8 @@ class MockBackend(Backend):
             self._group.fail(RankLost, f"rank {self.rank} gave up: {error}")
         elif operation.collective and isinstance(error, RankLost):
             self._group.fail(RankLost, str(error))  # all hear of the first rank that was lost, not of the next
-        self._mailboxes.forget(self._tag(operation) if operation.collective else operation.recv_tag)
+        if operation.collective:
+            self._mailboxes.forget(self._tag(operation))
         return super().failed(operation, error)
 
 
@@ -140,11 +141,11 @@ class _Mailboxes:
             else:
                 self._room.sent.setdefault(key, deque()).append(array.copy())
             group.world.notify([group.members[peer]])
-        return _SENT
+        return SENT
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         key = (peer, self._rank, tag)
-        receive = _Receive(self._group, key, array)
+        receive = _Receive(self._group, self._room, key, array)
         with self._group.world.lock:
             message = _take(self._room.sent, key)
             if message is not None:
@@ -176,19 +177,11 @@ def _take(queues: dict[Key, deque[T]], key: Key) -> T | None:
     return first
 
 
-class _Sent:
-    def done(self) -> bool:
-        return True
-
-
-_SENT = _Sent()
-
-
 class _Receive:
-    __slots__ = ("_array", "_done", "_group", "_key")
+    __slots__ = ("_array", "_done", "_group", "_key", "_room")
 
-    def __init__(self, group: ThreadGroup, key: Key, array: Array) -> None:
-        self._group, self._key, self._array = group, key, array
+    def __init__(self, group: ThreadGroup, room: _Room, key: Key, array: Array) -> None:
+        self._group, self._room, self._key, self._array = group, room, key, array
         self._done = False
 
     def deliver(self, message: Array) -> None:
@@ -216,6 +209,14 @@ class _Receive:
             if (why := group.departed(src)) is not None:
                 raise RankLost(f"rank {src} is gone: {why}")
         return False
+
+    def forget(self) -> None:
+        with self._group.world.lock:
+            posted = self._room.posted
+            if self in (queue := posted.get(self._key, deque())):
+                queue.remove(self)
+                if not queue:
+                    del posted[self._key]
 
 
 class _WakeUp:

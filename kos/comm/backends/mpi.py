@@ -136,9 +136,6 @@ class MPIBackend(HostBackend):
             if request is not None:
                 mpi_job.keep_unfinished(request)
             self._messages.forget(self._tag(operation))
-        else:
-            self._messages.forget(operation.recv_tag)
-            self._messages.forget(operation.tag)
         MPI = self._MPI
         if isinstance(error, MPI.Exception):
             named: KosError = CollectiveError(f"{operation}: MPI: {error.Get_error_string()}")
@@ -191,10 +188,7 @@ class _Messages:
     def forget(self, tag: int | None) -> None:
         """Nobody waits any more for messages with that tag (None: any); MPI keeps their memory."""
         for message in [m for m in self._flying if tag is None or m.tag == tag]:
-            if message.expected is not None:
-                message.request.Cancel()
-            mpi_job.keep_unfinished(message.request)
-            self._flying.discard(message)
+            message.forget()
 
 
 class _Message:
@@ -228,6 +222,13 @@ class _Message:
                 f"expected {self.expected} bytes from rank {self.peer} with tag {self.tag}, got {got}"
             )
         return True
+
+    def forget(self) -> None:
+        if self in self._flying:
+            if self.expected is not None:
+                self.request.Cancel()
+            mpi_job.keep_unfinished(self.request)
+            self._flying.discard(self)
 
 
 class _Poll(mpi_job.Backoff):

@@ -16,7 +16,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -85,9 +85,6 @@ class TCPBackend(HostBackend):
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if operation.collective:
             self._mesh.forget(self._tag(operation))
-        else:
-            self._mesh.forget(operation.recv_tag)
-            self._mesh.forget(operation.tag)
         if isinstance(error, RankLost) and str(operation) not in str(error):
             error = RankLost(f"{operation}: {error}")
         return super().failed(operation, error)
@@ -171,6 +168,9 @@ class _Message:
             self.peer.check()
         return self.complete
 
+    def forget(self) -> None:
+        self.peer.forget(lambda message: message is self)
+
 
 class _Mesh:
     """The transport: the connections of one group."""
@@ -195,7 +195,7 @@ class _Mesh:
     def forget(self, tag: int) -> None:
         """Nobody waits any more for messages with that tag, and their memory is given back."""
         for peer in self.peers.values():
-            peer.forget(tag)
+            peer.forget(lambda message: message.tag == tag)
 
     def leave(self, kind: int, why: str) -> None:
         for peer in self.peers.values():
@@ -227,11 +227,11 @@ class _Peer:
         self.check()
         message = _Message(self, tag, view)
         if view.nbytes <= EAGER_BYTES:
-            self._queue(_SHORT, tag, 0, message)
+            self._queue(_SHORT, 0, message)
         else:
             self._count = (self._count + 1) % (1 << 32)
             self._asked[self._count] = message
-            self._queue(_ASK, tag, self._count, nbytes=view.nbytes)
+            self._queue(_ASK, self._count, message)
         return message
 
     def receive(self, tag: int, view: memoryview) -> _Message:
@@ -248,13 +248,14 @@ class _Peer:
             message.tag == tag for message in [*self._granted.values(), *self._asked.values()]
         )
 
-    def forget(self, tag: int) -> None:
-        self._posted.pop(tag, None)
-        self._asked = {number: message for number, message in self._asked.items() if message.tag != tag}
+    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+        posted = {tag: deque(m for m in queue if not given_up(m)) for tag, queue in self._posted.items()}
+        self._posted = {tag: queue for tag, queue in posted.items() if queue}
+        self._asked = {number: message for number, message in self._asked.items() if not given_up(message)}
         for message in [*self._granted.values(), self._landing]:
-            if message is not None and message.tag == tag:
+            if message is not None and given_up(message):
                 message.view = memoryview(bytearray(len(message.view)))
-        self._outgoing = deque(item for item in self._outgoing if item.tag != tag or item.detach())
+        self._outgoing = deque(item for item in self._outgoing if not given_up(item.message) or item.detach())
 
     def progress(self) -> None:
         """Read and send as much as goes without waiting."""
@@ -284,13 +285,14 @@ class _Peer:
         self.mesh.poller.remove(self)
         self.sock.close()
 
-    def _queue(
-        self, kind: int, tag: int, number: int, message: _Message | None = None, nbytes: int = 0
-    ) -> None:
-        """Send a header, and ``message`` behind it, as soon as there is room."""
-        data = [message.view] if message is not None and len(message.view) else []
-        views = [memoryview(_HEADER.pack(kind, tag, number, len(data[0]) if data else nbytes)), *data]
-        self._outgoing.append(_Outgoing(tag, views, message))
+    def _queue(self, kind: int, number: int, message: _Message) -> None:
+        """Send a header that concerns ``message``, or that and the message itself, as soon as there is room."""
+        nbytes = len(message.view)
+        views = [memoryview(_HEADER.pack(kind, message.tag, number, nbytes))]
+        carries = kind in (_SHORT, _LONG)
+        if carries and nbytes:
+            views.append(message.view)
+        self._outgoing.append(_Outgoing(views, message, carries))
         if len(self._outgoing) == 1:
             # A connection that is broken shows it when it is read, after what it still brings.
             with contextlib.suppress(OSError):
@@ -332,7 +334,7 @@ class _Peer:
             elif kind == _GRANT:
                 message = self._asked.pop(number, None)
                 if message is not None:  # else nobody waits for it any more
-                    self._queue(_LONG, message.tag, number, message)
+                    self._queue(_LONG, number, message)
             elif kind == _LONG and number in self._granted and len(self._granted[number].view) == nbytes:
                 message = self._granted.pop(number)
                 yield from self._fill(message)
@@ -373,7 +375,7 @@ class _Peer:
             return
         if arrival.data is None:
             self._granted[arrival.number] = message
-            self._queue(_GRANT, message.tag, arrival.number)
+            self._queue(_GRANT, arrival.number, message)
         else:
             message.view[:] = arrival.data
             message.complete = True
@@ -388,12 +390,12 @@ class _Arrival(NamedTuple):
 
 
 class _Outgoing:
-    """Bytes to be sent: a header, and the message behind it."""
+    """Bytes to be sent: a header that concerns a message, and the message behind it if it carries that."""
 
-    __slots__ = ("_begun", "message", "tag", "views")
+    __slots__ = ("_begun", "_carries", "message", "views")
 
-    def __init__(self, tag: int, views: list[memoryview], message: _Message | None) -> None:
-        self.tag, self.views, self.message = tag, views, message
+    def __init__(self, views: list[memoryview], message: _Message, carries: bool) -> None:
+        self.views, self.message, self._carries = views, message, carries
         self._begun = False
 
     def advance(self, sent: int) -> int:
@@ -405,7 +407,7 @@ class _Outgoing:
             self.views[0] = self.views[0][part:]
             if not self.views[0]:
                 del self.views[0]
-        if not self.views and self.message is not None:
+        if not self.views and self._carries:
             self.message.complete = True
         return used
 
