@@ -275,6 +275,8 @@ class Communicator:
 
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """All ranks' ``data``, of any lengths, in rank order: for small things that steer a program."""
+        if self._batch is not None:
+            raise InvalidArgument("all_gather_bytes: expected a call outside of a batch, got one inside")
         if self.device is not None:
             return self.rendezvous.allgather(data)  # bytes of the host
         x = np.frombuffer(bytes(data), np.uint8)
@@ -457,11 +459,13 @@ class Communicator:
         """
         self._check_open()
         color = None if color is None else whole_number("color", color)
-        if color is not None and color < 0:
-            raise InvalidArgument(f"color: expected a number from 0 on or None, got {color}")
+        if color is not None and not 0 <= color < 1 << 31:  # a C int, for MPI
+            raise InvalidArgument(f"color: expected a number from 0 to {(1 << 31) - 1} or None, got {color}")
+        key = whole_number("key", key)
+        if not -(1 << 31) <= key < 1 << 31:
+            raise InvalidArgument(f"key: expected a number from {-(1 << 31)} to {(1 << 31) - 1}, got {key}")
         self._drain()
         name = self._group.next_split()
-        key = whole_number("key", key)
         rendezvous = self.rendezvous.split(color, key)
         backend = self.backend.split(rendezvous, color, key)
         if rendezvous is None or backend is None:

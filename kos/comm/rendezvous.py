@@ -334,8 +334,12 @@ def default_rendezvous(timeout: float) -> Rendezvous:
     return EnvRendezvous(timeout) if Place.told() else SingleRendezvous(timeout)
 
 
+_LONGEST_TIMEOUT = 1e6
+"""Seconds: poll(2) takes a C int of milliseconds, 25 days at most."""
+
+
 def check_timeout(timeout: Any) -> float:
-    """``timeout`` in seconds; raises InvalidArgument unless it is a positive number."""
+    """``timeout`` in seconds, at most 1e6 (12 days) of them; raises InvalidArgument unless it is positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise InvalidArgument(f"timeout: expected a positive number of seconds, got {timeout!r}")
-    return float(timeout)
+    return float(min(timeout, _LONGEST_TIMEOUT))

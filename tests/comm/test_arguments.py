@@ -55,6 +55,11 @@ def overlapping(call: Callable[[kos.Communicator, Any, Any], Any]) -> Callable[[
     return lambda c: call(c, memory[:4], memory[2:])
 
 
+def _bytes_in_a_batch(comm: kos.Communicator) -> None:
+    with comm.batch():
+        comm.all_gather_bytes(b"abc")
+
+
 REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "list": (lambda c: c.all_reduce([1.0]), "x: expected an array, got list"),
     "none": (lambda c: c.broadcast(None), "x: expected an array, got NoneType"),
@@ -119,7 +124,10 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     ),
     "scatter elsewhere": (lambda c: c.scatter(F, F, root=1), "x: expected None on rank 0"),
     "gather elsewhere": (lambda c: c.gather(F, 1, F), "out: expected None on rank 0"),
-    "color": (lambda c: c.split(-1), "color: expected a number from 0 on or None, got -1"),
+    "color": (lambda c: c.split(-1), "color: expected a number from 0 to 2147483647 or None, got -1"),
+    "color of more than 31 bits": (lambda c: c.split(1 << 31), "color: expected .* got 2147483648"),
+    "key of more than 32 bits": (lambda c: c.split(0, 1 << 31), "key: expected .* got 2147483648"),
+    "bytes in a batch": (_bytes_in_a_batch, "all_gather_bytes: expected a call outside of a batch"),
 }
 
 

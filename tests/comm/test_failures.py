@@ -178,6 +178,20 @@ def test_timeout_of_a_message_gives_up_no_other() -> None:
     spawn(time_out_beside_others, 2, timeout=20)
 
 
+@pytest.mark.parametrize("timeout", [float("inf"), 1e10])
+def test_a_timeout_longer_than_clocks_count(timeout: float) -> None:
+    def body(comm: kos.Communicator) -> None:
+        group = comm.rendezvous.threads
+        assert group is not None
+        mine = ThreadRendezvous(group.shared("another", lambda: ThreadGroup(2)), comm.rank, 20.0)
+        with kos.init("mock", rendezvous=mine, timeout=timeout) as patient:
+            for root in (0, 1):  # who waits is the other one
+                patient.broadcast(np.ones(1), root)
+            patient.barrier(timeout=timeout)
+
+    spawn(body, 2, timeout=20)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
