@@ -87,7 +87,7 @@ class TCPRendezvous(Rendezvous):
             self._connection, hubs_end = pair()
             hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
             # If nobody closes the group, the others still get their last answers before the process ends.
-            self._stop_hub = weakref.finalize(self, _stop, self._connection, hub)
+            self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
             hub.start()
         else:
             self._connection = self._call_hub(host, ports, purpose)
@@ -262,8 +262,10 @@ def _say(connection: Connection, last_word: bytes) -> None:
         drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
 
 
-def _stop(connection: Connection, hub: Hub) -> None:
+def _stop(connection: Connection, hub: Hub, rank: int) -> None:
     """Rank 0 leaves: the hub ends once the others have what they wait for."""
+    if os.getpid() != rank:
+        return  # a process forked from rank 0 ends, not rank 0
     if connection.sock.fileno() >= 0:
         _say(connection, BYE)
     hub.join()

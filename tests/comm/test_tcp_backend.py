@@ -297,6 +297,32 @@ def test_a_killed_rank() -> None:
         assert "all_reduce #" in text and "rank 1 is gone" in text and "after True" in text, text
 
 
+FORKED = """
+import os, sys
+import kos
+
+comm = kos.init(timeout=20)
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+comm.rendezvous.barrier()
+comm.split(0).close()
+comm.close()
+"""
+
+
+def test_a_process_that_a_rank_forked_is_no_rank() -> None:
+    results = run_processes(FORKED, 2)
+    assert [code for code, _ in results] == [0, 0], results
+
+
+@pytest.mark.parametrize("timeout", ["float('inf')", "1e7"])
+def test_a_timeout_longer_than_poll_counts(timeout: str) -> None:
+    results = run_processes(f"import kos; kos.init(timeout={timeout}).close()", 2)
+    assert [code for code, _ in results] == [0, 0], results
+
+
 def test_without_sockets_it_says_why() -> None:
     with pytest.raises(BackendUnavailable, match="tcp: the ranks did not meet over TCP"):
         kos.init("tcp", rendezvous=SingleRendezvous())
