@@ -38,6 +38,7 @@ help:  ## list the targets
 # mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where the
 # terminal's Ctrl-C does not reach it: the first becomes SIGUSR1, which it forwards (save and stop), the next SIGTERM.
 train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; settings go in ARGS
+	@[[ "$(RANKS)" =~ ^[1-9][0-9]*$$ ]] || { echo "make: RANKS: expected a number from 1, got '$(RANKS)'" >&2; exit 1; }
 	@trap 'kill -$${signal:=USR1} $$job; signal=TERM' INT TERM HUP; \
 	echo "$(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS)"; \
 	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & job=$$!; \

@@ -85,10 +85,12 @@ def save(
     tokenizer: Mapping[str, Any],
     config: Mapping[str, Any],
     keep: int = 0,
+    went_on_from: int | None = None,
 ) -> Path:
     """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it (0 keeps all).
 
-    Later steps are deleted too: the run went back behind them, or they are damaged.
+    Later steps are deleted too, and at the first save of a run all above the step ``went_on_from``: the run
+    went back behind them, or they are damaged.
     """
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}.tmp"
@@ -117,8 +119,9 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
     others = [(number, path) for number, path in _named(folder) if path != final]
-    earlier = [path for number, path in others if number < step]
-    later = [path for number, path in others if number > step]
+    limit = step - 1 if went_on_from is None else min(step - 1, went_on_from)
+    earlier = [path for number, path in others if number <= limit]
+    later = [path for number, path in others if number > limit]
     for path in later + (earlier[: len(earlier) + 1 - keep] if 0 < keep <= len(earlier) else []):
         shutil.rmtree(path, ignore_errors=True)
     return final
@@ -156,6 +159,17 @@ def latest(folder: Path) -> Checkpoint | None:
         except CheckpointError as error:
             _log.warning("passing over a damaged checkpoint: %s", error)
     return None
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """As ``latest``, but CheckpointError where there are checkpoints and all are damaged."""
+    found = latest(folder)
+    if found is None and (damaged := _named(folder)):
+        raise CheckpointError(
+            f"{folder}: expected a whole checkpoint to go on from, got {len(damaged)} damaged ones; "
+            "remove them to start over"
+        )
+    return found
 
 
 def find(path: Path) -> Checkpoint:

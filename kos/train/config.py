@@ -118,7 +118,7 @@ class TrainConfig(Section):
     def _check(self) -> TrainConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"expected min_lr ≤ lr, got {self.min_lr:g} and {self.lr:g}")
-        if self.decay_steps > self.steps:
+        if self.schedule == "wsd" and self.decay_steps > self.steps:
             raise ValueError(f"expected decay_steps ≤ steps, got {self.decay_steps} and {self.steps}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import math
 import os
+import shlex
 import sys
 import time
 from functools import cached_property, partial
@@ -79,6 +80,7 @@ class Trainer:
         self._lock: IO[str] | None = None
         self.metrics = together(comm, self._open_output)
         self.console = make_console(comm.rank, config.steps, self.start)
+        self._has_saved = False
         self._stop_asked = False
 
     def _facts(self) -> dict[str, object]:
@@ -92,7 +94,7 @@ class Trainer:
         if self.config.resume is None or self.comm.rank != 0:
             return None
         if self.config.resume == "auto":
-            return checkpoint.latest(self.checkpoints)
+            return checkpoint.newest(self.checkpoints)
         return checkpoint.find(Path(self.config.resume))
 
     def _fill_weights(self, found: checkpoint.Checkpoint | None) -> int:
@@ -127,12 +129,12 @@ class Trainer:
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
             return None
-        if self.config.resume is None and checkpoint.latest(self.checkpoints) is not None:
-            raise ConfigError(
-                f"--out {self.out}: expected a folder without checkpoints, or --resume auto to go on from them, "
-                "or another --out"
-            )
         try:
+            if self.config.resume is None and checkpoint.latest(self.checkpoints) is not None:
+                raise ConfigError(
+                    f"--out {self.out}: expected a folder without checkpoints, or --resume auto to go on from "
+                    "them, or another --out"
+                )
             self.out.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -249,8 +251,9 @@ class Trainer:
             tokenizer=self.data.tokenizer.to_json(),
             config=self.description,
             keep=self.config.keep,
+            went_on_from=None if self._has_saved else self.start,
         )
-        self.saved_step = step
+        self.saved_step, self._has_saved = step, True
 
     def _announce(self) -> None:
         config, model = self.config, self.model.config
@@ -266,9 +269,9 @@ class Trainer:
     def _conclude(self, step: int, stopped: bool) -> None:
         if self.comm.rank != 0:
             return
-        say, out = self.console.say, self.out
+        say, out, shown = self.console.say, self.out, shlex.quote(str(self.out))
         if stopped:
-            say(f"stopped on request after step {step}; go on with: --out {out} --resume auto")
+            say(f"stopped on request after step {step}; go on with the same settings and --out {shown} --resume auto")
         elif self.config.sample_tokens:
             text = sample_text(
                 self.model,
@@ -284,8 +287,8 @@ class Trainer:
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")
         if not stopped:
-            say(f"more text:  {_python()} -m kos.train.sample {out}")
-            say(f"more steps: the same command with --out {out} --resume auto --steps {2 * self.config.steps}")
+            say(f"more text:  {_python()} -m kos.train.sample {shown}")
+            say(f"more steps: the same settings and --out {shown} --resume auto --steps {2 * step}")
 
     def ask_stop(self) -> None:
         """Save and end after the step that is under way, on all ranks; safe to call in a signal handler."""

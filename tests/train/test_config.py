@@ -177,7 +177,7 @@ def test_a_config_is_frozen() -> None:
             ["divisible by micro_batch_size", "got 32 and 5"],
         ),
         (["--lr", "0.1", "--min-lr", "0.2"], ["min_lr ≤ lr", "got 0.2 and 0.1"]),
-        (["--steps", "5", "--decay-steps", "6"], ["decay_steps ≤ steps", "got 6 and 5"]),
+        (["--schedule", "wsd", "--steps", "5", "--decay-steps", "6"], ["decay_steps ≤ steps", "got 6 and 5"]),
         (["--seq-len", "9", "--max-position-embeddings", "8"], ["seq_len ≤", "got 9 and 8"]),
         (["--init-from", "hf", "--resume", "run"], ["init_from or resume", "got 'hf' and 'run'"]),
         (["--config", "/nowhere/run.toml"], ["/nowhere/run.toml", "No such file"]),

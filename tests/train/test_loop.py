@@ -179,6 +179,19 @@ def test_resume_goes_back_behind_later_checkpoints(text: Path, tmp_path: Path) -
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_damaged_checkpoints_are_not_kept_for_good_ones(text: Path, tmp_path: Path) -> None:
+    constant: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 2}
+    _train(text, tmp_path, steps=6, **{**constant, "keep": 9})
+    damaged = tmp_path / "checkpoints" / "step-6" / "model.safetensors"
+    damaged.write_bytes(b"")
+    _train(text, tmp_path, steps=7, resume="auto", **{**constant, "save_every": 0})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4", "step-7"]
+    for path in (tmp_path / "checkpoints").iterdir():
+        (path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="expected a whole checkpoint to go on from, got 2 damaged ones"):
+        _train(text, tmp_path, 2, steps=9, resume="auto", **constant)
+
+
 def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Path, capsys: Any) -> None:
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
