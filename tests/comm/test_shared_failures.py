@@ -156,6 +156,30 @@ def test_a_rank_that_left() -> None:
     run(body, 3)
 
 
+@pytest.mark.parametrize("letter", ["a", '"', "ж", "𝄞"])
+def test_a_long_reason_is_cut_not_lost(letter: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            comm.abort(reason=f"it had enough: {letter * 10_000}")
+            return
+        with pytest.raises(RankLost, match=f"rank 0 is gone: it had enough: {letter * 100}"):
+            comm.barrier()
+
+    run(body, 2, close=False)
+
+
+def test_a_description_that_is_half_written_does_not_hide_the_others() -> None:
+    def body(comm: kos.Communicator) -> None:
+        calls, segment = comm.backend._calls, comm.backend._segment
+        calls._known["a call whose description is being written"] = 0  # it has the first place
+        at = segment.layout.text(segment.rank, 0)
+        segment.bytes[at : at + 5] = b"[12, "
+        with pytest.raises(CollectiveMismatch, match="count 4 against 5"):
+            comm.all_reduce(np.zeros(4 + comm.rank))
+
+    run(body, 2, close=False)
+
+
 def test_a_rank_that_closed() -> None:
     def body(comm: kos.Communicator) -> None:
         comm.barrier()

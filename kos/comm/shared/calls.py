@@ -135,11 +135,13 @@ class Calls:
 
         The first failure stays.
         """
-        kind = type(error).__name__
-        data = json.dumps([kind if kind in _KINDS else "CollectiveError", sequence, str(error)[:3000]]).encode()
+        kind, text = type(error).__name__, str(error)
+        kind = kind if kind in _KINDS else "CollectiveError"
+        while len(data := json.dumps([kind, sequence, text]).encode()) > FAILURE_BYTES:
+            text = text[: len(text) * 3 // 4]  # by characters: some take six bytes
         at = self.segment.layout.failure_text
         with self.segment.locked():
-            if not self._words[self._failure] and len(data) <= FAILURE_BYTES:
+            if not self._words[self._failure]:
                 self.segment.bytes[at : at + len(data)] = data
                 self._words[self._failure] = len(data)
 
@@ -194,10 +196,14 @@ class Calls:
         for index in range(TEXTS):
             at = self.segment.layout.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
-            if text:
+            if not text:
+                continue
+            try:
                 known, said, call = json.loads(text)
-                if known == fingerprint:
-                    return f"{call['operation']} #{sequence}{said}", call
+            except ValueError:
+                continue  # its rank is just writing it
+            if known == fingerprint:
+                return f"{call['operation']} #{sequence}{said}", call
         return f"collective #{sequence}", {}
 
     def _mismatch(self, o: Operation, local: int) -> NoReturn:
