@@ -251,6 +251,8 @@ class Door:
         self._advance(sock, handshake)
 
     def _advance(self, sock: socket.socket, handshake: Waiting[tuple[int, int, Connection]]) -> None:
+        if sock not in self._strangers:
+            return  # dismissed by an earlier event of the same round
         try:
             # Its few bytes always fit the socket's buffer: a handshake waits only to read.
             next(handshake)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import socket
 import stat
 import struct
@@ -314,3 +315,23 @@ def test_hosts_have_no_secret_in_common_by_themselves(tmp_path: Path) -> None:
     [error] = errors_of(5, environ)
     assert error.startswith("KOS_SECRET: expected")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stranger_dismissed_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One round of events: a new caller takes the place of the oldest, which has just said something."""
+    monkeypatch.setattr(tcp, "MAX_STRANGERS", 1)
+    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        door = tcp.Door(listener, b"key", selector, lambda *_: pytest.fail("nobody has proved anything"))
+        address = listener.getsockname()
+        with socket.create_connection(address) as oldest:
+            for key, _ in selector.select(5):
+                key.data()
+            oldest.sendall(b"kos/tcp1")
+            with socket.create_connection(address):
+                deadline = time.monotonic() + 5
+                while len(events := selector.select(1)) < 2:
+                    assert time.monotonic() < deadline
+                for key, _ in sorted(events, key=lambda event: event[0].fileobj is not listener):
+                    key.data()
+        door.close()
