@@ -1,7 +1,6 @@
 """kos: collective communication without torch, and a LLaMA trainer that stands on it.
 
-Names are imported when they are first used: NumPy stays unloaded until then, so that a program may still
-choose how its BLAS starts (``kos.train.blas``).
+Names are imported when they are first used: ``import kos`` alone loads neither NumPy nor anything else.
 """
 
 from __future__ import annotations

@@ -14,13 +14,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kos.train.blas import choose_kernels
-
-choose_kernels()  # before anything imports NumPy
-
-import kos  # noqa: E402
-from kos.comm.mpi_job import launched_rank  # noqa: E402
-from kos.errors import ConfigError, KosError, RankLost  # noqa: E402
+import kos
+from kos.comm.mpi_job import launched_rank
+from kos.errors import ConfigError, KosError, RankLost
 
 if TYPE_CHECKING:
     from kos.train.loop import Trainer
