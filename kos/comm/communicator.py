@@ -53,7 +53,7 @@ class Communicator:
 
     Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting;
     ``timeout`` in seconds replaces the communicator's own.  Where contributions are added, results are
-    bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and round once;
+    bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and round once (not in NCCL's own sums);
     ``deterministic=True`` adds in rank order, so that results are bit-identical from run to run and between
     backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto" lets the backend choose).
 
