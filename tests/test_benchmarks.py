@@ -271,13 +271,22 @@ def test_under_mpirun(tmp_path: Path) -> None:
     assert all(row["limit_us"] > 0 for row in result["rows"] if row["ranks"] == 2)
 
 
-class CountWrong:
-    """The kernel of ``device.cu`` on the memory that stands for a GPU's."""
+class StandIn:
+    """A kernel of ``device.cu`` on the memory that stands for a GPU's."""
 
-    def __call__(self, stream: Any, grid: int, block: int, got: int, expected: int, *rest: int) -> None:
-        count, size, counter = rest
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(
+        self, stream: Any, grid: int, block: int, array: int, table: int, count: int, size: int, start: int,
+        period: int, *counter: int,
+    ) -> None:  # fmt: skip
         words = np.dtype(f"u{size}")
-        at(counter, 1, np.dtype("u8"))[0] += np.count_nonzero(at(got, count, words) != at(expected, count, words))
+        expected = np.resize(at(table, period, words), start + count)[start:]
+        if self.name == "repeat":
+            at(array, count, words)[:] = expected
+        else:
+            at(*counter, 1, np.dtype("u8"))[0] += np.count_nonzero(at(array, count, words) != expected)
 
 
 @pytest.mark.parametrize(("op", "in_place"), PLACES)
@@ -313,7 +322,7 @@ def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.
     with no_gpu(monkeypatch):
         threads = ThreadGroup(ranks)
         monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
-        monkeypatch.setattr("kos.cuda.load_kernel", lambda path, name, device: CountWrong())
+        monkeypatch.setattr("kos.cuda.load_kernel", lambda path, name, device: StandIn(name))
         monkeypatch.setattr(driver.cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
         rows, other = spawn(run, ranks)
     *rows, untouched = rows
@@ -330,4 +339,4 @@ def test_device_code_compiles(tmp_path: Path, arch: str) -> None:
         pytest.skip(str(error))
     source = ROOT / "benchmarks" / "collectives" / "device.cu"
     cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
-    assert all(b".text." + name in cubin for name in (b"count_wrong", b"empty", b"ping_pong"))
+    assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))

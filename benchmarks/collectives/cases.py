@@ -120,19 +120,22 @@ REDUCED = -1
 
 
 class Data:
-    """Inputs and outputs of a case on one rank, as segments of tables that repeat after PERIOD elements."""
+    """Inputs and outputs of a case on one rank, as segments of tables that repeat after PERIOD elements.
+
+    ``tables`` has one period of each, and ``lengths`` how many elements of it are asked for at most.
+    """
 
     def __init__(self, case: Case, rank: int, seed: int) -> None:
         self.input = Segment(rank, 0, case.sends)
         self.output = _output(case, rank)
-        lengths: dict[int, int] = {}
+        self.lengths: dict[int, int] = {}
         for segment in (self.input, *self.output):
-            lengths[segment.table] = max(lengths.get(segment.table, 0), segment.length + PERIOD)
+            self.lengths[segment.table] = max(self.lengths.get(segment.table, 0), segment.length + PERIOD)
         periods = [values(case, r, seed) for r in range(case.ranks)]
         self.tables: dict[int, Array] = {}
-        for table, length in lengths.items():
+        for table in self.lengths:
             period = reduced(case, periods) if table == REDUCED else periods[table]
-            self.tables[table] = np.resize(period.astype(case.dtype.numpy), length)
+            self.tables[table] = period.astype(case.dtype.numpy)
 
 
 def _output(case: Case, rank: int) -> list[Segment]:

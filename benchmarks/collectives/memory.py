@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from benchmarks.collectives.cases import Case, Data
+from benchmarks.collectives.cases import PERIOD, Case, Data
 from kos.dtypes import DType
 
 ALIGNMENT = 256  # bytes, of each input and each output
@@ -23,8 +23,8 @@ class Memory(Protocol):
 
     def empty(self, count: int, dtype: DType) -> Any: ...
 
-    def load(self, table: Any) -> Any:
-        """``table`` where the other methods can read it."""
+    def load(self, period: Any, length: int) -> Any:
+        """The table of ``length`` elements that repeats ``period``, as the other methods read it."""
 
     def poison(self, array: Any) -> None:
         """All bits of ``array`` set: NaN for floats, -1 or the largest number for integers."""
@@ -48,8 +48,8 @@ class HostMemory:
     def empty(self, count: int, dtype: DType) -> Any:
         return np.empty(count, dtype.numpy)
 
-    def load(self, table: Any) -> Any:
-        return table
+    def load(self, period: Any, length: int) -> Any:
+        return np.resize(period, length)
 
     def poison(self, array: Any) -> None:
         array.view(np.uint8).fill(255)
@@ -68,7 +68,10 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Memory of a GPU.  All work is queued on ``stream``; ``wrong`` waits for it."""
+    """Memory of a GPU.  All work is queued on ``stream``; ``wrong`` waits for it.
+
+    A table is one period: the kernels repeat it.
+    """
 
     def __init__(self, device: int, stream: Any) -> None:
         from kos.cuda import load_kernel
@@ -76,25 +79,28 @@ class DeviceMemory:
 
         self.device, self.stream = device, stream
         self._array = Array
-        self._check = load_kernel(Path(__file__).with_name("device.cu"), "count_wrong", device)
+        source = Path(__file__).with_name("device.cu")
+        self._repeat, self._check = (load_kernel(source, name, device) for name in ("repeat", "count_wrong"))
         self._counter = Array.zeros(1, "uint64", device, stream=stream)
 
     def empty(self, count: int, dtype: DType) -> Any:
         return self._array.empty(count, dtype, self.device, stream=self.stream)
 
-    def load(self, table: Any) -> Any:
-        return self._array.from_numpy(table, self.device, stream=self.stream)
+    def load(self, period: Any, length: int) -> Any:
+        return self._array.from_numpy(period, self.device, stream=self.stream)
 
     def poison(self, array: Any) -> None:
         array.fill_bytes(255, self.stream)
 
     def write(self, array: Any, table: Any, start: int) -> None:
-        array.copy_from(table[start : start + array.size], self.stream)
+        self._launch(self._repeat, array, table, start)
 
     def check(self, array: Any, table: Any, start: int) -> None:
-        expected, size = table[start : start + array.size], array.dtype.itemsize
-        blocks = min(1024, -(-array.size // 512))
-        self._check(self.stream, blocks, 512, array.pointer, expected.pointer, array.size, size, self._counter.pointer)
+        self._launch(self._check, array, table, start, self._counter.pointer)
+
+    def _launch(self, kernel: Any, array: Any, table: Any, start: int, *more: int) -> None:
+        blocks, size = min(2048, -(-array.size // 512)), array.dtype.itemsize
+        kernel(self.stream, blocks, 512, array.pointer, table.pointer, array.size, size, start, PERIOD, *more)
 
     def wrong(self) -> int:
         wrong = int(self._counter.numpy(self.stream)[0])
@@ -114,7 +120,7 @@ class Space:
 
     def __init__(self, case: Case, data: Data, memory: Memory, allocate: Allocate, slots: int) -> None:
         self.case, self._data, self._memory = case, data, memory
-        self._tables = {key: memory.load(table) for key, table in data.tables.items()}
+        self._tables = {key: memory.load(period, data.lengths[key]) for key, period in data.tables.items()}
         step = ALIGNMENT // case.dtype.itemsize
         sends = -(-case.sends // step) * step
         receives = -(-case.receives // step) * step
