@@ -51,13 +51,15 @@ def attention(
     log_sum_exp: Array,
     stream: Any,
     *,
+    spare: int = 0,
     family: str | None = None,
     tiles: Tiles | None = None,
 ) -> None:
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
     ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
-    fp32, of the scaled scores, is kept for the backward.  ``family`` and ``tiles`` are for measurements.
+    fp32, of the scaled scores, is kept for the backward.  ``spare`` multiprocessors are left to kernels that run
+    beside this one, whose blocks stay until all is done.  ``family`` and ``tiles`` are for measurements.
     """
     samples, length, head_dim = _check(qkv, heads, kv_heads, out, log_sum_exp)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
@@ -80,9 +82,8 @@ def attention(
     kernel = _kernel("forward_hopper", "attention_forward", qkv, head_dim, tiles)
     shared = (2 * rows + 2 * int(tiles["STAGES"]) * keys) * row + _ALIGNMENT + 256
     maps = (_map(qkv, samples, length), _map(out, samples, length))
-    kernel(
-        stream, _resident(grid, qkv.device), 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared
-    )
+    staying = min(grid, max(1, device_info(qkv.device).multiprocessors - spare))
+    kernel(stream, staying, 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared)
 
 
 def attention_backward(
@@ -185,15 +186,6 @@ def _check(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array
 def _rows(count: int) -> int:
     """Blocks of ``attention_simple.cu``: a warp a row, 8 warps a block."""
     return -(-count // 8)
-
-
-def _resident(blocks: int, device: int) -> int:
-    """A grid whose blocks do four to eight pieces of work each, as far as there are.
-
-    One block a multiprocessor would make a launch beside a communication kernel wait for the multiprocessors it holds.
-    """
-    at_once = device_info(device).multiprocessors
-    return min(blocks, at_once * max(1, blocks // (4 * at_once)))
 
 
 def _section(heads: int, group: int, length: int, head_dim: int) -> int:

@@ -37,12 +37,13 @@ FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
-    ``search`` lets matrix products be timed for their fastest algorithm on first use.
+    ``search`` lets matrix products be timed for their fastest algorithm on first use.  Attention leaves ``spare``
+    multiprocessors to communication that runs beside the forward.
     """
 
-    def __init__(self, device: int, stream: Any = None, *, search: bool = False) -> None:
+    def __init__(self, device: int, stream: Any = None, *, search: bool = False, spare: int = 0) -> None:
         driver.set_device(device)
-        self.device = device
+        self.device, self.spare = device, spare
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
         self.matmul = Matmul(device, self.stream, search=search)
         self.multiprocessors = device_info(device).multiprocessors
@@ -263,7 +264,7 @@ class CudaOps:
     # --- attention -----------------------------------------------------------------------------------
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream)
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream, spare=self.spare)
 
     def attention_backward(
         self,
