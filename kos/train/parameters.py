@@ -22,7 +22,8 @@ class Parameters(Mapping[str, np.ndarray]):
     ``groups`` names runs of neighbouring tensors that agree in all but their first dimension; a group's
     name gives the tensors stacked along it, as a view (``qkv_proj`` for ``q_proj, k_proj, v_proj``).
     Iterating gives the tensors' own names only.  ``zeros(size, dtype)`` makes the flat array: NumPy's, or
-    another kind that slices and reshapes like it (``kos.memory.array.Array``).
+    another kind that slices and reshapes like it (``kos.memory.array.Array``).  It is rounded up to a
+    ``multiple`` of elements, the rest of which stay 0.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class Parameters(Mapping[str, np.ndarray]):
         dtype: Any = np.float32,
         groups: Mapping[str, Sequence[str]] | None = None,
         zeros: Callable[[int, Any], Any] = np.zeros,
+        multiple: int = 1,
     ) -> None:
         self.shapes = dict(shapes)
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
@@ -40,8 +42,8 @@ class Parameters(Mapping[str, np.ndarray]):
             size = math.prod(shape)
             self.spans[name] = slice(offset, offset + size)
             offset += size
-        self._zeros = zeros
-        self.flat = zeros(offset, dtype)
+        self.zeros, self.multiple = zeros, multiple
+        self.flat = zeros(-(-offset // multiple) * multiple, dtype)
         self._views = {name: self.flat[span].reshape(self.shapes[name]) for name, span in self.spans.items()}
         for group, members in self.groups.items():
             self._views[group] = self._stack(group, members)
@@ -58,7 +60,12 @@ class Parameters(Mapping[str, np.ndarray]):
 
     def like(self, dtype: Any = None) -> Parameters:
         """Zeros in the same layout, of the same dtype or another."""
-        return Parameters(self.shapes, self.flat.dtype if dtype is None else dtype, self.groups, self._zeros)
+        dtype = self.flat.dtype if dtype is None else dtype
+        return Parameters(self.shapes, dtype, self.groups, self.zeros, self.multiple)
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """What is held here of the layout, and where in ``flat``: all."""
+        return [(slice(0, self.flat.size), slice(0, self.flat.size))]
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._views[name]
@@ -68,3 +75,24 @@ class Parameters(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+
+class Shard:
+    """Parts of a layout that one rank holds, one after another in ``flat``."""
+
+    def __init__(self, layout: Parameters, slices: Sequence[slice], dtype: Any = np.float32) -> None:
+        self.layout, self.slices = layout, list(slices)
+        self.shapes, self.spans = layout.shapes, layout.spans
+        self.flat = layout.zeros(sum(part.stop - part.start for part in self.slices), dtype)
+
+    def like(self) -> Shard:
+        """Zeros for the same parts."""
+        return Shard(self.layout, self.slices, self.flat.dtype)
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """What is held here of the layout, and where in ``flat``."""
+        found, at = [], 0
+        for part in self.slices:
+            found.append((part, slice(at, at + part.stop - part.start)))
+            at = found[-1][1].stop
+        return found

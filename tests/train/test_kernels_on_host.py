@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
-from kos.train.ops.adamw import CudaAdamW
+from kos.train.ops.adamw import CHUNK, CudaAdamW
 from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
-from kos.train.parameters import Parameters
+from kos.train.parameters import Parameters, Shard
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
 from tests.train.host_kernels import emulator
@@ -118,3 +118,54 @@ def test_adamw(ops, rng, gradient_dtype):
     ours.queue(gradients)
     assert ours.read()["finite"] == 0 and ours.step_count == 4
     assert np.array_equal(weights.flat.numpy(), got)
+
+
+def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng):
+    """Two ranks with a shard each: norms, weights and the parts of the copy are those of one rank."""
+    shapes = {"norm": (5,), "a": (150, 301), "b": (3 * CHUNK // 64, 64)}
+    whole = Parameters(shapes, "float32", None, ops.zeros, 2 * CHUNK)
+    start = rng.normal(size=whole.flat.size).astype(np.float32)
+    gradients = whole.like()
+    gradients.flat.copy_from(rng.normal(size=whole.flat.size).astype(np.float32))
+    schedule = Schedule("constant", 1e-2, 0, 9, 0)
+    whole.flat.copy_from(start)
+    one = CudaAdamW(ops, whole, whole.like("bfloat16"), schedule, grad_clip=1.0)
+    halves, buckets = [], range(0, whole.flat.size, 2 * CHUNK)
+    for rank in range(2):
+        layout = whole.like("bfloat16")
+        shard = Shard(layout, [slice(at + rank * CHUNK, at + (rank + 1) * CHUNK) for at in buckets])
+        for part, local in shard.parts():
+            shard.flat[local].copy_from(start[part])
+        halves.append(CudaAdamW(ops, shard, layout, schedule, grad_clip=1.0))
+    one.queue(gradients)
+    first = []
+    halves[0].queue_norm(gradients, lambda partial: first.append(partial.numpy()))
+
+    def add_first(partial):
+        partial.copy_from(partial.numpy() + first[0])
+
+    halves[1].queue(gradients, add_up=add_first)
+    halves[0].queue(gradients, add_up=lambda partial: partial.copy_from(halves[1].partial.numpy()))
+    for half in halves:
+        assert half.read() == one.read()
+        for part, local in half.weights.parts():
+            for ours, theirs in ((half.weights, one.weights), (half.exp_avg_sq, one.exp_avg_sq)):
+                assert ours.flat[local].numpy().tobytes() == theirs.flat[part].numpy().tobytes()
+            assert half.copy.flat[part].numpy().tobytes() == one.copy.flat[part].numpy().tobytes()
+
+
+def test_outliers_are_skipped_or_stop_all(ops, rng):
+    shapes = {"norm": (5,), "a": (9, 11)}
+    for skip in (0.0, 2.0):
+        weights = Parameters(shapes, "float32", None, ops.zeros)
+        gradients = weights.like()
+        optimizer = CudaAdamW(ops, weights, None, Schedule("constant", 1e-2, 0, 9, 0), skip_outliers=skip)
+        moved = []
+        for value in (0.01, np.nan, 0.01, 5.0, 0.01):
+            gradients["a"].copy_from(np.full((9, 11), value, np.float32))
+            before = weights.flat.numpy()
+            optimizer.queue(gradients)
+            moved.append(not np.array_equal(before, weights.flat.numpy()))
+            assert optimizer.not_finite() == ("a" if np.isnan(value) else None)
+        assert moved == ([True, False, True, False, True] if skip else [True, False, False, False, False])
+        assert (optimizer.step_count, optimizer.read()["halted"]) == ((5, 0) if skip else (1, 1))

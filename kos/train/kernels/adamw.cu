@@ -1,11 +1,13 @@
 // AdamW over flat arrays: gradient norm, clipping, learning rate and update, all on the device.
 //
-// `squares` and `finish_norm` give the sum of squares of the gradients (between them and `prepare` it may be
-// summed over ranks).  `prepare`, one thread, reads the step counter, evaluates the schedule, folds averaging
-// and clipping into one factor, and counts the step; a norm that is not finite leaves everything as it is.
-// `adamw` updates fp32 master weights and both moments and writes the bf16 copy in the same pass: 30 bytes an
-// element with bf16 gradients, 32 with fp32.  A block takes one chunk, whose elements are all decayed or all
-// not.
+// `squares` leaves the sum of squares of each chunk of the gradients, `finish_norm` adds them up (between the two,
+// ranks that hold parts of the gradients may add up each other's).  The chunks do not depend on how many ranks there
+// are, so neither do the bits of the norm.  `prepare`, one thread, reads the step counter, evaluates the schedule,
+// folds averaging and clipping into one factor, and counts the step.  A norm that is not finite leaves everything as
+// it is, in this step and all later ones; where outliers are to be skipped, it and one that is too large only lose
+// their own step.  `adamw` updates fp32 master weights and both moments and writes the bf16 copy in the same pass:
+// 30 bytes an element with bf16 gradients, 32 with fp32.  A block takes one chunk, whose elements are all decayed or
+// all not.
 //
 // -DGRADIENT -DWEIGHT (dtype of the copy; -DCOPY=0: there is none)
 #include "vectors.cuh"
@@ -13,38 +15,42 @@
 constexpr int W = 4;
 
 struct State {  // doubles, read by the host by index
-    double step, lr, norm, scale, step_size, root, decay, finite, sum_of_squares;
+    double step, lr, norm, scale, step_size, root, decay, finite, sum_of_squares, halted;
 };
 
 struct Chunk {
-    long start;
+    long start, local;  // in gradients and copy; in what this rank holds of weights and moments
     int length, decayed;
+    long index;  // among the chunks of all ranks
 };
 
 __device__ __forceinline__ bool wide(const void* p, int bytes) { return (unsigned long long)p % bytes == 0; }
 
-// partial (gridDim.x,): fp32 within 16 bytes, double beyond.
-extern "C" __global__ void __launch_bounds__(512) squares(const GRADIENT* g, long n, double* partial) {
+// partial (all chunks,): fp32 within 16 bytes, double beyond.
+extern "C" __global__ void __launch_bounds__(256) squares(const GRADIENT* gradients, const Chunk* chunks,
+                                                          double* partial) {
     constexpr int V = 16 / sizeof(GRADIENT);
+    const Chunk chunk = chunks[blockIdx.x];
+    const GRADIENT* g = gradients + chunk.start;
+    const int packs = wide(g, 16) ? chunk.length / V : 0;
     double total = 0;
-    const long stride = long(gridDim.x) * blockDim.x * V;
-    long i = (long(blockIdx.x) * blockDim.x + threadIdx.x) * V;
 #pragma unroll 4
-    for (; i + V <= n; i += stride) {
+    for (int i = threadIdx.x; i < packs; i += 256) {
         float x[V], sum = 0;
-        load(x, g + i);
+        load(x, g + i * V);
 #pragma unroll
         for (int j = 0; j < V; ++j) sum += x[j] * x[j];
         total += sum;
     }
-    for (int j = 0; i + j < n && j < V; ++j) total += double(widen(g[i + j])) * widen(g[i + j]);
+    for (int i = packs * V + threadIdx.x; i < chunk.length; i += 256) total += double(widen(g[i])) * widen(g[i]);
     total = block_sum(total);
-    if (threadIdx.x == 0) partial[blockIdx.x] = total;
+    if (threadIdx.x == 0) partial[chunk.index] = total;
 }
 
-extern "C" __global__ void finish_norm(const double* partial, int blocks, State* state) {
+extern "C" __global__ void __launch_bounds__(1024) finish_norm(const double* partial, long chunks, State* state) {
     double total = 0;
-    for (int i = threadIdx.x; i < blocks; i += blockDim.x) total += partial[i];
+#pragma unroll 8
+    for (long i = threadIdx.x; i < chunks; i += 1024) total += partial[i];
     total = block_sum(total);
     if (threadIdx.x == 0) state->sum_of_squares = total;
 }
@@ -61,14 +67,17 @@ __device__ double learning_rate(long step, int shape, double lr, double min_lr, 
     return min_lr + share * (lr - min_lr);
 }
 
-// One thread.  `average`: what the summed gradients are multiplied by; max_norm 0 turns clipping off.
+// One thread.  `average`: what the summed gradients are multiplied by; max_norm 0 turns clipping off.  Steps of a norm
+// beyond `outlier` are skipped; 0: none are.
 extern "C" __global__ void prepare(State* state, int shape, double lr, double min_lr, long steps, long warmup,
                                    long decay_steps, double beta1, double beta2, double weight_decay,
-                                   double average, double max_norm) {
+                                   double average, double max_norm, double outlier) {
     const double norm = sqrt(state->sum_of_squares) * average;
+    const bool good = isfinite(norm) && !(outlier > 0 && norm > outlier);
     state->norm = norm;
-    state->finite = isfinite(norm);
-    if (!isfinite(norm)) return;
+    if (!good && !(outlier > 0)) state->halted = 1;
+    state->finite = good && state->halted == 0;
+    if (state->halted != 0) return;
     const double rate = learning_rate(long(state->step), shape, lr, min_lr, steps, warmup, decay_steps);
     const double t = state->step += 1;
     const double clip = max_norm / (norm + 1e-6);
@@ -86,9 +95,9 @@ adamw(float* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg_
     const Chunk chunk = chunks[blockIdx.x];
     const float scale = state->scale, step_size = state->step_size, root = state->root;
     const float decay = chunk.decayed ? state->decay : 1.0;
-    float* w_at = weights + chunk.start;
+    float* w_at = weights + chunk.local;
     const GRADIENT* g_at = gradients + chunk.start;
-    float *m_at = exp_avg + chunk.start, *v_at = exp_avg_sq + chunk.start;
+    float *m_at = exp_avg + chunk.local, *v_at = exp_avg_sq + chunk.local;
     WEIGHT* copy_at = copy + chunk.start;
 
     auto update = [&](float& w, float g, float& m, float& v) {

@@ -1,11 +1,12 @@
 """AdamW on a GPU, as ``kos.train.optimizer.AdamW``: norm, clipping, schedule and update without the host.
 
 ``queue`` may be captured into a CUDA graph: the step counter, and the learning rate with it, live on the
-device.  A gradient norm that is not finite changes nothing, and stands in ``read()`` for the host to see.
+device.  A gradient norm that is not finite changes nothing any more, and stands in ``read()`` for the host to see.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,24 +15,29 @@ from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.train.ops.cuda import CudaOps
 from kos.train.optimizer import Schedule
-from kos.train.parameters import Parameters
+from kos.train.parameters import Parameters, Shard
 
-CHUNK = 16_384  # elements of a thread block
+CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins
 SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of adamw.cu
-STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", "sum_of_squares")
-_CHUNK_DTYPE = np.dtype([("start", np.int64), ("length", np.int32), ("decayed", np.int32)])
+STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", "sum_of_squares", "halted")
+_CHUNK_DTYPE = np.dtype(
+    [("start", np.int64), ("local", np.int64), ("length", np.int32), ("decayed", np.int32), ("index", np.int64)]
+)
 
 
 class CudaAdamW:
-    """AdamW over fp32 ``weights``; ``copy``, in the same layout, gets them rounded to its dtype.
+    """AdamW over fp32 ``weights``; ``copy``, in their layout, gets them rounded to its dtype.
 
-    Matrices are decayed, vectors are not.  ``state`` (9,) float64 holds what ``STATE`` names.
+    ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), of parts that
+    begin and end at multiples of CHUNK; gradients and copy are whole.  Matrices are decayed, vectors are not.
+    ``skip_outliers`` > 0 leaves out steps of a norm beyond it, or not finite, instead of stopping at the latter.
+    ``state`` (10,) float64 holds what ``STATE`` names.
     """
 
     def __init__(
         self,
         ops: CudaOps,
-        weights: Parameters,
+        weights: Parameters | Shard,
         copy: Parameters | None,
         schedule: Schedule,
         *,
@@ -39,6 +45,7 @@ class CudaAdamW:
         eps: float = 1e-8,
         weight_decay: float = 0.1,
         grad_clip: float = 0.0,
+        skip_outliers: float = 0.0,
     ) -> None:
         if copy is not None and copy.spans != weights.spans:
             raise InvalidArgument("CudaAdamW: expected weights and their copy in one layout")
@@ -46,13 +53,12 @@ class CudaAdamW:
         self.weights, self.copy = weights, copy
         self.exp_avg, self.exp_avg_sq = weights.like(), weights.like()
         self.schedule, self.betas, self.eps = schedule, betas, eps
-        self.weight_decay, self.grad_clip = weight_decay, grad_clip
+        self.weight_decay, self.grad_clip, self.skip_outliers = weight_decay, grad_clip, skip_outliers
         self.state = ops.zeros(len(STATE), np.float64)
-        chunks = _chunks(weights)
+        chunks, self._starts = _chunks(weights)
         self._chunk_count = len(chunks)
         self._chunks = Array.from_numpy(chunks.view(np.uint8), ops.device, stream=ops.stream, label="AdamW chunks")
-        self._blocks = 4 * ops.multiprocessors
-        self._partial = ops.zeros(self._blocks, np.float64)
+        self.partial = ops.zeros(len(self._starts), np.float64)
 
     @property
     def step_count(self) -> int:
@@ -65,16 +71,26 @@ class CudaAdamW:
         state[0] = step
         self.state.copy_from(state, self.ops.stream)
 
-    def queue(self, gradients: Parameters, average: float = 1.0) -> None:
-        """One update with ``average * gradients``, clipped; the gradients are left as they are."""
-        self.queue_norm(gradients)
+    def queue(
+        self, gradients: Parameters, average: float = 1.0, add_up: Callable[[Array], object] | None = None
+    ) -> None:
+        """One update with ``average * gradients``, clipped; the gradients are left as they are.
+
+        ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks.
+        """
+        self.queue_norm(gradients, add_up)
         self.queue_update(gradients, average)
 
-    def queue_norm(self, gradients: Parameters) -> None:
-        """The sum of squares of ``gradients`` goes to ``state[8]``, which ranks may add up before the update."""
+    def queue_norm(self, gradients: Parameters, add_up: Callable[[Array], object] | None = None) -> None:
+        """The sum of squares of ``gradients`` goes to ``state[8]``."""
         flat = gradients.flat
-        self._launch("squares", flat, self._blocks, 512, flat, flat.size, self._partial)
-        self._launch("finish_norm", flat, 1, 512, self._partial, self._blocks, self.state)
+        if add_up is not None:
+            self.ops.zero(self.partial)
+        if self._chunk_count:
+            self._launch("squares", flat, self._chunk_count, 256, flat, self._chunks, self.partial)
+        if add_up is not None:
+            add_up(self.partial)
+        self._launch("finish_norm", flat, 1, 1024, self.partial, self.partial.size, self.state)
 
     def queue_update(self, gradients: Parameters, average: float = 1.0) -> None:
         """Learning rate, clipping and the update, from ``state[8]``."""
@@ -83,21 +99,32 @@ class CudaAdamW:
         self._launch(
             "prepare", flat, 1, 1, self.state, SHAPES[schedule.kind], float(schedule.lr), float(schedule.min_lr),
             schedule.steps, schedule.warmup_steps, schedule.decay_steps, float(beta1), float(beta2),
-            float(self.weight_decay), float(average), float(self.grad_clip),
+            float(self.weight_decay), float(average), float(self.grad_clip), float(self.skip_outliers),
         )  # fmt: skip
-        self._launch(
-            "adamw", flat, self._chunk_count, 256, self.weights.flat, flat, self.exp_avg.flat, self.exp_avg_sq.flat,
-            copy, self._chunks, self.state, np.float32(beta1), np.float32(beta2), np.float32(self.eps),
-        )  # fmt: skip
+        if self._chunk_count:
+            self._launch(
+                "adamw", flat, self._chunk_count, 256, self.weights.flat, flat, self.exp_avg.flat,
+                self.exp_avg_sq.flat, copy, self._chunks, self.state, np.float32(beta1), np.float32(beta2),
+                np.float32(self.eps),
+            )  # fmt: skip
 
     def refresh_copy(self) -> None:
-        """The copy from the weights, after these were loaded."""
+        """The copy (this rank's parts of it) from the weights, after these were loaded."""
         if self.copy is not None:
-            self.ops.cast(self.weights.flat, self.copy.flat)
+            for part, local in self.weights.parts():
+                self.ops.cast(self.weights.flat[local], self.copy.flat[part])
 
     def read(self) -> dict[str, float]:
         """``state`` by name, after everything queued so far; waits for the device."""
         return dict(zip(STATE, map(float, self.ops.to_host(self.state)), strict=True))
+
+    def not_finite(self) -> str | None:
+        """The first tensor, in the order of the layout, whose last gradient was not finite; waits for the device."""
+        bad = np.flatnonzero(~np.isfinite(self.ops.to_host(self.partial)))
+        if not bad.size:
+            return None
+        at = int(self._starts[bad[0]])
+        return next(name for name, span in self.weights.spans.items() if span.start <= at < span.stop)
 
     def _launch(self, name: str, gradients: Array, grid: int, block: int, *arguments: Any) -> None:
         weight = "float32" if self.copy is None else self.copy.flat.dtype.name
@@ -107,11 +134,21 @@ class CudaAdamW:
         )  # fmt: skip
 
 
-def _chunks(weights: Parameters) -> np.ndarray[Any, Any]:
-    """Slices of the flat array, each within one tensor."""
-    rows = [
-        (at, min(CHUNK, span.stop - at), len(weights.shapes[name]) >= 2)
-        for name, span in weights.spans.items()
-        for at in range(span.start, span.stop, CHUNK)
-    ]
-    return np.array(rows, _CHUNK_DTYPE)
+def _chunks(weights: Parameters | Shard) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Slices of the flat array, each within one tensor and one part: those of this rank, and where all begin."""
+    spans = list(weights.spans.values())
+    end = spans[-1].stop
+    of_tensors = np.array([span.start for span in spans], np.int64)
+    starts = np.union1d(np.arange(0, end, CHUNK), of_tensors)
+    decayed = np.array([len(shape) >= 2 for shape in weights.shapes.values()])
+    rows = np.zeros(len(starts), _CHUNK_DTYPE)
+    rows["start"] = starts
+    rows["length"] = np.diff(starts, append=end)
+    rows["decayed"] = decayed[np.searchsorted(of_tensors, starts, side="right") - 1]
+    rows["index"] = np.arange(len(starts))
+    mine = []
+    for part, local in weights.parts():
+        inside = rows[np.searchsorted(starts, part.start) : np.searchsorted(starts, part.stop)]
+        inside["local"] = inside["start"] - part.start + local.start
+        mine.append(inside)
+    return np.concatenate(mine), starts
