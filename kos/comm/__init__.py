@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from kos.comm.arguments import whole_number
+from kos.comm.arguments import check_timeout, whole_number
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
@@ -17,7 +17,7 @@ from kos.comm.batch import Batch, Persistent
 from kos.comm.communicator import Communicator
 from kos.comm.recorder.on_signal import listen
 from kos.comm.reduction import PremulSum, ReduceOp
-from kos.comm.rendezvous import MPIRendezvous, Rendezvous, check_timeout, default_rendezvous
+from kos.comm.rendezvous import MPIRendezvous, Rendezvous, default_rendezvous
 from kos.comm.work import Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
 

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
-from kos.comm.backend import COLLECTIVE_TAGS
+import numpy as np
+
+from kos.comm.operation import COLLECTIVE_TAGS
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
+from kos.memory.array import Array
+
+_LONGEST_TIMEOUT = 1e6
+"""Seconds: poll(2) takes a C int of milliseconds, 25 days at most."""
+
+
+def check_timeout(timeout: Any) -> float:
+    """``timeout`` in seconds, at most 1e6 (12 days) of them; raises InvalidArgument unless it is positive."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+        raise InvalidArgument(f"timeout: expected a positive number of seconds, got {timeout!r}")
+    return float(min(timeout, _LONGEST_TIMEOUT))
 
 
 def whole_number(what: str, value: Any) -> int:
@@ -18,12 +33,72 @@ def whole_number(what: str, value: Any) -> int:
         raise InvalidArgument(f"{what}: expected a whole number, got {value!r}") from None
 
 
-def check_tag(what: str, tag: Any) -> int:
+def number_in(what: str, value: Any, low: int, high: int, instead: str = "") -> int:
+    """``value`` as a whole number from ``low`` to ``high``; ``instead`` is what else it may be."""
+    value = whole_number(what, value)
+    if not low <= value <= high:
+        raise InvalidArgument(f"{what}: expected a number from {low} to {high}{instead}, got {value}")
+    return value
+
+
+def check_tag(tag: Any) -> int:
     """A message's tag."""
-    tag = whole_number(what, tag)
-    if not 0 <= tag < COLLECTIVE_TAGS:
-        raise InvalidArgument(f"{what}: expected a number from 0 to {COLLECTIVE_TAGS - 1}, got {tag}")
-    return tag
+    return number_in("tag", tag, 0, COLLECTIVE_TAGS - 1)
+
+
+def check_rank(what: str, rank: Any, size: int) -> int:
+    """A rank of a group of ``size``."""
+    rank = whole_number(what, rank)
+    if not 0 <= rank < size:
+        raise InvalidArgument(f"{what}: expected a rank from 0 to {size - 1}, got {rank}")
+    return rank
+
+
+def check_peer(what: str, rank: Any, me: int, size: int) -> int:
+    """A rank of a group of ``size`` that is not this one."""
+    if check_rank(what, rank, size) == me:
+        raise InvalidArgument(f"{what}: expected another rank, got this rank, {me}")
+    return whole_number(what, rank)
+
+
+def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | None = None) -> list[int]:
+    """A number of elements for each rank; as many in all as ``total`` has, if that is given."""
+    counts = [whole_number(what, count) for count in counts]
+    if len(counts) != size or min(counts) < 0:
+        raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {counts}")
+    if total is not None and sum(counts) != total.count:
+        raise InvalidArgument(f"{what}: expected a sum of {total.count}, the elements of x, got {sum(counts)}")
+    return counts
+
+
+def part_of(send: Buffer, size: int) -> tuple[int, ...]:
+    """The shape of one of ``size`` equal parts: of the first dimension where that divides so, else 1-D."""
+    if send.count % size:
+        raise InvalidArgument(f"x: expected a multiple of {size} elements, got {send.count}")
+    if send.shape and send.shape[0] % size == 0:
+        return (send.shape[0] // size, *send.shape[1:])
+    return (send.count // size,)
+
+
+def output(out: Any, send: Buffer, shape: tuple[int, ...], stream: Any, own: int | None = None) -> Buffer:
+    """``out`` checked against what ``send`` needs, or a new array of ``shape`` in the same memory.
+
+    It may share memory with ``send`` only as ``refuse_overlap`` says.
+    """
+    if out is None:
+        if send.device is None:
+            out = np.empty(shape, send.dtype.numpy)
+        else:
+            if stream is None:
+                stream = send.array.stream if isinstance(send.array, Array) else send.stream
+            out = Array.empty(shape, send.dtype, send.device, stream=stream)
+        return as_buffer(out, "out", writable=True, stream=stream)
+    recv = as_buffer(out, "out", writable=True, stream=stream)
+    expect_alike("out", recv, send)
+    if recv.count != math.prod(shape):
+        raise InvalidArgument(f"out: expected {math.prod(shape)} elements (shape {shape}), got shape {recv.shape}")
+    refuse_overlap(send, recv, own)
+    return recv
 
 
 def in_and_out(x: Any, out: Any, stream: Any) -> tuple[Buffer, Buffer]:

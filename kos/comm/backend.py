@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kos.comm.operation import Operation
+from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import Reduction
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.schedules import build
@@ -56,9 +56,6 @@ class Transport(Protocol):
     def irecv(self, array: Array, peer: int, tag: int) -> Request: ...
 
 
-COLLECTIVE_TAGS = 1 << 20
-"""Tags below are the users'; collectives use as many above, by sequence number."""
-
 # The schedule of each collective, and the one that adds in rank order.
 _DEFAULTS = {
     "all_reduce": ("ring", "two_shot"),
@@ -80,6 +77,7 @@ class Backend(ABC):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
         self.engine = engine or Engine()
         self.transport: Transport
         self._staging = Staging(self.engine)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kos.comm.operation import Operation
 from kos.comm.work import Work
@@ -12,24 +15,52 @@ from kos.errors import InvalidArgument
 if TYPE_CHECKING:
     from kos.comm.communicator import Communicator
 
+P = ParamSpec("P")
+Comm = TypeVar("Comm")
+
 
 class Persistent:
     """An operation checked once and started many times, always on the same arrays."""
 
     def __init__(self, comm: Communicator, operation: Operation) -> None:
-        comm.backend.prepare(operation)
         self._comm, self._operation = comm, operation
         self._work: Work | None = None
 
-    def start(self) -> Work:
-        """Launch it once more.  Raises InvalidArgument if the previous start is still in flight.
+    def start(self) -> Any:
+        """Launch it once more; returns its Work.  Inside a batch it joins that, and returns the output array.
 
-        On a GPU starts queue up behind one another, on the stream of the arrays.
+        Raises InvalidArgument if the previous start is still in flight.  On a GPU starts queue up behind one
+        another, on the stream of the arrays.
         """
-        if self._work is not None and self._operation.launch is None and not self._work.done():
-            raise InvalidArgument(f"start: expected the previous start to be done, got {self._operation}")
-        self._work = self._comm._launch(self._operation, depth=3)
+        comm, o = self._comm, self._operation
+        if self._work is not None and o.launch is None and not self._work.done():
+            raise InvalidArgument(f"start: expected the previous start to be done, got {o}")
+        if comm._batch is not None:
+            return comm._batch.add(o, self)
+        self._work = comm._launch(o, depth=3)
         return self._work
+
+
+def persistent(call: Callable[Concatenate[Comm, P], Any]) -> Callable[Concatenate[Comm, P], Persistent]:
+    """The persistent form of an operation: its checks are made now, its launch at every ``start``."""
+
+    @functools.wraps(call)
+    def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent:
+        outer = comm._batch
+        comm._batch = only = Batch(comm, False)
+        try:
+            call(comm, *args, **options)
+        finally:
+            comm._batch = outer
+        return Persistent(comm, only.operations[0])
+
+    name = call.__name__
+    init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
+    init.__doc__ = f"A persistent ``{name}``: checked now, and launched by each ``start()`` of what is returned."
+    signature = inspect.signature(call)
+    kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
+    init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
+    return init
 
 
 class Batch:
@@ -39,21 +70,37 @@ class Batch:
         self._comm, self._async_op = comm, async_op
         self.operations: list[Operation] = []
         self.works: list[Work] = []
+        self._persistent: dict[int, Persistent] = {}  # by place in ``operations``
+
+    def add(self, operation: Operation, persistent: Persistent | None = None) -> Any:
+        """Have it launched with the others; returns the array that will hold its result."""
+        if persistent is not None:
+            if persistent in self._persistent.values():
+                raise InvalidArgument(f"start: expected one start of it in a batch, got another of {operation}")
+            self._persistent[len(self.operations)] = persistent
+        self.operations.append(operation)
+        return operation.recv.array if operation.recv is not None else None
 
     def __enter__(self) -> Batch:
         if self._comm._batch is not None:
             raise InvalidArgument("batch: expected no other batch to be open, got one inside another")
         self._comm._batch = self
+        self.operations, self.works, self._persistent = [], [], {}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._comm._batch = None
-        if value is None:
+        if value is not None:
+            return
+        try:
             self._comm._launch_all(self.operations, self._async_op, self.works)
-            if not self._async_op:
-                self.wait()
+        finally:
+            for place, persistent in self._persistent.items():
+                persistent._work = self.works[place] if place < len(self.works) else None
+        if not self._async_op:
+            self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for every operation; ``timeout`` in seconds holds for each of them."""

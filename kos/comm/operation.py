@@ -10,6 +10,8 @@ from kos.comm.reduction import Reduction
 from kos.memory import Buffer
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+COLLECTIVE_TAGS = 1 << 20
+"""Tags below are the users'; collectives use as many above, by sequence number."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class Operation:
     stream: int = 0  # handle of the stream that GPU arrays are used in the order of
     overlap: bool = False  # on a GPU: beside that stream
     launch: Callable[[int], None] | None = None  # what a backend for GPUs resolved: queues it on a stream
+    mark: int = 0  # its fingerprint as a number, once it was announced to the ranks of the host
     record: list[Any] | None = None  # the flight recorder's slot
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm import mpi_job
 from kos.comm.faults import FaultPlan
-from kos.errors import BackendUnavailable, InvalidArgument, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
 
@@ -332,14 +332,3 @@ def default_rendezvous(timeout: float) -> Rendezvous:
     if mpi_job.under_mpirun():
         return MPIRendezvous(timeout=timeout)
     return EnvRendezvous(timeout) if Place.told() else SingleRendezvous(timeout)
-
-
-_LONGEST_TIMEOUT = 1e6
-"""Seconds: poll(2) takes a C int of milliseconds, 25 days at most."""
-
-
-def check_timeout(timeout: Any) -> float:
-    """``timeout`` in seconds, at most 1e6 (12 days) of them; raises InvalidArgument unless it is positive."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise InvalidArgument(f"timeout: expected a positive number of seconds, got {timeout!r}")
-    return float(min(timeout, _LONGEST_TIMEOUT))

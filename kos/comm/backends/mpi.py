@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import COLLECTIVE_TAGS, Probe, Request
+from kos.comm.backend import Probe, Request
 from kos.comm.backends.host import HostBackend
-from kos.comm.operation import Operation
+from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Engine, Idle, Steps

@@ -1,0 +1,258 @@
+"""The operations of a communicator: each checks its arguments and makes them an Operation.
+
+Every call goes one way: arguments → buffers → ``Operation`` → ``_go``, which applies the options and launches
+it (or, in a batch and for the ``_init`` form, keeps it).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+from kos.comm.arguments import (
+    check_counts,
+    check_peer,
+    check_rank,
+    check_tag,
+    expect_alike,
+    expect_place,
+    in_and_out,
+    output,
+    part_of,
+    refuse_overlap,
+)
+from kos.comm.batch import Batch, persistent
+from kos.comm.operation import Operation
+from kos.comm.options import CollectiveOptions, Options, ReductionOptions, operation
+from kos.comm.reduction import PremulSum, ReduceOp, resolve
+from kos.cuda import streams
+from kos.errors import InvalidArgument
+from kos.memory import Buffer, as_buffer
+
+Op = ReduceOp | PremulSum
+
+
+class Operations(ABC):
+    """Every operation, and its persistent form."""
+
+    rank: int
+    size: int
+    _batch: Batch | None
+
+    @property
+    @abstractmethod
+    def device(self) -> int | None:
+        """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
+
+    @abstractmethod
+    def _go(self, o: Operation, options: Options) -> Any:
+        """Launch ``o`` as its options say."""
+
+    # Collectives that reduce.
+
+    @operation
+    def all_reduce(
+        self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, **options: Unpack[ReductionOptions]
+    ) -> Any:
+        """Reduce ``x`` over all ranks; every rank gets the result in ``x``, or in ``out`` of x's shape."""
+        send, recv = in_and_out(x, out, options.get("stream"))
+        reduction = resolve(op, send.dtype, self.size)
+        return self._go(Operation("all_reduce", self.rank, send, recv, reduction), options)
+
+    @operation
+    def reduce(
+        self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, **options: Unpack[ReductionOptions]
+    ) -> Any:
+        """Reduce ``x`` over all ranks to ``root``, into its ``x`` or ``out``; others keep their ``x``."""
+        recv: Buffer | None = None
+        if self.rank == (root := check_rank("root", root, self.size)):
+            send, recv = in_and_out(x, out, options.get("stream"))
+        else:
+            send = _input(x, options)
+        reduction = resolve(op, send.dtype, self.size)
+        return self._go(Operation("reduce", self.rank, send, recv, reduction, root), options)
+
+    @operation
+    def reduce_scatter(
+        self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, **options: Unpack[ReductionOptions]
+    ) -> Any:
+        """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal parts of the result.
+
+        ``out`` has ``x.size / size`` elements.  Without it an array is made, of shape
+        ``(x.shape[0] / size, *x.shape[1:])`` if ``x`` divides so, else 1-D.
+        """
+        send = _input(x, options)
+        recv = output(out, send, part_of(send, self.size), options.get("stream"), self.rank)
+        reduction = resolve(op, send.dtype, self.size)
+        return self._go(Operation("reduce_scatter", self.rank, send, recv, reduction), options)
+
+    @operation
+    def reduce_scatter_v(
+        self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, **options: Unpack[Options]
+    ) -> Any:
+        """``reduce_scatter`` with ``counts[r]`` elements for rank r; always in rank order.
+
+        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements.
+        """
+        send = _input(x, options)
+        counts = check_counts("counts", counts, self.size, send)
+        recv = output(out, send, (counts[self.rank],), options.get("stream"))
+        reduction = resolve(op, send.dtype, self.size)
+        return self._go(
+            Operation("reduce_scatter_v", self.rank, send, recv, reduction, send_counts=counts), options
+        )
+
+    # Collectives that move.
+
+    @operation
+    def broadcast(self, x: Any, root: int = 0, *, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+        """Every rank gets root's ``x``, in ``x`` or in ``out`` of its shape."""
+        root = check_rank("root", root, self.size)
+        if out is None and self.rank == root:
+            send = recv = _input(x, options)
+        else:
+            send, recv = in_and_out(x, out, options.get("stream"))
+        return self._go(Operation("broadcast", self.rank, send, recv, root=root), options)
+
+    @operation
+    def all_gather(self, x: Any, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+        """Every rank gets all ranks' ``x``, in rank order.
+
+        ``out`` has ``size * x.size`` elements; without it an array of shape ``(size, *x.shape)`` is made.
+        ``x`` may be its own part of ``out``.
+        """
+        send = _input(x, options)
+        recv = output(out, send, (self.size, *send.shape), options.get("stream"), self.rank)
+        return self._go(Operation("all_gather", self.rank, send, recv), options)
+
+    @operation
+    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, **options: Unpack[Options]) -> Any:
+        """``all_gather`` of ``counts[r]`` elements from rank r into ``out``, 1-D if it is made here.
+
+        ``counts`` is the same on all ranks, ``counts[rank]`` is ``x.size``.
+        """
+        send = _input(x, options)
+        counts = check_counts("counts", counts, self.size)
+        if counts[self.rank] != send.count:
+            expected = f"counts[{self.rank}] = {counts[self.rank]}"
+            raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
+        recv = output(out, send, (sum(counts),), options.get("stream"))
+        return self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts), options)
+
+    @operation
+    def all_to_all(self, x: Any, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+        """Part j of rank i's ``x`` becomes part i of rank j's ``out`` of x's shape; parts are equal."""
+        send = _input(x, options)
+        part_of(send, self.size)
+        recv = output(out, send, send.shape, options.get("stream"))
+        return self._go(Operation("all_to_all", self.rank, send, recv), options)
+
+    @operation
+    def all_to_all_v(
+        self,
+        x: Any,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        out: Any = None,
+        **options: Unpack[Options],
+    ) -> Any:
+        """``all_to_all`` with ``send_counts[j]`` elements for rank j and ``recv_counts[i]`` from rank i."""
+        send = _input(x, options)
+        send_counts = check_counts("send_counts", send_counts, self.size, send)
+        recv_counts = check_counts("recv_counts", recv_counts, self.size)
+        mine = send_counts[self.rank]
+        if mine != recv_counts[self.rank]:
+            expected = f"send_counts[{self.rank}] = {mine} from this rank itself"
+            raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
+        recv = output(out, send, (sum(recv_counts),), options.get("stream"))
+        o = Operation("all_to_all_v", self.rank, send, recv, send_counts=send_counts, recv_counts=recv_counts)
+        return self._go(o, options)
+
+    @operation
+    def gather(self, x: Any, root: int = 0, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+        """``root`` gets all ranks' ``x`` in rank order: ``out`` as in ``all_gather``; others get None."""
+        o = Operation("gather", self.rank, _input(x, options), root=check_rank("root", root, self.size))
+        if self.rank == root:
+            assert o.send is not None
+            o.recv = output(out, o.send, (self.size, *o.send.shape), options.get("stream"), self.rank)
+        elif out is not None:
+            raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
+        return self._go(o, options)
+
+    @operation
+    def scatter(self, x: Any, out: Any, root: int = 0, **options: Unpack[CollectiveOptions]) -> Any:
+        """Rank r gets in ``out`` the r-th of ``size`` equal parts of root's ``x``; others give no ``x``."""
+        recv = as_buffer(out, "out", writable=True, stream=options.get("stream"))
+        o = Operation("scatter", self.rank, recv=recv, root=check_rank("root", root, self.size))
+        if self.rank == root:
+            o.send = _input(x, options)
+            expect_alike("out", recv, o.send)
+            if o.send.count != self.size * recv.count:
+                raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {o.send.count}")
+            refuse_overlap(o.send, recv, self.rank)
+        elif x is not None:
+            raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
+        return self._go(o, options)
+
+    @operation
+    def barrier(self, **options: Unpack[Options]) -> Any:
+        """Return once every rank has called it.
+
+        With a ``stream`` of a GPU nothing waits but that stream: what is queued on it from now on comes after
+        what every rank has queued on its own so far.
+        """
+        o = Operation("barrier", self.rank)
+        if (stream := options.get("stream")) is not None:
+            o.stream = streams.handle(stream)
+        elif self.device is not None and self._batch is None and not options.get("async_op"):
+            return self._go(o, {**options, "async_op": True}).synchronize()
+        return self._go(o, options)
+
+    # Messages.
+
+    @operation
+    def send(self, x: Any, dst: int, tag: int = 0, **options: Unpack[Options]) -> Any:
+        """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done."""
+        dst, tag = check_peer("dst", dst, self.rank, self.size), check_tag(tag)
+        return self._go(Operation("send", self.rank, _input(x, options), dst=dst, tag=tag), options)
+
+    @operation
+    def recv(self, x: Any, src: int, tag: int = 0, **options: Unpack[Options]) -> Any:
+        """Receive into ``x`` what rank ``src`` sent with ``tag``: the same dtype and number of elements."""
+        src, tag = check_peer("src", src, self.rank, self.size), check_tag(tag)
+        recv = as_buffer(x, "x", writable=True, stream=options.get("stream"))
+        return self._go(Operation("recv", self.rank, recv=recv, src=src, recv_tag=tag), options)
+
+    @operation
+    def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, **options: Unpack[Options]) -> Any:
+        """Send ``x`` to ``dst`` while receiving ``out`` from ``src`` (MPI_Sendrecv)."""
+        dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
+        send, recv = _input(x, options), as_buffer(out, "out", writable=True, stream=options.get("stream"))
+        expect_place("out", recv, send)
+        refuse_overlap(send, recv)
+        tag = check_tag(tag)
+        o = Operation("send_recv", self.rank, send, recv, dst=dst, src=src, tag=tag, recv_tag=tag)
+        return self._go(o, options)
+
+    # Persistent forms, named as MPI 4 names them.
+
+    all_reduce_init = persistent(all_reduce)
+    reduce_init = persistent(reduce)
+    reduce_scatter_init = persistent(reduce_scatter)
+    reduce_scatter_v_init = persistent(reduce_scatter_v)
+    broadcast_init = persistent(broadcast)
+    all_gather_init = persistent(all_gather)
+    all_gather_v_init = persistent(all_gather_v)
+    all_to_all_init = persistent(all_to_all)
+    all_to_all_v_init = persistent(all_to_all_v)
+    gather_init = persistent(gather)
+    scatter_init = persistent(scatter)
+    barrier_init = persistent(barrier)
+    send_init = persistent(send)
+    recv_init = persistent(recv)
+    send_recv_init = persistent(send_recv)
+
+
+def _input(x: Any, options: Options) -> Buffer:
+    return as_buffer(x, "x", writable=False, stream=options.get("stream"))
