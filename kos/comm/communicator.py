@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -71,6 +73,7 @@ class Communicator(Operations):
         self._closed = False
         self._group = group or Group.world(self.rank, self.size, backend.name)
         self._recorder = self._group.recorder
+        _made.add(self)
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size} on {self.backend_name}>"
@@ -301,3 +304,15 @@ class Communicator(Operations):
     def _check_open(self) -> None:
         if self._closed:
             raise CollectiveError(f"{self!r} is closed")
+
+
+_made: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A process that a rank forks is no rank: it must say nothing in the rank's name, at its end least of all."""
+    for comm in _made:
+        comm._closed = True
+
+
+os.register_at_fork(after_in_child=_forked)

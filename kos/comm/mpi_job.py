@@ -36,7 +36,7 @@ _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandon
 
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
 _abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
-_guarded = False
+_guarded = 0  # the process that ``guard_job`` guards: one that it forks is no rank, whatever hooks it inherits
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -75,7 +75,12 @@ def load_mpi() -> Any:
     """
     # Open MPI's "ofi" transport costs a second at start and serves only one-sided communication.
     os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    first = "mpi4py.MPI" not in sys.modules
     try:
+        if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
+            # mpi4py's own end would also come in processes that this one forks, and wait there for ever.
+            rc.finalize = False
+            atexit.register(_finalize, os.getpid())
         # By name: static importers see a compiled module without a matching platform as missing.
         MPI: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
@@ -149,7 +154,21 @@ def shrink(comm: Any, timeout: float | None) -> Any:
 
 def keep_unfinished(request: Any) -> None:
     """Keep a request that nobody waits for any more, and with it the memory that MPI may still touch."""
+    _unfinished[:] = [kept for kept in _unfinished if not _is_over(kept)]
     _unfinished.append(request)
+
+
+def _is_over(request: Any) -> bool:
+    try:
+        return bool(request.Test())
+    except load_mpi().Exception:  # MPI has ended and freed it
+        return True
+
+
+def _finalize(rank: int) -> None:
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is not None and os.getpid() == rank and MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
 
 
 def guard_job() -> None:
@@ -157,7 +176,7 @@ def guard_job() -> None:
     global _guarded
     if _guarded:
         return
-    _guarded = True
+    _guarded = os.getpid()
     _die_with_launcher()
     previous, previous_thread = sys.excepthook, threading.excepthook
 
@@ -190,7 +209,7 @@ def abandon(code: int) -> None:
 
 def _end_job(reason: str, code: int) -> None:
     MPI = load_mpi()
-    if MPI.Is_finalized():
+    if os.getpid() != _guarded or MPI.Is_finalized():
         return
     world = MPI.COMM_WORLD
     if world.size > 1:
@@ -204,7 +223,7 @@ def _end_job(reason: str, code: int) -> None:
 def _leave_job() -> None:
     """At exit all ranks meet once more: MPI_Finalize would wait for ever for a rank that is not coming."""
     MPI = load_mpi()
-    if MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+    if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
     grace = None if _abandoned is None else _EXIT_GRACE
     if fault_tolerant():

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kos.comm import mpi_job
+
 ROOT = Path(__file__).resolve().parents[2]
 MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
 MPIRUN = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or ""
@@ -110,6 +112,65 @@ with kos.init(timeout=0.5) as comm:
 }
 
 
+FORK = """
+import multiprocessing, subprocess, warnings
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")
+
+def raises(comm):
+    try:
+        comm.barrier()
+    except kos.errors.CollectiveError as error:
+        sys.exit(0 if "is closed" in str(error) else 3)
+
+def code(child):
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+with kos.init(timeout=20) as comm:
+    part = comm.split(comm.rank)
+    for end in (0, 4, "exception", "thread"):
+        child = os.fork()
+        if child == 0:  # leaves the block as this rank would, and with its hooks
+            if end == "thread":
+                thread = threading.Thread(target=lambda: 1 / 0)
+                thread.start()
+                thread.join()
+            if end == "exception":
+                raise ZeroDivisionError("in a child")
+            sys.exit(0 if end == "thread" else end)
+        assert code(child) == {"exception": 1, "thread": 0}.get(end, end)
+        comm.all_reduce(np.ones(3))
+    pool = multiprocessing.get_context("fork").Process(target=raises, args=(comm,))
+    pool.start()
+    pool.join(20)
+    assert pool.exitcode == 0, pool.exitcode
+    subprocess.run([sys.executable, "-c", "pass"], check=True, timeout=20)
+    part.barrier()
+    assert comm.all_reduce(np.ones(3)).sum() == 6
+print("done", flush=True)
+"""
+
+
+@needs_mpirun
+def test_a_process_that_a_rank_forked_is_no_rank(tmp_path: Path) -> None:
+    done, seconds = mpirun(2, program(tmp_path, FORK))
+    assert (done.returncode, done.stdout) == (0, "done\n" * 2), done.stderr
+    assert seconds < 20 and "ends the job" not in done.stderr
+
+
+@needs_mpirun
+def test_mpi_is_finalized_once(tmp_path: Path) -> None:
+    """After what the program registered, whoever imports mpi4py."""
+    text = """
+import atexit
+comm = kos.init("mpi")
+from mpi4py import MPI
+atexit.register(lambda: print("active", not MPI.Is_finalized(), flush=True))
+MPI.COMM_WORLD.Barrier()
+"""
+    done, _ = mpirun(2, program(tmp_path, text))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "active True\n" * 2, "")
+
+
 @needs_mpirun
 @pytest.mark.parametrize("case", ENDS)
 def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
@@ -118,6 +179,24 @@ def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
     assert done.returncode == code, done.stderr
     assert seconds < 15
     assert message in done.stderr
+
+
+def test_requests_given_up_are_kept_until_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Request:
+        over = False
+
+        def Test(self) -> bool:
+            return self.over
+
+    kept: list[Request] = []
+    monkeypatch.setattr(mpi_job, "_unfinished", kept)
+    requests = [Request() for _ in range(5)]
+    for request in requests[:4]:
+        mpi_job.keep_unfinished(request)
+    assert kept == requests[:4]
+    requests[0].over = requests[2].over = True
+    mpi_job.keep_unfinished(requests[4])
+    assert kept == [requests[1], requests[3], requests[4]]
 
 
 def test_without_mpirun(tmp_path: Path) -> None:
