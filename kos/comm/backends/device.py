@@ -62,7 +62,6 @@ class DeviceBackend(HostBackend):
         super().__init__(rendezvous)
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
-        self._timeout = rendezvous.timeout
         self._last: Operation | None = None
         self._streams: set[int] = set()  # with work that the host has not waited for
         self._unconfirmed: deque[Callable[[], bool]] = deque()  # calls that not every rank is known to have made
@@ -200,7 +199,7 @@ class DeviceBackend(HostBackend):
             streams.add(int(self._side.handle))
         last = self._last or Operation("synchronize", self.rank)
         for each in streams:
-            self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self._timeout)  # type: ignore[misc]
+            self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
         self._streams -= streams
         if stream is None:
             self._flying.clear()

@@ -99,7 +99,7 @@ class NCCLBackend(DeviceBackend):
 
     def _bounded_init(self, function: Callable[[], Any]) -> Any:
         try:
-            return self.bounded(function, self._timeout, "nccl: init")
+            return self.bounded(function, self.timeout, "nccl: init")
         except Exception as error:
             named = binding.error_of(error, "nccl: init")
             if named is None:
@@ -123,7 +123,7 @@ class NCCLBackend(DeviceBackend):
     def close(self) -> None:
         comm, self._comm = self._comm, None
         if comm is not None:
-            self.bounded(lambda: binding.destroy(comm), self._timeout, "nccl: close")
+            self.bounded(lambda: binding.destroy(comm), self.timeout, "nccl: close")
         self._free()
         super().close()
 
@@ -163,7 +163,7 @@ class NCCLBackend(DeviceBackend):
         nbytes = max(count * dtype.itemsize, 1)
         with driver.on_device(self.device):
             pointer = binding.allocate(nbytes)
-        window = self.bounded(lambda: binding.register(self._comm, pointer, nbytes), self._timeout, "nccl: window")
+        window = self.bounded(lambda: binding.register(self._comm, pointer, nbytes), self.timeout, "nccl: window")
         return Array(pointer, shape, dtype, self.device, owner=Window(self, pointer, window))
 
     def release(self, pointer: int, window: Any) -> None:
