@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from kos.comm import mpi_job
+from kos.comm.arguments import check_timeout
 from kos.comm.backends.host import HostBackend
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED
@@ -302,7 +303,8 @@ class DeviceWork(Work):
 
     def synchronize(self, timeout: float | None = None) -> Any:
         self._check()
-        self.backend.wait_on_host(self.operation, self.over, timeout or self.operation.timeout)
+        timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
+        self.backend.wait_on_host(self.operation, self.over, timeout)
         return self.wait()
 
     def cancel(self, error: KosError) -> None:
