@@ -35,19 +35,19 @@ class Gradients(NamedTuple):
 
 
 class BlockActivations(NamedTuple):
-    """What a block's forward keeps for its backward."""
+    """What a block's forward keeps for its backward; None is computed again there."""
 
     x_ND: Array
     rstd_in_N: Array
-    normed_in_ND: Array
+    normed_in_ND: Array | None
     qkv_NW: Array
     lse_BHT: Array
     heads_NA: Array
     mid_ND: Array
     rstd_mid_N: Array
-    normed_mid_ND: Array
+    normed_mid_ND: Array | None
     gate_up_N2F: Array
-    hidden_NF: Array
+    hidden_NF: Array | None
 
 
 class Llama:
@@ -56,11 +56,17 @@ class Llama:
     ``weights`` and ``gradients`` are mappings from names to arrays that also know the names of
     ``config.fused_groups()`` (``kos.train.parameters.Parameters``).  ``tokens`` and ``targets`` are int32
     (B, T), on the host or where ``ops`` has its arrays; a target of -1 is left out of the loss.
+
+    ``recompute`` saves memory for the same numbers: "norms" keeps no outputs of norms and SwiGLU for the backward
+    (a third of the activations, cheap to make again), "block" only each block's input (a second forward).
     """
 
-    def __init__(self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None) -> None:
+    def __init__(
+        self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none"
+    ) -> None:
         self.config = config
         self.ops = ops
+        self.recompute = recompute
         self.head_rows = head_rows or HEAD_ROWS
         self.arena = ops.make_arena()
         self._layers = [LayerNames.of(layer) for layer in range(config.num_hidden_layers)]
@@ -112,13 +118,21 @@ class Llama:
             dx_ND = self._take(weights, len(tokens_N), self.config.hidden_size)
             losses_N, count = self._loss_arrays(weights, targets_N)
             x_ND = self.embed(weights, tokens_N)
-            kept: list[BlockActivations] = []
+            seq_len, inputs, kept = tokens.shape[1], [], []
             for layer in range(self.config.num_hidden_layers):
-                x_ND, activations = self.block(layer, weights, x_ND, tokens.shape[1])
-                kept.append(activations)
+                inputs.append(x_ND)
+                if self.recompute == "block":
+                    x_ND = self._take(weights, *x_ND.shape)
+                    with self.arena.scope():
+                        self.block(layer, weights, inputs[-1], seq_len, x_ND)
+                else:
+                    x_ND, activations = self.block(layer, weights, x_ND, seq_len)
+                    kept.append(activations)
             self.head_loss_and_gradients(weights, x_ND, targets_N, count, losses_N, dx_ND, into)
             for layer in reversed(range(self.config.num_hidden_layers)):
-                self.block_backward(layer, weights, kept.pop(), dx_ND, into)
+                with self.arena.scope():
+                    activations = kept.pop() if kept else self._activations(layer, weights, inputs[layer], seq_len)
+                    self.block_backward(layer, weights, activations, dx_ND, into)
             self.embed_backward(tokens_N, dx_ND, into)
             self.ops.mean_loss(losses_N, count, loss)
 
@@ -126,6 +140,12 @@ class Llama:
         """The mean loss over the targets; keeps no activations."""
         with self.ops.step(self.arena):
             loss = self.arena.take((1,), np.dtype(np.float64))
+            self.queue_loss(weights, tokens, targets, loss)
+            return float(self.ops.to_host(loss)[0])
+
+    def queue_loss(self, weights: Weights, tokens: Array, targets: Array, loss: Array) -> None:
+        """As ``loss``, inside ``ops.step`` of the caller: it goes to ``loss`` (1,), float64; waits for nothing."""
+        with self.arena.scope():
             _, targets_N = self._flatten(tokens, targets)
             losses_N, count = self._loss_arrays(weights, targets_N)
             normed_ND = self._final_states(weights, tokens)
@@ -134,7 +154,6 @@ class Llama:
                     logits = self._logits(weights, normed_ND[rows])
                     self.ops.cross_entropy(logits, targets_N[rows], losses_N[rows], self.arena)
             self.ops.mean_loss(losses_N, count, loss)
-            return float(self.ops.to_host(loss)[0])
 
     def logits(self, weights: Weights, tokens: Array) -> Array:
         """The logits (B, T, V), on the host."""
@@ -156,7 +175,7 @@ class Llama:
             with self.arena.scope():
                 out_ND, _ = self.block(layer, weights, x_ND, tokens.shape[1])
                 self.ops.copy(out_ND, x_ND)
-        return self._norm(weights, FINAL_NORM, x_ND)[0]
+        return self._norm(weights, FINAL_NORM, x_ND, self._take_statistics(weights, len(x_ND)))
 
     # --- stages --------------------------------------------------------------------------------------
 
@@ -171,15 +190,34 @@ class Llama:
         self.ops.embedding_backward(dx_ND, tokens_N, into.of[EMBEDDING], accumulate, self.arena)
         into.final(EMBEDDING)
 
-    def block(self, layer: int, weights: Weights, x_ND: Array, seq_len: int) -> tuple[Array, BlockActivations]:
-        """x + attention(norm(x)), then the same with the MLP."""
+    def block(
+        self, layer: int, weights: Weights, x_ND: Array, seq_len: int, out_ND: Array | None = None
+    ) -> tuple[Array, BlockActivations]:
+        """x + attention(norm(x)), then the same with the MLP; to ``out_ND`` where it is given."""
+        if out_ND is None:
+            out_ND = self._take(weights, *x_ND.shape)
+        kept = self._activations(layer, weights, x_ND, seq_len)
+        with self.arena.scope():
+            self.ops.linear(self._hidden(kept), weights[self._layers[layer].down], out_ND, kept.mid_ND)
+        return out_ND, kept
+
+    def _activations(self, layer: int, weights: Weights, x_ND: Array, seq_len: int) -> BlockActivations:
+        """A block's forward but for its last matrix product."""
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         N, (B, T) = len(x_ND), (len(x_ND) // seq_len, seq_len)
-        H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        H, K, d, F = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
 
-        normed_in_ND, rstd_in_N = self._norm(weights, names.input_norm, x_ND)
+        def normed_linear(x: Array, norm: str, weight: str, out: Array) -> tuple[Array | None, Array]:
+            rstd_N, mark = self._take_statistics(weights, N), arena.mark()
+            normed_ND = self._norm(weights, norm, x, rstd_N)
+            ops.linear(normed_ND, weights[weight], out)
+            if self.recompute == "none":
+                return normed_ND, rstd_N
+            arena.release(mark)
+            return None, rstd_N
+
         qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, x_ND.dtype)
-        ops.linear(normed_in_ND, weights[names.qkv], qkv_NW)
+        normed_in_ND, rstd_in_N = normed_linear(x_ND, names.input_norm, names.qkv, qkv_NW)
         ops.rope(qkv_NW, self._rope_tables(T, x_ND.dtype), d, H + K, arena)
         heads_NA = ops.empty_columns(arena, N, H * d, x_ND.dtype)
         lse_BHT = self._take_statistics(weights, B, H, T)
@@ -187,26 +225,21 @@ class Llama:
         mid_ND = self._take(weights, *x_ND.shape)
         ops.linear(heads_NA, weights[names.o], mid_ND, x_ND)
 
-        normed_mid_ND, rstd_mid_N = self._norm(weights, names.post_attention_norm, mid_ND)
-        gate_up_N2F = ops.empty_columns(arena, N, 2 * config.intermediate_size, x_ND.dtype)
-        hidden_NF = ops.empty_columns(arena, N, config.intermediate_size, x_ND.dtype)
-        ops.linear(normed_mid_ND, weights[names.gate_up], gate_up_N2F)
-        ops.swiglu(gate_up_N2F, hidden_NF, arena)
-        out_ND = self._take(weights, *x_ND.shape)
-        ops.linear(hidden_NF, weights[names.down], out_ND, mid_ND)
-        return out_ND, BlockActivations(
-            x_ND,
-            rstd_in_N,
-            normed_in_ND,
-            qkv_NW,
-            lse_BHT,
-            heads_NA,
-            mid_ND,
-            rstd_mid_N,
-            normed_mid_ND,
-            gate_up_N2F,
-            hidden_NF,
-        )
+        gate_up_N2F = ops.empty_columns(arena, N, 2 * F, x_ND.dtype)
+        normed_mid_ND, rstd_mid_N = normed_linear(mid_ND, names.post_attention_norm, names.gate_up, gate_up_N2F)
+        kept = BlockActivations(
+            x_ND, rstd_in_N, normed_in_ND, qkv_NW, lse_BHT, heads_NA, mid_ND, rstd_mid_N, normed_mid_ND, gate_up_N2F,
+            None,
+        )  # fmt: skip
+        return kept._replace(hidden_NF=self._hidden(kept)) if self.recompute == "none" else kept
+
+    def _hidden(self, kept: BlockActivations) -> Array:
+        if kept.hidden_NF is not None:
+            return kept.hidden_NF
+        rows, columns = kept.gate_up_N2F.shape
+        hidden_NF = self.ops.empty_columns(self.arena, rows, columns // 2, kept.gate_up_N2F.dtype)
+        self.ops.swiglu(kept.gate_up_N2F, hidden_NF, self.arena)
+        return hidden_NF
 
     def block_backward(
         self, layer: int, weights: Weights, kept: BlockActivations, dx_ND: Array, into: Gradients
@@ -223,14 +256,19 @@ class Llama:
             ops.rms_norm_backward(d_out, x, weights[name], rstd, dx_ND, into.of[name], into.accumulate, arena)
             into.final(name)
 
+        def normed(kept_ND: Array | None, x: Array, name: str) -> Array:
+            return self._norm(weights, name, x, self._take_statistics(weights, N)) if kept_ND is None else kept_ND
+
         with arena.scope():
+            hidden_NF = self._hidden(kept)
             d_hidden_NF = ops.empty_columns(arena, N, F, dx_ND.dtype)
-            linear_backward(dx_ND, kept.hidden_NF, names.down, d_hidden_NF)
+            linear_backward(dx_ND, hidden_NF, names.down, d_hidden_NF)
             into.final(names.down)
             d_gate_up_N2F = ops.empty_columns(arena, N, 2 * F, dx_ND.dtype)
-            ops.swiglu_backward(d_hidden_NF, kept.gate_up_N2F, kept.hidden_NF, d_gate_up_N2F, arena)
+            ops.swiglu_backward(d_hidden_NF, kept.gate_up_N2F, hidden_NF, d_gate_up_N2F, arena)
+            normed_mid_ND = normed(kept.normed_mid_ND, kept.mid_ND, names.post_attention_norm)
             d_normed_ND = self._take(weights, N, D)
-            linear_backward(d_gate_up_N2F, kept.normed_mid_ND, names.gate_up, d_normed_ND)
+            linear_backward(d_gate_up_N2F, normed_mid_ND, names.gate_up, d_normed_ND)
             into.final(names.gate)
             into.final(names.up)
             norm_backward(d_normed_ND, kept.mid_ND, kept.rstd_mid_N, names.post_attention_norm)
@@ -242,8 +280,9 @@ class Llama:
             d_qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, dx_ND.dtype)
             ops.attention_backward(d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena)
             ops.rope_backward(d_qkv_NW, self._rope_tables(T, dx_ND.dtype), d, H + K, arena)
+            normed_in_ND = normed(kept.normed_in_ND, kept.x_ND, names.input_norm)
             d_normed_ND = self._take(weights, N, D)
-            linear_backward(d_qkv_NW, kept.normed_in_ND, names.qkv, d_normed_ND)
+            linear_backward(d_qkv_NW, normed_in_ND, names.qkv, d_normed_ND)
             for name in (names.q, names.k, names.v):
                 into.final(name)
             norm_backward(d_normed_ND, kept.x_ND, kept.rstd_in_N, names.input_norm)
@@ -261,7 +300,8 @@ class Llama:
         """Forward and backward in one, so that only ``head_rows`` rows of logits exist.  Writes ``dx_ND``."""
         ops, arena, name = self.ops, self.arena, self._head
         with arena.scope():
-            normed_ND, rstd_N = self._norm(weights, FINAL_NORM, x_ND)
+            rstd_N = self._take_statistics(weights, len(x_ND))
+            normed_ND = self._norm(weights, FINAL_NORM, x_ND, rstd_N)
             d_normed_ND = self._take(weights, *x_ND.shape)
             for rows in self._chunks(len(targets_N)):
                 with arena.scope():
@@ -306,10 +346,10 @@ class Llama:
         self.ops.count_targets(targets_N, count)
         return losses_N, count
 
-    def _norm(self, weights: Weights, name: str, x_ND: Array) -> tuple[Array, Array]:
-        normed_ND, rstd_N = self._take(weights, *x_ND.shape), self._take_statistics(weights, len(x_ND))
+    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array) -> Array:
+        normed_ND = self._take(weights, *x_ND.shape)
         self.ops.rms_norm(x_ND, weights[name], self.config.rms_norm_eps, normed_ND, rstd_N)
-        return normed_ND, rstd_N
+        return normed_ND
 
     def _logits(self, weights: Weights, normed_ND: Array) -> Array:
         logits_NV = self._take(weights, len(normed_ND), self.config.vocab_size)

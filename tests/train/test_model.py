@@ -280,3 +280,19 @@ def test_init_weights():
         assert not np.array_equal(weights[name], other[name])
     names = [name for name, shape in weights.shapes.items() if len(shape) == 2]
     assert len({float(weights[name].flat[0]) for name in names}) == len(names)
+
+
+def test_recompute_saves_memory_and_changes_no_bit() -> None:
+    config = small(num_hidden_layers=16)
+    weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())
+    config.init_weights(weights, 3)
+    tokens, targets = np.random.default_rng(4).integers(0, config.vocab_size, (2, 2, 17), dtype=np.int32)
+    results = []
+    for recompute in ("none", "norms", "block"):
+        model, gradients = Llama(config, numpy_ops, recompute=recompute), weights.like()
+        gradients.flat[:] = np.nan
+        loss = model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
+        results.append((model.arena.peak, loss, gradients.flat.tobytes()))
+    peaks, losses, bits = zip(*results, strict=True)
+    assert peaks[0] > 1.2 * peaks[1] > 3 * peaks[2]
+    assert len(set(losses)) == len(set(bits)) == 1

@@ -9,14 +9,21 @@ gradient are summed over the ranks as the backward finishes them.
 *Deterministic*: after each round the ranks' gradients are added in rank order, with rank 0 carrying the
 sum of the rounds before. That is the sum ``((g0 + g1) + g2) + …`` in micro-batch order for any number of
 ranks: losses and weights do not depend on it by a single bit. The price is one all-reduce a round.
+
+*ZeRO-1* (Rajbhandari et al. 2020, arXiv:1910.02054): a bucket is reduce-scattered, a rank updates its part
+of each with its share of the optimizer's state, and the parts of the new weights are gathered, bucket by
+bucket in the order of the forward, while the next step begins.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from kos.comm.communicator import Communicator
 from kos.comm.work import Work
+from kos.train.ops import Array
+from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
 
 
@@ -27,16 +34,28 @@ def deal(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[r
 
 
 class DataParallel:
-    """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``."""
+    """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``.
+
+    ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets,
+    ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.
+    """
 
     def __init__(
-        self, comm: Communicator, gradients: Parameters, *, deterministic: bool = False, bucket_bytes: int = 4 << 20
+        self,
+        comm: Communicator,
+        gradients: Parameters,
+        ops: Any = numpy_ops,
+        *,
+        deterministic: bool = False,
+        bucket_bytes: int = 4 << 20,
+        sharded: bool = False,
     ) -> None:
-        self.comm = comm
-        self.gradients = gradients
-        self.deterministic = deterministic
-        self._carry = np.empty_like(gradients.flat) if deterministic and comm.rank == 0 else None
-        self._buckets = _buckets(gradients, bucket_bytes)
+        self.comm, self.gradients, self.ops = comm, gradients, ops
+        self.deterministic, self.sharded = deterministic, sharded
+        self._carry = gradients.like().flat if deterministic and comm.rank == 0 else None
+        multiple, total = gradients.multiple, gradients.flat.size
+        step = max(1, bucket_bytes // gradients.flat.dtype.itemsize // multiple) * multiple
+        self.buckets = [slice(start, min(start + step, total)) for start in range(0, total, step)]
         self._in_flight: list[Work] = []
 
     def accumulates(self, round_index: int) -> bool:
@@ -44,33 +63,76 @@ class DataParallel:
         return round_index > 0 and not self.deterministic
 
     def gradient_ready(self, name: str) -> None:
-        """Called in the last round as the backward finishes each gradient: starts the bucket it completes."""
-        bucket = self._buckets.get(name)
-        if bucket is not None and self.comm.size > 1 and not self.deterministic:
-            self._in_flight.append(self.comm.all_reduce(self.gradients.flat[bucket], async_op=True))
+        """Called in the last round as the backward finishes each gradient: starts the buckets it completes."""
+        if self.comm.size == 1 or self.deterministic:
+            return
+        span, flat = self.gradients.spans[name], self.gradients.flat
+        for bucket in self.buckets:
+            if span.start < bucket.stop <= span.stop or (bucket is self.buckets[-1] and self._is_last(name)):
+                x = flat[bucket]
+                work = (
+                    self.comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
+                    if self.sharded
+                    else self.comm.all_reduce(x, async_op=True)
+                )
+                self._in_flight.append(work)
 
     def finish_round(self, round_index: int, rounds: int) -> None:
         """Called after each backward; after the last, ``gradients`` hold the sum over all micro-batches."""
         if self.deterministic:
             flat = self.gradients.flat
             if self._carry is not None and round_index > 0:
-                np.add(self._carry, flat, out=flat)
+                self.ops.add(self._carry, flat, flat)
             if self.comm.size > 1:
                 self.comm.all_reduce(flat, deterministic=True)
             if self._carry is not None and round_index + 1 < rounds:
-                np.copyto(self._carry, flat)
+                self.ops.copy(flat, self._carry)
         elif round_index + 1 == rounds:
             for work in self._in_flight:
                 work.wait()
             self._in_flight.clear()
 
+    # ZeRO-1.
 
-def _buckets(gradients: Parameters, bucket_bytes: int) -> dict[str, slice]:
-    """Slices of about ``bucket_bytes``, keyed by the tensor whose gradient completes each."""
-    buckets: dict[str, slice] = {}
-    start = 0
-    for name, span in gradients.spans.items():
-        if (span.stop - start) * gradients.flat.itemsize >= bucket_bytes or span.stop == gradients.flat.size:
-            buckets[name] = slice(start, span.stop)
-            start = span.stop
-    return buckets
+    def parts(self) -> list[slice]:
+        """This rank's part of each bucket."""
+        return [self._part(bucket) for bucket in self.buckets]
+
+    def gather(self, weights: Parameters) -> Mapping[str, Array]:
+        """Start to gather the parts of ``weights``, which the first look at a tensor then waits for."""
+        works = {}
+        for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
+            part = weights.flat[self._part(bucket)]
+            works[bucket.start] = bucket, self.comm.all_gather(part, weights.flat[bucket], async_op=True)
+        return _Arriving(weights, works)
+
+    def _part(self, bucket: slice) -> slice:
+        length = (bucket.stop - bucket.start) // self.comm.size
+        start = bucket.start + self.comm.rank * length
+        return slice(start, start + length)
+
+    def _is_last(self, name: str) -> bool:
+        return name == next(reversed(self.gradients.spans))
+
+
+class _Arriving(Mapping[str, Array]):
+    """Weights whose buckets are being gathered, by the names of ``Parameters``."""
+
+    def __init__(self, weights: Parameters, works: dict[int, tuple[slice, Work]]) -> None:
+        self._weights, self._works = weights, works
+
+    def __getitem__(self, name: str) -> Array:
+        if self._works:
+            members = self._weights.groups.get(name, (name,))
+            start, stop = self._weights.spans[members[0]].start, self._weights.spans[members[-1]].stop
+            for key, (bucket, work) in list(self._works.items()):
+                if bucket.start < stop and start < bucket.stop:
+                    work.wait()
+                    del self._works[key]
+        return self._weights[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
