@@ -41,6 +41,7 @@ class TCPRendezvous(Rendezvous):
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
         self._told_local_rank = local_rank
         self._connection: Connection | None = None  # to the hub, while the group is open
+        self._hub: Hub | None = None  # on rank 0
         self._failure: KosError | None = None
         if size == 1:
             self.threads = ThreadGroup(1)
@@ -85,7 +86,7 @@ class TCPRendezvous(Rendezvous):
         where = f"rank 0 listens at {host or self.network.hub}:{'-'.join(map(str, ports))}"
         if listener is not None:
             self._connection, hubs_end = pair()
-            hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
+            self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
             # If nobody closes the group, the others still get their last answers before the process ends.
             self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
             hub.start()
@@ -130,6 +131,8 @@ class TCPRendezvous(Rendezvous):
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
         assert self._connection is not None
+        if self._hub is not None:
+            self._hub.timeout = self.timeout  # which may have been set
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
         connection.post(message)
         try:

@@ -35,7 +35,7 @@ class Hub(threading.Thread):
         self, own: Connection, listener: socket.socket, key: bytes, size: int, timeout: float, where: str
     ) -> None:
         super().__init__(name="kos rendezvous", daemon=True)
-        self._size, self._timeout, self._where = size, timeout, where
+        self._size, self.timeout, self._where = size, timeout, where
         self._selector = selectors.DefaultSelector()
         self._members: dict[int, Connection] = {}
         self._refused: list[Connection] = []
@@ -78,7 +78,7 @@ class Hub(threading.Thread):
             missing = [rank for rank in range(self._size) if rank not in self._slots]
             self._fail(
                 FAILED,
-                f"rendezvous: ranks {missing} of {self._size} did not come within {self._timeout:g} s "
+                f"rendezvous: ranks {missing} of {self._size} did not come within {self.timeout:g} s "
                 f"({self._where})",
             )
 
@@ -149,7 +149,7 @@ class Hub(threading.Thread):
         if self._failure is not None:
             return  # told already
         if not self._slots:
-            self._deadline = time.monotonic() + self._timeout
+            self._deadline = time.monotonic() + self.timeout
         self._slots[rank] = data
         if len(self._slots) < self._size:
             self._check_open_exchange()

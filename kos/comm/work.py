@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kos.comm.arguments import check_timeout
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, failed, started
 from kos.errors import CollectiveError, CollectiveTimeout, KosError
@@ -116,10 +117,12 @@ class Work:
         """Wait for the operation; returns its output array (None where this rank has none).
 
         ``timeout`` in seconds, counted from this call; None is the operation's own.  Raises
-        CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for what the backend reports.
+        CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for what the backend reports;
+        InvalidArgument for a timeout that is not positive.
         """
+        timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
         if self._steps is not None:
-            self._wait(self.operation.timeout if timeout is None else timeout)
+            self._wait(timeout)
         if self._error is not None:
             raise self._error
         return self.result

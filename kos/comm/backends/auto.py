@@ -16,8 +16,8 @@ class AutoBackend(Backend):
     """Two backends over the same ranks; where the arrays of an operation lie decides."""
 
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpu: DeviceBackend) -> None:
-        super().__init__(rendezvous, host.engine)
         self.host, self.gpu = host, gpu
+        super().__init__(rendezvous, host.engine)
         self.name = f"{gpu.name}+{host.name}"
         self.device = gpu.device
 
@@ -33,6 +33,15 @@ class AutoBackend(Backend):
     @broken.setter
     def broken(self, reason: str | None) -> None:
         pass  # each keeps its own
+
+    @property
+    def timeout(self) -> float:
+        """Of both."""
+        return self.gpu.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.host.timeout = self.gpu.timeout = seconds
 
     def of(self, o: Operation) -> Backend:
         """The backend that carries this operation; a barrier goes by the GPUs if a stream is to wait."""
