@@ -186,8 +186,8 @@ def rdma_nics() -> list[RdmaNic]:
         port = path / "ports/1"
         device = path / "device"
         address = os.path.basename(os.path.realpath(device))
-        state = _read(port / "state").rpartition(":")[2].strip()
-        found.append(RdmaNic(path.name, address, _numa_node(device), state, _read(port / "rate")))
+        state = read(port / "state").rpartition(":")[2].strip()
+        found.append(RdmaNic(path.name, address, _numa_node(device), state, read(port / "rate")))
     return found
 
 
@@ -205,7 +205,8 @@ def gpu_direct_rdma() -> str | None:
     return "neither the kernel module nvidia_peermem nor dma-buf export is there"
 
 
-def _read(path: Path) -> str:
+def read(path: Path) -> str:
+    """The text of a small file, without the newline; "" where it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -213,14 +214,14 @@ def _read(path: Path) -> str:
 
 
 def _numa_node(device: Path) -> int | None:
-    text = _read(device / "numa_node")
+    text = read(device / "numa_node")
     return int(text) if text and int(text) >= 0 else None  # -1: a single node, or unknown
 
 
 def _cpu_list(path: Path) -> set[int]:
     """The CPUs of a sysfs list such as "0-3,8"."""
     cpus: set[int] = set()
-    for part in filter(None, _read(path).split(",")):
+    for part in filter(None, read(path).split(",")):
         first, _, last = part.partition("-")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus

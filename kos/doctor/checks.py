@@ -1,0 +1,296 @@
+"""What one process finds out by itself: software, MPI, memory to share, CUDA, GPUs, network cards.
+
+Each check is a function that returns what it found; one that raises, or does not answer, has found that.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import kos
+from kos import cuda
+from kos.comm import nccl_binding
+from kos.comm.rendezvous import host_id
+from kos.cuda import compile_kernels, devices, driver
+from kos.cuda.driver import call, cu
+from kos.cuda.kernels import KernelCache, default_cache
+from kos.errors import KosError
+from kos.memory.ipc import Origin
+
+OK, NO, BAD = "ok", "no", "bad"
+"""Verdicts: it works; it does not, which training can do without; training will not work."""
+
+CHECK_SECONDS = 30.0
+SMALL_SHM = 1 << 30
+_EXTRAS = {
+    "": ("numpy", "ml_dtypes", "mpi4py"),
+    "train": ("pydantic", "rich", "safetensors", "threadpoolctl"),
+    "tokenizers": ("tokenizers",),
+    "cuda": ("cuda-core", "cuda-bindings", "cuda-pathfinder", "nccl4py", "nvmath-python"),
+    "plot": ("matplotlib",),
+}
+_LIBRARIES = ("nvrtc", "cudart", "nccl", "cublasLt")
+_MPI_PROBE = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+lines = open("/proc/self/maps").read().splitlines()
+paths = sorted({line.split()[-1] for line in lines if "/libmpi." in line or "/libmpi_" in line})
+print(json.dumps([MPI.Get_library_version().split(",")[0].splitlines()[0].strip(), paths[:1]]))
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: the verdict, what was found or why not, and what to do about it."""
+
+    name: str
+    verdict: str
+    found: str
+    remedy: str = ""
+
+
+def bounded(name: str, function: Callable[[], Check | Iterable[Check]], seconds: float = CHECK_SECONDS) -> list[Check]:
+    """What ``function`` found; its error, or its silence after ``seconds``, is a finding too."""
+    found: list[Check] = []
+
+    def run() -> None:
+        try:
+            result = function()
+            found.extend([result] if isinstance(result, Check) else result)
+        except Exception as error:
+            text = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
+            found.append(Check(name, NO, " ".join(text.split())[:500]))
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return [*found, Check(name, NO, f"did not answer within {seconds:g} s")]
+    return found
+
+
+def local_checks() -> list[Check]:
+    """Everything that needs no other rank."""
+    checks: dict[str, Callable[[], Check | Iterable[Check]]] = {
+        "Python": python,
+        "packages": packages,
+        "MPI": mpi,
+        "host": host,
+        "shared memory": shared_memory,
+        "ptrace": ptrace,
+        "CUDA": cuda_driver,
+        "libraries": libraries,
+        "NVRTC": nvrtc,
+        "GPUs": gpus,
+        "P2P": peer_access,
+        "RDMA": rdma,
+        "kernel cache": kernel_cache,
+    }
+    return [check for name, function in checks.items() for check in bounded(name, function)]
+
+
+def facts() -> dict[str, object]:
+    """What ranks compare with each other."""
+    nccl = bounded("NCCL", lambda: Check("NCCL", OK, nccl_binding.version()))[0]
+    return {
+        **asdict(Origin.here()),
+        "host_id": host_id(),
+        "kos": kos.__version__,
+        "numpy": _version("numpy"),
+        "NCCL": nccl.found if nccl.verdict == OK and driver.unavailable() is None else None,
+        "CUDA driver": call(cu.cuDriverGetVersion) if driver.unavailable() is None else None,
+        "gpus": [device.uuid for device in cuda.visible_devices()],
+    }
+
+
+def python() -> Check:
+    found = f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {Path(kos.__file__).parent}"
+    return Check("Python", OK, found)
+
+
+def packages() -> Iterable[Check]:
+    for extra, names in _EXTRAS.items():
+        versions = {name: _version(name) for name in names}
+        missing = [name for name, version in versions.items() if version is None]
+        name = f"packages ({extra or 'core'})"
+        if missing:
+            what = f"kos[{extra}]" if extra else "kos"
+            verdict = BAD if extra in ("", "train") else NO
+            yield Check(name, verdict, f"not installed: {', '.join(missing)}", f"pip install '{what}'")
+        else:
+            spec = importlib.util.find_spec(names[0].replace("-", "."))
+            where = Path(spec.origin).parent.parent if spec is not None and spec.origin else ""
+            found = ", ".join(f"{name} {version}" for name, version in versions.items())
+            yield Check(name, OK, f"{found} in {where}" if where else found)
+
+
+def mpi() -> Check:
+    """In a process of its own: an MPI that does not fit may end the process that loads it."""
+    done = _run(sys.executable, "-c", _MPI_PROBE)
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Check("MPI", NO, why, "pip install 'kos[mpi]', or install the system's MPI; torchrun needs none")
+    library, paths = json.loads(done.stdout.splitlines()[-1])
+    found = f"{library} ({paths[0] if paths else 'linked into mpi4py'}), mpi4py {_version('mpi4py')}"
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    if launcher is None:
+        return Check("MPI", NO, f"{found}, but no mpirun", "install the mpirun of that library, or use torchrun")
+    said = _run(launcher, "--version").stdout
+    flavour = next((name for name in ("Open MPI", "Intel") if name in said), "MPICH" if "HYDRA" in said else "")
+    if flavour and flavour not in library:
+        return Check(
+            "MPI", NO, f"{found}, but {launcher} is of {flavour}",
+            "start with the mpirun of the library that mpi4py loads, or pip install --no-binary mpi4py mpi4py",
+        )  # fmt: skip
+    return Check("MPI", OK, f"{found}, {launcher}")
+
+
+def host() -> Check:
+    allowed, node = len(os.sched_getaffinity(0)), devices.process_numa_node()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    where = "spanning NUMA nodes" if node is None else f"NUMA node {node}"
+    return Check("host", OK, f"{platform.node()}: {allowed} of {os.cpu_count()} cores ({where}), {memory:.0f} GiB")
+
+
+def shared_memory() -> Check:
+    """Of the container: NCCL and MPI put their buffers there (kos itself does not)."""
+    status = os.statvfs("/dev/shm")
+    size, free = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
+    found = f"/dev/shm: {free / 2**20:,.0f} of {size / 2**20:,.0f} MiB free"
+    if free < SMALL_SHM:
+        return Check(
+            "shared memory", NO, f"{found}, little for NCCL and MPI", "docker run --shm-size=1g, or --ipc=host"
+        )
+    return Check("shared memory", OK, found)
+
+
+def ptrace() -> Check:
+    scope = devices.read(Path("/proc/sys/kernel/yama/ptrace_scope")) or "0"
+    if scope != "0":
+        remedy = "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add=SYS_PTRACE"
+        return Check(
+            "ptrace", NO, f"yama.ptrace_scope is {scope}: ranks may not read each other's memory (CMA)", remedy
+        )
+    return Check("ptrace", OK, "not restricted by yama")
+
+
+def cuda_driver() -> Check:
+    reason = driver.unavailable()
+    kernel_module = devices.read(Path("/proc/driver/nvidia/version")).splitlines()
+    if reason is not None:
+        remedy = ""
+        if "not installed" in reason:
+            remedy = "pip install 'kos[cuda]'"
+        elif kernel_module:
+            remedy = "the kernel has the driver: docker run --gpus all, and look at CUDA_VISIBLE_DEVICES"
+        return Check("CUDA", NO, reason, remedy)
+    version, bindings = int(call(cu.cuDriverGetVersion)), _version("cuda-bindings") or "13"
+    from cuda.core import system
+
+    said = bounded("NVML", lambda: Check("", OK, ".".join(map(str, system.get_kernel_mode_driver_version()))))[0].found
+    found = f"driver {said}, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {bindings}"
+    if version // 1000 < int(bindings.split(".")[0]):
+        remedy = f"a driver of CUDA {bindings.split('.')[0]} (580 for 13), or older bindings"
+        return Check("CUDA", NO, f"{found}: the driver is too old for the bindings", remedy)
+    return Check("CUDA", OK, found)
+
+
+def libraries() -> Iterable[Check]:
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:
+        return
+    for name in _LIBRARIES:
+        try:
+            found = load_nvidia_dynamic_lib(name)
+        except Exception as error:
+            yield Check(f"lib{name}", NO, str(error).split(": No such")[0].splitlines()[0], "pip install 'kos[cuda]'")
+        else:
+            version = f" {nccl_binding.version()}" if name == "nccl" else ""
+            yield Check(f"lib{name}", OK, f"{found.abs_path}{version} (by {found.found_via})")
+
+
+def nvrtc() -> Check:
+    found = cuda.visible_devices()
+    arch = found[0].arch if found else "sm_90a"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = compile_kernels(Path(__file__).with_name("ping.cu"), arch, cache=KernelCache(Path(folder)))
+    return Check("NVRTC", OK, f"compiled a kernel for {arch}, {len(cubin):,} bytes")
+
+
+def gpus() -> Iterable[Check]:
+    for info in cuda.visible_devices():
+        major, minor = info.compute_capability
+        found = (
+            f"{info.name}{' (MIG)' if info.mig else ''}, compute capability {major}.{minor}, "
+            f"{info.memory / 2**30:.0f} GiB, {info.multiprocessors} SMs, {info.pci_address}, "
+            f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks"
+        )
+        yield Check(f"GPU {info.index}", OK, found)
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and cuda.visible_devices():
+        yield Check("CUDA_VISIBLE_DEVICES", OK, hidden)
+
+
+def peer_access() -> Iterable[Check]:
+    """What the driver says; the ranks move bytes to see whether it is so."""
+    links = [(i, j, link) for i, row in enumerate(devices.peer_links()) for j, link in enumerate(row) if link]
+    if not links:
+        return
+    kinds: dict[str, list[str]] = {}
+    for i, j, link in links:
+        kind = f"{'' if link.access else 'no '}access, {'' if link.native_atomics else 'no '}native atomics"
+        kinds.setdefault(f"{kind}, performance rank {link.performance_rank}", []).append(f"{i}-{j}")
+    for kind, pairs in kinds.items():
+        where = "all pairs" if len(kinds) == 1 else f"GPUs {', '.join(pairs)}"
+        yield Check("P2P (as the driver says)", NO if kind.startswith("no") else OK, f"{where}: {kind}")
+
+
+def rdma() -> Check:
+    nics = devices.rdma_nics()
+    reason = devices.gpu_direct_rdma()
+    if not nics:
+        return Check("RDMA", NO, "no RDMA network card (/sys/class/infiniband is empty)")
+    said = ", ".join(f"{nic.name} {nic.state} {nic.rate} on NUMA node {_or_unknown(nic.numa_node)}" for nic in nics)
+    if reason is not None and cuda.visible_devices():
+        return Check("RDMA", NO, f"{said}; not to GPU memory: {reason}", "modprobe nvidia_peermem")
+    return Check("RDMA", OK, said + ("; reaches GPU memory" if reason is None else ""))
+
+
+def kernel_cache() -> Check:
+    directory = default_cache().directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory):
+            return Check("kernel cache", OK, str(directory))
+    except OSError as error:
+        return Check("kernel cache", NO, f"{directory}: {error.strerror}", "set XDG_CACHE_HOME to a folder to write in")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
+
+
+def _or_unknown(value: int | None) -> str:
+    return "unknown" if value is None else str(value)

@@ -1,0 +1,263 @@
+"""What only several ranks together find out: whether they fit, whether bytes move between them, and how fast."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.comm import Communicator
+from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
+from kos.cuda import create_stream, driver, load_kernel, streams, visible_devices
+from kos.cuda.driver import call, cu
+from kos.doctor.checks import BAD, NO, OK, Check
+from kos.errors import KosError
+from kos.memory.array import Array
+from kos.memory.symmetric import SymmetricMemory
+
+Facts = dict[str, Any]
+
+_COUNT = 1_000_003
+_GPU_BYTES, _HOST_BYTES = 64 << 20, 8 << 20
+_REPEATS, _ROUNDS = 4, 1000
+_FLAG_BYTES, _FLAGS = 32, 64 << 10
+_LINK_DOES_NOT_WORK = (
+    "what canAccessPeer promises does not work: containers of one pid and ipc namespace (--pid=host --ipc=host), "
+    "no IOMMU/ACS between the GPUs; NCCL_P2P_DISABLE=1 lets nccl do without"
+)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Measured between every two ranks: ``[i][j]`` is i reading from j, None where it was not measured."""
+
+    what: str  # "GPU" or "host"
+    labels: list[str]
+    gigabytes_per_second: list[list[float | None]]
+    latency_us: list[list[float | None]]  # one way
+
+
+def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
+    """Whether the ranks fit together, from what each says of itself; the same on every rank."""
+    hosts: dict[str, list[int]] = {}
+    for rank, facts in enumerate(everybody):
+        hosts.setdefault(facts["host_id"], []).append(rank)
+    said = "; ".join(f"{everybody[ranks[0]]['host']}: {_ranks(ranks)}" for ranks in hosts.values())
+    yield Check("hosts", OK, said)
+    for what, verdict, remedy in (
+        ("kos", BAD, "install one version of kos on all hosts"),
+        ("numpy", NO, "install one version of numpy: deterministic runs need it"),
+        ("NCCL", NO, "install one version of nvidia-nccl-cu13 on all hosts; look at LD_LIBRARY_PATH"),
+        ("CUDA driver", NO, "one driver on all hosts"),
+    ):
+        versions: dict[Any, list[int]] = {}
+        for rank, facts in enumerate(everybody):
+            versions.setdefault(facts[what], []).append(rank)
+        if len(versions) > 1:
+            differ = "; ".join(f"{version or 'none'} on {_ranks(ranks)}" for version, ranks in versions.items())
+            yield Check(f"{what} of the ranks", verdict, f"they differ: {differ}", remedy)
+    for ranks in hosts.values():
+        here = [everybody[rank] for rank in ranks]
+        for kind in ("pid", "ipc"):
+            if len({facts[f"{kind}_namespace"] for facts in here}) > 1:
+                found = f"{_ranks(ranks)} of {here[0]['host']} are in different {kind} namespaces: no memory to share"
+                yield Check(f"{kind} namespaces", NO, found, f"start the containers with --{kind}=host")
+        devices = {uuid for facts in here for uuid in facts["gpus"]}
+        if not all(facts["gpus"] for facts in here) and devices:
+            without = [rank for rank in ranks if not everybody[rank]["gpus"]]
+            yield Check("GPUs of the ranks", NO, f"{_ranks(without)} see none", "look at their CUDA_VISIBLE_DEVICES")
+        elif 0 < len(devices) < len(ranks):
+            found = f"{_ranks(ranks)} of {here[0]['host']} share {len(devices)}: backend peer can, nccl cannot"
+            yield Check("GPUs of the ranks", NO, found, "start a rank for each GPU")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    whole = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]}-{ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
+
+
+def cross_memory(rendezvous: Rendezvous, everybody: Sequence[Facts]) -> Check:
+    """Whether this rank can read the memory of the others of its host (CMA: what MPI moves large messages by)."""
+    token = np.frombuffer(os.urandom(8), np.uint8).copy()
+    mine = [os.getpid(), token.__array_interface__["data"][0], token.tobytes().hex()]
+    others = [json.loads(data) for data in rendezvous.allgather(json.dumps(mine).encode())]
+    here = everybody[rendezvous.rank]
+    refused = ""
+    for rank, (pid, address, expected) in enumerate(others):
+        if everybody[rank]["host_id"] == here["host_id"] and pid != os.getpid() and not refused:
+            got, why = _read_process(pid, address, len(token))
+            refused = (
+                "" if got.hex() == expected else f"rank {rendezvous.rank} cannot read memory of rank {rank}: {why}"
+            )
+    rendezvous.barrier()  # nobody's token goes before it was read
+    if refused:
+        remedy = "docker run --cap-add=SYS_PTRACE, one pid namespace; MPI goes through shared memory meanwhile"
+        return Check("CMA", NO, refused, remedy)
+    return Check("CMA", OK, "ranks of one host read each other's memory")
+
+
+def _read_process(pid: int, address: int, nbytes: int) -> tuple[bytes, str]:
+    class IoVec(ctypes.Structure):
+        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+    target = ctypes.create_string_buffer(nbytes)
+    libc = ctypes.CDLL(None, use_errno=True)
+    local, remote = IoVec(ctypes.addressof(target), nbytes), IoVec(address, nbytes)
+    zero = ctypes.c_ulong(0)
+    libc.process_vm_readv(pid, ctypes.byref(local), ctypes.c_ulong(1), ctypes.byref(remote), ctypes.c_ulong(1), zero)
+    return target.raw, os.strerror(ctypes.get_errno())
+
+
+def gpu_memory(rendezvous: Rendezvous, device: int, measure: bool) -> tuple[Check, Matrix | None]:
+    """Map the memory of every GPU of the host on every other, move bytes both ways, and time that."""
+    nbytes = _FLAGS + 2 * _GPU_BYTES if measure else _FLAGS
+    try:
+        with SymmetricMemory(rendezvous, nbytes, device) as memory:
+            matrix = measure_gpus(rendezvous, memory) if measure else None
+    except KosError as error:
+        return Check("peer memory", NO, " ".join(str(error).split()), _LINK_DOES_NOT_WORK), None
+    return Check("peer memory", OK, f"bytes moved both ways between {rendezvous.size} ranks' GPU memory"), matrix
+
+
+def gpus_of_this_process(timeout: float, measure: bool) -> tuple[Check, Matrix | None]:
+    """``gpu_memory`` for a job of one rank that sees several GPUs: a thread for each."""
+    size = len(visible_devices())
+    group = ThreadGroup(size)
+    results: list[Any] = [None] * size
+
+    def run(device: int) -> None:
+        try:
+            results[device] = gpu_memory(ThreadRendezvous(group, device, timeout), device, measure)
+        except Exception as error:
+            results[device] = Check("peer memory", NO, f"GPU {device}: {error}"), None
+
+    threads = [threading.Thread(target=run, args=(device,), daemon=True) for device in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * timeout)
+    silent = Check("peer memory", NO, f"copies between GPUs did not end within {2 * timeout:g} s", _LINK_DOES_NOT_WORK)
+    return next((r for r in results if r is None or r[0].verdict != OK), results[0]) or (silent, None)
+
+
+def measure_gpus(rendezvous: Rendezvous, memory: SymmetricMemory) -> Matrix:
+    """Copies by the copy engine, 64 MiB at a time, one pair at a time; latency by flags that two kernels raise."""
+    rank, size, device = rendezvous.rank, rendezvous.size, memory.device
+    facts = [json.loads(d) for d in rendezvous.allgather(json.dumps([visible_devices()[device].uuid, device]).encode())]
+    ping = load_kernel(Path(__file__).with_name("ping.cu"), "ping", device)
+    stream = create_stream(device)
+    bandwidth, latency = np.full((2, size), np.nan)
+    pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
+    for index, (reader, other) in enumerate(pairs):
+        rendezvous.barrier()
+        with driver.on_device(device):
+            if rank == reader:
+                bandwidth[other] = _copy_speed(memory, other, streams.handle(stream))
+            if facts[reader][0] == facts[other][0] or rank not in (reader, other):
+                continue
+            peer, flag = other if rank == reader else reader, index * _FLAG_BYTES
+            mine, theirs = memory.pointer + flag, memory.pointers[peer] + flag
+            result = np.zeros(3, np.uint64)
+            ping(stream, 1, 1, mine, theirs, int(rank == reader), _ROUNDS, 2_000_000_000)
+            streams.synchronize(stream, device)
+            call(cu.cuMemcpyDtoH, result, mine, result.nbytes)
+            if rank == reader and not result[2]:
+                latency[other] = float(result[1]) / (_ROUNDS - 1) / 2 / 1e3
+    labels = [f"rank {r} (GPU {ordinal})" for r, (_, ordinal) in enumerate(facts)]
+    return Matrix("GPU", labels, _gather(rendezvous, bandwidth), _gather(rendezvous, latency))
+
+
+def _copy_speed(memory: SymmetricMemory, other: int, stream: int) -> float:
+    begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
+    for repeat in range(_REPEATS + 1):
+        if repeat == 1:
+            call(cu.cuEventRecord, begin, stream)
+        target = memory.pointer + _FLAGS + _GPU_BYTES
+        call(cu.cuMemcpyDtoDAsync, target, memory.pointers[other] + _FLAGS, _GPU_BYTES, stream)
+    call(cu.cuEventRecord, end, stream)
+    call(cu.cuEventSynchronize, end)
+    seconds = float(call(cu.cuEventElapsedTime, begin, end)) / 1e3
+    for event in (begin, end):
+        call(cu.cuEventDestroy, event)
+    return _REPEATS * _GPU_BYTES / seconds / 1e9
+
+
+def measure_host(comm: Communicator) -> Matrix:
+    """Messages between host memory of every two ranks: 8 MiB one way, and 8 bytes there and back."""
+    rank, size = comm.rank, comm.size
+    bandwidth, latency = np.full((2, size), np.nan)
+    for reader in range(size):
+        for other in range(size):
+            comm.rendezvous.barrier()
+            if reader != other and rank in (reader, other):
+                peer = other if rank == reader else reader
+                small = _pingpong(comm, peer, rank == reader, 8, 8, 200)
+                large = _pingpong(comm, peer, rank == reader, 8, _HOST_BYTES, _REPEATS)
+                if rank == reader:
+                    latency[other] = small / 2 * 1e6
+                    bandwidth[other] = _HOST_BYTES / large / 1e9
+    labels = [f"rank {r}" for r in range(size)]
+    return Matrix("host", labels, _gather(comm.rendezvous, bandwidth), _gather(comm.rendezvous, latency))
+
+
+def _pingpong(comm: Communicator, peer: int, asks: bool, request: int, answer: int, rounds: int) -> float:
+    """Seconds of one round: ``request`` bytes there, ``answer`` bytes back."""
+    ask, reply = np.zeros(request, np.uint8), np.zeros(answer, np.uint8)
+    begin = 0.0
+    for turn in range(rounds + 1):
+        if turn == 1:
+            begin = time.perf_counter()
+        if asks:
+            comm.send(ask, peer)
+            comm.recv(reply, peer)
+        else:
+            comm.recv(ask, peer)
+            comm.send(reply, peer)
+    return (time.perf_counter() - begin) / rounds
+
+
+def _gather(rendezvous: Rendezvous, row: np.ndarray[Any, Any]) -> list[list[float | None]]:
+    mine = [None if np.isnan(value) else round(float(value), 3) for value in row]
+    return [json.loads(data) for data in rendezvous.allgather(json.dumps(mine).encode())]
+
+
+def trial(comm: Communicator) -> Iterable[Check]:
+    """An all-reduce of an odd size, on the host and, where the ranks have them, on the GPUs; every element checked."""
+    pattern = (np.arange(_COUNT) % 1013).astype(np.float32)
+    expected = comm.size * pattern + comm.size * (comm.size - 1) / 2
+
+    def on_host() -> Any:
+        return comm.all_reduce(pattern + comm.rank)
+
+    def on_gpu() -> Any:
+        return comm.all_reduce(Array.from_numpy(pattern + np.float32(comm.rank), comm.device or 0)).numpy()
+
+    places: list[tuple[str, Callable[[], Any]]] = [("host", on_host)]
+    if comm.device is not None:
+        places.append((f"cuda:{comm.device}", on_gpu))
+    for place, run in places:
+        try:
+            wrong = int(np.sum(run() != expected))
+        except Exception as error:
+            yield Check("all_reduce", BAD, f"in memory of {place}: {error}")
+            return
+        if wrong:
+            yield Check("all_reduce", BAD, f"in memory of {place}: {wrong} of {_COUNT} elements are wrong")
+            return
+    yield Check(
+        "all_reduce", OK, f"exact on {comm.size} ranks, in memory of the host" + " and the GPUs" * (len(places) > 1)
+    )
+
+
+def to_json(checks: Iterable[Check]) -> bytes:
+    return json.dumps([asdict(check) for check in checks]).encode()

@@ -1,0 +1,160 @@
+"""The doctor: what it says where things work, and that it says something, in time, where they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kos.doctor import checks, ranks
+from kos.doctor.checks import BAD, NO, OK, Check
+from kos.doctor.ranks import Matrix
+from kos.doctor.report import Report
+
+MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+
+
+def run(*arguments: str, launcher: tuple[str, ...] = (), code: str = "", **environment: str) -> tuple[int, str, float]:
+    """Exit code, output and seconds of the doctor in processes of its own; ``code`` runs before it."""
+    start = (
+        ["-m", "kos.doctor"]
+        if not code
+        else ["-c", f"{code}\nimport sys, kos.doctor.__main__ as d\nsys.exit(d.main())"]
+    )
+    began = time.monotonic()
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX_", "PMI_"))}
+    done = subprocess.run(
+        [*launcher, sys.executable, *start, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=100, env={**clean, **environment},
+    )  # fmt: skip
+    return done.returncode, done.stdout, time.monotonic() - began
+
+
+def test_alone() -> None:
+    code, said, _ = run("--json")
+    report = json.loads(said)
+    assert code == 0 and report["will_train"] and report["ranks"] == 1
+    verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
+    assert verdicts["Python"] == verdicts["MPI"] == verdicts["all_reduce"] == OK
+    assert "CUDA" in verdicts and any(line.startswith("mpi ") for line in report["backends"])
+
+
+@pytest.mark.skipif(not Path(MPIRUN).exists(), reason="needs mpirun")
+def test_under_mpirun(tmp_path: Path) -> None:
+    picture = tmp_path / "pairs.png"
+    code, said, _ = run("--plot", str(picture), "--json", launcher=(MPIRUN, "-n", "2"))
+    report = json.loads(said)
+    assert code == 0 and report["will_train"] and report["ranks"] == 2
+    assert next(check for check in report["checks"] if check["name"] == "CMA")["ranks"] == [0, 1]
+    host = next(matrix for matrix in report["matrices"] if matrix["what"] == "host")
+    for rows in (host["gigabytes_per_second"], host["latency_us"]):
+        assert rows[0][0] is rows[1][1] is None and rows[0][1] > 0 and rows[1][0] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rank_that_does_not_come() -> None:
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    code, said, seconds = run("--timeout", "8", **place)
+    assert code == 1 and "These" not in said and seconds < 30
+    assert "bad  finding the other ranks" in said and "ok   Python" in said
+    assert said.splitlines()[-1].startswith("This rank cannot train: finding the other ranks")
+
+
+def test_another_mpirun() -> None:
+    code, said, _ = run(OMPI_COMM_WORLD_SIZE="3", OMPI_COMM_WORLD_RANK="0")
+    assert code == 1 and "mpirun started 3 ranks but mpi4py sees 1" in said
+
+
+@pytest.mark.parametrize(
+    ("wait", "told"),
+    [
+        pytest.param("time.sleep(99)", "bad  finding the other ranks", id="wait"),
+        pytest.param("ctypes.PyDLL(None).sleep(99)", "Timeout (0:00:0", id="wait that holds the GIL"),
+    ],
+)
+def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
+    code = f"import ctypes, time, kos.doctor.__main__ as d\nd.default_rendezvous = lambda timeout: {wait}"
+    status, said, seconds = run("--timeout", "4", code=code)
+    assert status == 1 and seconds < 40 and told in said
+
+
+def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
+    def fails() -> Check:
+        raise OSError("the disk is on fire")
+
+    assert checks.bounded("it", fails) == [Check("it", NO, "OSError: the disk is on fire")]
+    forever = threading.Event()
+    assert checks.bounded("it", lambda: [Check("it", OK, str(forever.wait()))], 0.05) == [
+        Check("it", NO, "did not answer within 0.05 s")
+    ]
+    forever.set()
+
+
+def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py") else "1.0")
+    found = {check.name: check for check in checks.packages()}
+    assert found["packages (core)"].verdict == OK
+    assert found["packages (train)"] == Check(
+        "packages (train)", BAD, "not installed: rich", "pip install 'kos[train]'"
+    )
+    assert found["packages (cuda)"].verdict == NO
+
+
+def _facts(**changes: object) -> dict[str, object]:
+    return {
+        "host": "a", "host_id": "a1", "pid_namespace": "pid:[1]", "ipc_namespace": "ipc:[1]", "kos": "0.1.0",
+        "numpy": "2.4", "NCCL": "2.28.9", "CUDA driver": 13000, "gpus": ["x", "y", "z"], **changes,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("others", "name", "verdict", "said"),
+    [
+        ([{"kos": "0.2.0"}], "kos of the ranks", BAD, "0.1.0 on rank 0; 0.2.0 on rank 1"),
+        ([{}, {"NCCL": "2.27.3"}], "NCCL of the ranks", NO, "2.28.9 on ranks 0, 1; 2.27.3 on rank 2"),
+        ([{"CUDA driver": 12080}], "CUDA driver of the ranks", NO, "12080 on rank 1"),
+        ([{"ipc_namespace": "ipc:[2]"}], "ipc namespaces", NO, "ranks 0, 1 of a are in different ipc"),
+        ([{"gpus": []}], "GPUs of the ranks", NO, "rank 1 see none"),
+        ([{}, {}, {}], "GPUs of the ranks", NO, "ranks 0-3 of a share 3"),
+    ],
+)
+def test_ranks_that_do_not_fit(others: list[dict[str, object]], name: str, verdict: str, said: str) -> None:
+    found = list(ranks.compare([_facts(), *(_facts(**other) for other in others)]))
+    assert [check.name for check in found] == ["hosts", name]
+    assert found[1].verdict == verdict and said in found[1].found and found[1].remedy
+
+
+def test_ranks_that_fit() -> None:
+    found = list(ranks.compare([_facts(), _facts(), _facts(host="b", host_id="b1", ipc_namespace="ipc:[9]")]))
+    assert found == [Check("hosts", OK, "a: ranks 0, 1; b: rank 2")]
+
+
+def test_the_report_says_what_is_common_once() -> None:
+    report = Report(size=3)
+    same, mine = Check("one", OK, "alike"), Check("two", NO, "differs", "mend it")
+    report.add([[same, mine], [same], [same, Check("two", BAD, "broken")]])
+    report.matrices = [Matrix("GPU", ["0", "1"], [[None, 394.0], [393.5, None]], [[None, 1.2], [1.25, None]])]
+    said = report.to_text()
+    assert "ok   one  alike\n" in said and "no   two  differs  (rank 0)\n          -> mend it\n" in said
+    assert "bad  two  broken  (rank 2)" in said and "393.5" in said
+    assert said.endswith("These 3 ranks cannot train: two: broken") and not report.to_json()["will_train"]
+
+
+@pytest.mark.gpu
+def test_gpus_of_one_process() -> None:
+    size = len(ranks.visible_devices())
+    if size < 2:
+        pytest.skip("needs two GPUs")
+    check, matrix = ranks.gpus_of_this_process(20, measure=True)
+    assert check.verdict == OK and matrix is not None
+    print(matrix)
+    for i in range(size):
+        for j in range(size):
+            if i != j:
+                assert (matrix.gigabytes_per_second[i][j] or 0) > 1 and 0.1 < (matrix.latency_us[i][j] or 0) < 100
