@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,7 @@ import kos
 from kos import ReduceOp
 from kos.comm import nccl_binding
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import FakeNCCL, Group, Memory, communicator, no_gpu
 from tests.comm.gpu_ranks import OnGPU
@@ -143,6 +144,32 @@ def test_a_call_that_does_not_return_ends_in_time(fake: FakeNCCL, monkeypatch: p
             gpu.comm.all_reduce(x)
 
     FakeRanks(1).run(body)
+
+
+@pytest.mark.parametrize("wrong", [0, 9, 70, 1030, 2047])
+def test_calls_that_differ_are_told_later(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """Nobody waits for the comparison, which is of many calls at a time, and wherever their ring wraps."""
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+
+    def body(gpu: Any) -> None:
+        comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(6, np.float32, 0)
+        comm.barrier()
+        for turn in range(1, wrong + 1):
+            comm.all_reduce(x)
+            if turn % 512 == 0:
+                comm.rendezvous.barrier()  # none is further ahead than calls are kept for
+        message = rf"rank [01] called all_reduce #{wrong + 1} .* rank 2 .*: they differ in count 5 against 6"
+
+        def all_reduce() -> None:
+            comm.all_reduce(y if comm.rank == 2 else x)
+            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)  # as on a GPU, where it does not end
+
+        begun = time.monotonic()
+        with pytest.raises(CollectiveMismatch, match=message):
+            all_reduce()
+        assert time.monotonic() - begun < 10, "learned at the timeout"
+
+    FakeRanks(SIZE).run(body)
 
 
 def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,8 @@ from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import LEGACY
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError
 
+_UNCONFIRMED = 64
+"""Collectives that are queued, at most, before they are compared with the other ranks'."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks at the other ranks while a call of a library has not returned."""
 
@@ -38,14 +40,15 @@ _LOOK_EVERY = 0.02
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
     """The GPU of this rank: the one it was told to take, else by its place among the ranks of the machine.
 
-    Raises BackendUnavailable without one.  Collective on first use.
+    Ranks bound to a NUMA node take GPUs of that node first.  Raises BackendUnavailable without one.  Collective
+    on first use.
     """
-    place, neighbours = rendezvous.local_rank, rendezvous.local_size
+    place, nodes = rendezvous.local_rank, rendezvous.local_nodes
     driver.require()
     devices = visible_devices()
     wanted = rendezvous.device
     if wanted is None:
-        wanted = assign_devices([None] * neighbours, [device.numa_node for device in devices])[place]
+        wanted = assign_devices(nodes, [device.numa_node for device in devices])[place]
     if not 0 <= wanted < len(devices):
         raise BackendUnavailable(f"device: expected one of 0..{len(devices) - 1}, got {wanted}")
     return devices[wanted]
@@ -65,7 +68,8 @@ class DeviceBackend(HostBackend):
         self.device = device_of(rendezvous).index if device is None else device
         self._last: Operation | None = None
         self._streams: set[int] = set()  # with work that the host has not waited for
-        self._unconfirmed: deque[Callable[[], bool]] = deque()  # calls that not every rank is known to have made
+        self._announced: Operation | None = None  # the last collective
+        self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._flying: deque[DeviceWork] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
@@ -100,8 +104,6 @@ class DeviceBackend(HostBackend):
             return self.start_all([operation])[0]
         try:
             self._announce(operation)
-            if self._unconfirmed:
-                self._confirm()
             assert operation.launch is not None
             operation.launch(operation.stream)
         except Exception as error:
@@ -129,7 +131,10 @@ class DeviceBackend(HostBackend):
 
     def _announce(self, o: Operation) -> None:
         if self._calls is not None and o.collective:
-            self._unconfirmed.append(self._calls.publish(o))
+            self._calls.announce(o)
+            self._announced = o
+            if o.sequence - self._confirmed > _UNCONFIRMED:
+                self._confirm()
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
@@ -171,9 +176,9 @@ class DeviceBackend(HostBackend):
             raise CollectiveError(f"{o}: {problem}")
 
     def _confirm(self) -> None:
-        unconfirmed = self._unconfirmed
-        while unconfirmed and unconfirmed[0]():
-            unconfirmed.popleft()
+        """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
+        if self._calls is not None and self._announced is not None:
+            self._confirmed = self._calls.compare(self._announced, self._confirmed)
 
     def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
@@ -232,8 +237,7 @@ class DeviceBackend(HostBackend):
             thread.join(_LOOK_EVERY)
             if not thread.is_alive():
                 break
-            for came in list(self._unconfirmed):
-                came()
+            self._confirm()
             if deadline is not None and time.monotonic() > deadline:
                 raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
         result, error = outcome

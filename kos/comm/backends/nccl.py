@@ -131,7 +131,6 @@ class NCCLBackend(DeviceBackend):
         comm, self._comm = self._comm, None
         if comm is None:
             return
-        self._unconfirmed.clear()
         try:
             self.bounded(lambda: binding.abort(comm), _ABORT_SECONDS, "nccl: abort")
         except CollectiveTimeout:
@@ -382,11 +381,12 @@ class _First:
 
     def __call__(self, stream: int) -> None:
         backend, launch = self._backend, self.launch
-        if self._kind in backend._met:
-            launch(stream)
+        if self._kind not in backend._met:
+            backend.bounded(lambda: launch(stream), self._what.timeout, str(self._what))
+            backend._met.add(self._kind)
             return
-        backend.bounded(lambda: launch(stream), self._what.timeout, str(self._what))
-        backend._met.add(self._kind)
+        self._what.launch = launch  # of a persistent operation: without this detour from now on
+        launch(stream)
 
 
 def cut(pointer: int, counts: Sequence[int], itemsize: int) -> list[Piece]:

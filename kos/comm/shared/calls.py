@@ -51,17 +51,13 @@ class Calls:
             if local != segment.rank
         ]
         self._known: dict[Any, int] = {}
+        self._late: Wait | None = None  # what ``compare`` waits for
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
 
-    def publish(self, o: Operation) -> Callable[[], bool]:
-        """Say that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
-
-        The poll raises CollectiveMismatch if one of them began something else instead, RankLost if one is
-        gone, and what another rank of the host failed of.
-        """
-        words, sequence = self._words, o.sequence
+    def mark(self, o: Operation) -> int:
+        """The fingerprint of ``o``, which it keeps."""
         buffer, reduction = o.send or o.recv, o.reduction
         key = (
             o.name,
@@ -73,10 +69,24 @@ class Calls:
             o.deterministic,
             None if o.send_counts is None and o.recv_counts is None else _counts(o),
         )
-        fingerprint = self._known.get(key) or self._learn(key, o)
-        slot = sequence % RING
-        words[self._ring + slot] = fingerprint
+        o.mark = self._known.get(key) or self._learn(key, o)
+        return o.mark
+
+    def announce(self, o: Operation) -> None:
+        """Say that this rank begins ``o``."""
+        words, sequence = self._words, o.sequence
+        words[self._ring + sequence % RING] = o.mark or self.mark(o)
         words[self._line + ARRIVED] = sequence + 1
+
+    def publish(self, o: Operation) -> Callable[[], bool]:
+        """Say that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
+
+        The poll raises CollectiveMismatch if one of them began something else instead, RankLost if one is
+        gone, and what another rank of the host failed of.
+        """
+        self.announce(o)
+        words, sequence, fingerprint = self._words, o.sequence, o.mark
+        slot = sequence % RING
 
         peers = iter(self._peers)
         peer: tuple[int, int, int] | None = next(peers)
@@ -92,13 +102,42 @@ class Calls:
                     wait.look(local)
                     return False
                 if words[ring + slot] != fingerprint and words[line + ARRIVED] < sequence + RING:
-                    self._mismatch(o, local)
+                    self._mismatch(o.sequence, local)
                 peer = next(peers, None)
             if words[self._failure]:
                 self.raise_failure(sequence)
             return True
 
         return everybody_came
+
+    def compare(self, o: Operation, first: int) -> int:
+        """Compare the calls from the ``first``-th on, ``o`` being the last, with those of the other ranks so far.
+
+        Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
+        """
+        words, end = self._words, o.sequence + 1
+        through = end
+        for local, line, ring in self._peers:
+            came = words[line + ARRIVED]
+            at = max(first, came - RING + 1)  # it may have begun so many more that older ones are overwritten
+            until = min(came, end)
+            while at < until:
+                a = at % RING
+                b = min(a + until - at, RING)
+                mine, theirs = words[self._ring + a : self._ring + b], words[ring + a : ring + b]
+                if mine != theirs:
+                    at += next(k for k, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
+                    self._mismatch(at, local)
+                at += b - a
+            if came < end:
+                self._late = self._late or Wait(self, o)
+                self._late.look(local)
+                through = min(through, came)
+        if words[self._failure]:
+            self.raise_failure(o.sequence)
+        if through == end:
+            self._late = None
+        return max(first, through)
 
     @property
     def begun(self) -> int:
@@ -113,7 +152,7 @@ class Calls:
             for local, line, ring in self._peers:
                 came = o.sequence < self._words[line + ARRIVED] < o.sequence + RING
                 if came and self._words[ring + slot] != self._words[self._ring + slot]:
-                    self._mismatch(o, local)
+                    self._mismatch(o.sequence, local)
         except KosError as known:
             return known
         return error
@@ -206,10 +245,10 @@ class Calls:
                 return f"{call['operation']} #{sequence}{said}", call
         return f"collective #{sequence}", {}
 
-    def _mismatch(self, o: Operation, local: int) -> NoReturn:
+    def _mismatch(self, sequence: int, local: int) -> NoReturn:
         """Make all ranks raise what differs between this rank's call and that of ``local``."""
         first, second = sorted((self.segment.rank, local))
-        (said, call), (other_said, other_call) = (self._describe(r, o.sequence) for r in (first, second))
+        (said, call), (other_said, other_call) = (self._describe(r, sequence) for r in (first, second))
         keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
         what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
         ranks = self.segment.ranks
@@ -217,7 +256,7 @@ class Calls:
             f"rank {ranks[first]} called {said} but rank {ranks[second]} called {other_said}: "
             f"they differ in {what or 'calls that are no longer on record'}"
         )
-        self.tell(CollectiveMismatch(message), o.sequence)
+        self.tell(CollectiveMismatch(message), sequence)
 
 
 class Wait:
