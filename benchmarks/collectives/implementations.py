@@ -66,7 +66,8 @@ class Ours(Implementation):
         comm, op = self.comm, case.op
         out = None if case.in_place else recv
         redop: Any = kos.ReduceOp[case.redop.upper()] if case.redop != "none" else None
-        chosen: Any = {} if self.algorithm == "auto" else {"algorithm": self.algorithm}
+        named = {"auto": {}, "deterministic": {"deterministic": True}}
+        chosen: Any = named.get(self.algorithm, {"algorithm": self.algorithm})
         mine_at_root = comm.rank == ROOT
         if op == "all_reduce":
             if self.call == "persistent" or chosen:

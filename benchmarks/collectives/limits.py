@@ -8,8 +8,8 @@ ranks are threads the flag counts nothing.
 
 GPU: limit = launch + round trip of a flag / 2 + busbw factor x bytes / bandwidth of a pair, where launch is an
 empty kernel's share of a CUDA graph of them, the flag travels between two GPUs by release stores and acquire
-loads of one thread on each, and the bandwidth is what every GPU's copy engine sends to its neighbour while all
-do.  The factor x bytes is what must leave and enter each GPU (without multicast or reductions in the switch).
+loads of one thread on each, and the bandwidth is what one GPU's copy engine sends to another while all other
+links are idle.  The factor x bytes is what must leave and enter each GPU (without multicast or reductions in the switch).
 """
 
 from __future__ import annotations
@@ -125,14 +125,12 @@ class DeviceLimits:
                 run = ping_pong.bind(self._stream, 1, 1, *arguments, _FLAG_CYCLES)
                 flag = self._us([run]) / _DEVICE_FLAG_ROUNDS
             self.flag_us = float(job.gather([flag])[:2, 0].min())  # the second to start waits for nobody
-            target = slab.pointers[(job.rank + 1) % job.size] + 4096 + _COPY_BYTES
-            copy = partial(call, cu.cuMemcpyAsync, target, slab.pointer + 4096, _COPY_BYTES, self._handle)
-            times = []
-            for _ in range(6):
-                job.barrier()
-                times.append(self._us([copy] * 4) / 4)
-            slowest = job.gather(times).max(axis=0)
-            self.pair_gbps = _COPY_BYTES / float(np.median(slowest)) / 1e3
+            best = float("inf")
+            if job.rank == 0:
+                target = slab.pointers[1] + 4096 + _COPY_BYTES
+                copy = partial(call, cu.cuMemcpyAsync, target, slab.pointer + 4096, _COPY_BYTES, self._handle)
+                best = min(self._us([copy] * 4) / 4 for _ in range(6))
+            self.pair_gbps = _COPY_BYTES / float(job.gather([best])[0, 0]) / 1e3
             job.barrier()
 
     def _us(self, calls: Sequence[Call]) -> float:

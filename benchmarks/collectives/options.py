@@ -26,7 +26,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=DTYPES, metavar="DTYPE", help="element type (default %(default)s)")
     add("--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
     add("--backend", "--backends", help=f"only these, of {names([*HOST_BACKENDS, *GPU_BACKENDS])}")
-    add("--algorithm", "--algorithms", default="auto", help="of ours, by name (default %(default)s)")
+    add("--algorithm", "--algorithms", default="auto", help="of ours, by name, or deterministic (default %(default)s)")
     add("--mode", "--modes", help="some of graph (GPUs), eager, single_shot (default: all)")
     add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
     add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
