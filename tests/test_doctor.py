@@ -80,7 +80,7 @@ def test_another_mpirun() -> None:
 )
 def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
     code = f"import ctypes, time, kos.doctor.__main__ as d\nd.default_rendezvous = lambda timeout: {wait}"
-    status, said, seconds = run("--timeout", "4", code=code)
+    status, said, seconds = run("--timeout", "2", code=code)
     assert status == 1 and seconds < 40 and told in said
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from kos.comm import mpi_job
 from kos.comm.faults import FaultPlan
+from kos.cuda.devices import process_numa_node
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class Rendezvous(ABC):
     device: int | None = None
     """The GPU that this rank was told to use, by its number in this process."""
     _local: tuple[int, int] | None = None
+    _nodes: list[int | None]
 
     @abstractmethod
     def allgather(self, data: bytes) -> list[bytes]:
@@ -78,11 +80,19 @@ class Rendezvous(ABC):
         """Number of the group's ranks on the same host.  Collective on first use."""
         return self._host_group()[1]
 
+    @property
+    def local_nodes(self) -> list[int | None]:
+        """The NUMA node that each of the group's ranks on the same host is bound to.  Collective on first use."""
+        self._host_group()
+        return self._nodes
+
     def _host_group(self) -> tuple[int, int]:
         if self._local is None:
-            hosts = self.allgather(host_id().encode())
-            mine = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-            self._local = mine.index(self.rank), len(mine)
+            mine = json.dumps([host_id(), process_numa_node()])
+            ranks = [json.loads(data) for data in self.allgather(mine.encode())]
+            here = [rank for rank, (host, _) in enumerate(ranks) if host == ranks[self.rank][0]]
+            self._nodes = [ranks[rank][1] for rank in here]
+            self._local = here.index(self.rank), len(here)
         return self._local
 
 

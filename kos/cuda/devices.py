@@ -159,7 +159,9 @@ def assign_devices(rank_nodes: Sequence[int | None], device_nodes: Sequence[int 
 
 
 def process_numa_node() -> int | None:
-    """The NUMA node that this process is bound to; None if its CPUs span several or sysfs does not say."""
+    """The NUMA node that this process is bound to; None if its CPUs span several or the system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return None
     allowed = os.sched_getaffinity(0)
     for path in sorted((SYSFS / "devices/system/node").glob("node[0-9]*")):
         if allowed <= _cpu_list(path / "cpulist"):
