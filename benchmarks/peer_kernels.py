@@ -18,7 +18,8 @@ from statistics import median
 from typing import Any
 
 from kos import cuda
-from kos.comm.peer import Launch, PeerEngine
+from kos.comm.launches import Launch
+from kos.comm.peer import PeerEngine, Run
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import MPIRendezvous
 from kos.cuda import load_kernel, streams
@@ -87,12 +88,12 @@ class Bench:
             load_kernel(kernels, name, self.device) for name in ("fill", "check", "advance")
         )
 
-    def time(self, run: Callable[[], None], nbytes: int) -> float:
+    def time(self, run: Run, nbytes: int) -> float:
         """Microseconds an operation."""
         depth = 200 if nbytes <= MB else 10 if nbytes <= 16 * MB else 4 if nbytes <= 256 * MB else 2
         with cuda.capture(self.stream) as graph:
             for _ in range(depth):
-                run()
+                run(self.stream)
         begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
         handle, times = streams.handle(self.stream), []
         for turn in range(13 if nbytes <= 16 * MB else 5):
@@ -107,14 +108,14 @@ class Bench:
         everybody = self.rendezvous.allgather(json.dumps(median(times)).encode())
         return max(map(json.loads, everybody))
 
-    def verify(self, run: Callable[[], None], source: int, target: int, count: int, nbytes: int) -> int:
+    def verify(self, run: Run, source: int, target: int, count: int, nbytes: int) -> int:
         """Wrong elements on all ranks, over changing data back to back in a graph."""
         self.wrong.fill_bytes(0, self.stream)
         with cuda.capture(self.stream) as graph:
             for _ in range(8 if nbytes <= MB else 2):
                 self.advance(self.stream, 1, 1, self.turn.pointer)
                 self.fill(self.stream, 264, 512, source, target, count, self.rank, self.turn.pointer)
-                run()
+                run(self.stream)
                 self.check(self.stream, 264, 512, target, count, self.size, self.turn.pointer, self.wrong.pointer)
         self.rendezvous.barrier()
         for _ in range(10 if nbytes <= MB else 1):
@@ -123,17 +124,17 @@ class Bench:
         graph.close()
         return sum(int(data) for data in self.rendezvous.allgather(str(wrong).encode()))
 
-    def bind(self, name: str, launch: Launch, nbytes: int) -> tuple[Callable[[], None], Any, Any]:
+    def bind(self, name: str, launch: Launch, nbytes: int) -> tuple[Run, Any, Any]:
         source, target = self.source, self.target
         if name.endswith("staged"):
             source, target = (Array.empty(nbytes // 2, "bfloat16", self.device) for _ in range(2))
         run = self.engine.bind_all_reduce(
-            source.pointer, target.pointer, nbytes // 2, BF16, ReduceOp.SUM, launch=launch, stream=self.stream
+            source.pointer, target.pointer, nbytes // 2, BF16, ReduceOp.SUM, launch=launch
         )
         return run, source, target
 
 
-def nccl(bench: Bench) -> Callable[[int], Callable[[], None]]:
+def nccl(bench: Bench) -> Callable[[int], Run]:
     """NCCL's all-reduce on the same buffers."""
     import nccl.core as core
     from nccl.bindings import nccl as bindings
@@ -145,7 +146,7 @@ def nccl(bench: Bench) -> Callable[[int], Callable[[], None]]:
     raw = getattr(comm, "_comm", comm)
 
     def make(nbytes: int) -> Callable[[], None]:
-        return lambda: bindings.all_reduce(
+        return lambda stream: bindings.all_reduce(
             bench.source.pointer, bench.target.pointer, nbytes // 2, int(core.BFLOAT16), int(core.SUM), raw, handle
         )
 
@@ -180,7 +181,7 @@ def main() -> None:
             make = nccl(bench)
         except Exception as error:
             say(f"no NCCL: {error!r}")
-    barrier = bench.time(bench.engine.bind_barrier(stream=bench.stream), KB)
+    barrier = bench.time(bench.engine.bind_barrier(), KB)
     say(f"barrier kernel {barrier:.2f} us", flush=True)
     results: list[dict[str, Any]] = [{"name": "barrier", "bytes": 0, "us": barrier}]
     for size in sizes:

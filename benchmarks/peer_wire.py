@@ -6,6 +6,7 @@ mpirun -n 8 python -m benchmarks.peer_wire
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from benchmarks.peer_kernels import KB, MB, Bench
 from kos.comm.rendezvous import MPIRendezvous
@@ -15,7 +16,7 @@ from kos.cuda import load_kernel
 def main() -> None:
     bench = Bench(MPIRendezvous(timeout=60.0), 256 * MB, True)
     kernel = load_kernel(Path(__file__).with_name("peer_wire.cu"), "wire", bench.device)
-    barrier = bench.engine.bind_barrier(stream=bench.stream)
+    barrier = bench.engine.bind_barrier()
     base = bench.time(barrier, KB)
     for per_peer in (512 * KB, 2 * MB, 16 * MB):
         for write in (0, 1):
@@ -29,8 +30,8 @@ def main() -> None:
                         per_peer, chunk, write, bench.wrong.pointer,
                     )  # fmt: skip
 
-                    def step(run=run) -> None:
-                        barrier()
+                    def step(stream: Any, run: Any = run) -> None:
+                        barrier(stream)
                         run()
 
                     us = bench.time(step, per_peer * 8) - base

@@ -12,6 +12,7 @@ from kos.comm.backends.device import DeviceBackend
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.mpi import MPIBackend
 from kos.comm.backends.nccl import NCCLBackend
+from kos.comm.backends.peer import PeerBackend
 from kos.comm.backends.tcp import TCPBackend
 from kos.comm.batch import Batch, Persistent
 from kos.comm.communicator import Communicator
@@ -25,7 +26,9 @@ __all__ = ["BACKENDS", "Batch", "Communicator", "Persistent", "PremulSum", "Redu
 
 log = logging.getLogger(__name__)
 
-BACKENDS: dict[str, type[Backend]] = {"mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "mock": MockBackend}
+BACKENDS: dict[str, type[Backend]] = {
+    "mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "peer": PeerBackend, "mock": MockBackend,
+}  # fmt: skip
 """All backends by name, in the order in which ``auto`` prefers them, for host memory and for GPUs."""
 
 
@@ -71,7 +74,7 @@ def init(
     if backend == "auto":
         for name in usable:
             gpu = BACKENDS[name]
-            if issubclass(gpu, DeviceBackend):
+            if issubclass(gpu, DeviceBackend) and gpu is not PeerBackend:
                 log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
                 made = AutoBackend(rendezvous, made, gpu(rendezvous))
                 break

@@ -1,25 +1,27 @@
-"""All-reduce by our own kernels over memory that all ranks of a machine map (``kos/comm/kernels``).
+"""PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/kernels``).
 
 The engine owns the slab in which the kernels meet, chooses a kernel and its launch for a message, and tells
 what a kernel that gave up was waiting for.  It checks no arguments that ranks must agree on and stamps no
-sequence numbers: that is the communicator's business.
+sequence numbers: that is the backend's business.
 
-Algorithms: ``one_shot`` and ``two_shot`` (packets, small and middle sizes), ``direct`` and ``bulk`` (reads from
-buffer to buffer), ``push`` (writes alone), ``copies`` (copy engines, symmetric buffers only), all of them adding in
-rank order; ``ring`` and ``tree``, which follow the schedules of that name.
+``exchange`` moves a piece to and from each rank.  All-reduce: ``one_shot`` and ``two_shot`` (packets, small and
+middle sizes), ``direct`` and ``bulk`` (reads from buffer to buffer), ``push`` (writes alone), ``copies`` (copy
+engines, symmetric buffers only), all of them adding in rank order; ``ring`` and ``tree``, which follow the
+schedules of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kos.comm.launches import DEFAULT, Launch, Launches
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda import create_stream, driver, load_kernel, streams
@@ -32,16 +34,17 @@ from kos.memory.pool import pinned_empty
 from kos.memory.symmetric import SymmetricMemory
 
 KERNELS = Path(__file__).with_name("kernels")
-MAX_RANKS = 16
+MAX_RANKS = 8
 CHANNELS = 128
 STAGING = 32 << 20
-"""Bytes, twice: through these go large messages whose buffers are not symmetric."""
+"""Bytes, three times: through these goes what is not read and written where it lies."""
 
-# As in kernels/channel.cuh and packets.cuh.
+# As in kernels/channel.cuh, packets.cuh and exchange.cu.
 _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
-_INBOX = _FAILED + 256
+_INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
+_SHARE = 8192
 _PACKETS = ("one_shot", "two_shot", "ring", "tree")
 
 
@@ -54,34 +57,10 @@ class _Word(IntEnum):
 _TIMEOUT, _ABORTED, _TOLD = 1, 2, 3
 
 
-@dataclass(frozen=True)
-class Launch:
-    """An algorithm and how it is launched; 0 blocks: as many as the packets need."""
-
-    algorithm: str
-    blocks: int = 0
-    threads: int = 512
-    unroll: int = 1  # of direct
-    tile: int = 8192  # bytes; of bulk
-    stages: int = 3  # of bulk
-    pieces: int = 1  # of copies
-
-
-# (bytes up to which, launch) where both buffers are symmetric, and elsewhere; see benchmarks/peer_kernels.py.
-_SYMMETRIC: tuple[tuple[float, Launch], ...] = (
-    (192 << 10, Launch("one_shot", threads=128)),
-    (384 << 10, Launch("two_shot", threads=128)),
-    (1 << 20, Launch("direct", blocks=32)),
-    (6 << 20, Launch("direct", blocks=64)),
-    (128 << 20, Launch("push", blocks=128)),
-    (float("inf"), Launch("copies", pieces=2)),
-)
-_ORDINARY: tuple[tuple[float, Launch], ...] = (
-    (192 << 10, Launch("one_shot", threads=128)),
-    (768 << 10, Launch("two_shot", threads=128)),
-    (2 << 20, Launch("two_shot", threads=256)),
-    (float("inf"), Launch("push", blocks=128)),
-)
+Run = Callable[[Any], None]
+"""Queues an operation, whose arguments are resolved, on a stream."""
+Piece = tuple[int, int]
+"""Address and bytes."""
 
 
 class PeerEngine:
@@ -101,6 +80,7 @@ class PeerEngine:
         timeout: float = 30.0,
         staging: int = STAGING,
         overlap: bool = True,
+        launches: Launches = DEFAULT,
         **macros: Any,
     ) -> None:
         """``macros`` reach every kernel: STALL (nanoseconds) and BROKEN are for tests of races."""
@@ -115,6 +95,7 @@ class PeerEngine:
         self._copier: Any = None  # stream
         self._copied: list[Array] = []  # where it brings what is added; graphs may use an older one
         self._overlap = sharing == 1 and overlap
+        self.launches = launches
         self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
         self.staging = staging // 16 * 16
         self._macros = dict(macros, RANKS=self.size)
@@ -125,7 +106,10 @@ class PeerEngine:
         inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
         self._in = _INBOX + inboxes
         self._out = self._in + staging
-        self.memory = SymmetricMemory(rendezvous, self._out + staging, device)
+        self._slots = self._out + staging
+        slots = CHANNELS * 2 * self.size
+        self._slot = max(staging // slots // 16 * 16, 16)
+        self.memory = SymmetricMemory(rendezvous, self._slots + slots * self._slot, device)
         words = [*self.memory.pointers, self._record.__array_interface__["data"][0], self.rank]
         self._context = Array.from_numpy(np.array(words, np.uint64), device, label="peer context")
         driver.synchronize(device)
@@ -150,8 +134,7 @@ class PeerEngine:
 
     def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
         """What is taken where nothing else is said, by size and by where the buffers lie."""
-        symmetric = self._symmetric(send, nbytes) and self._symmetric(recv, nbytes)
-        return next(launch for limit, launch in (_SYMMETRIC if symmetric else _ORDINARY) if nbytes <= limit)
+        return self.launches.pick(nbytes, bool(self._symmetric(send, nbytes) and self._symmetric(recv, nbytes)))
 
     def bind_all_reduce(
         self,
@@ -163,10 +146,8 @@ class PeerEngine:
         *,
         factor: float = 1.0,
         launch: Launch | None = None,
-        stream: Any = None,
-    ) -> Callable[[], None]:
-        """A function that queues this all-reduce on ``stream``: ``count`` elements from address ``send`` to
-        ``recv`` (which may be the same).  Everything is resolved here; a call costs one launch.
+    ) -> Run:
+        """The all-reduce of ``count`` elements from address ``send`` to ``recv`` (which may be the same).
 
         Collective in what it queues: all ranks use the same count, dtype, op and launch.  ``factor`` is this
         rank's, for PREMUL_SUM.
@@ -178,14 +159,14 @@ class PeerEngine:
             )
         launch = self._possible(launch or self.launch_for(send, recv, count * dtype.itemsize), op)
         if launch.algorithm in _PACKETS:
-            return self._bind_packets(launch, send, recv, count, dtype, op, factor, stream)
+            return self._bind_packets(launch, send, recv, count, dtype, op, factor)
         if launch.algorithm == "copies":
             if self._symmetric(send, count * dtype.itemsize) and self._symmetric(recv, count * dtype.itemsize):
-                return self._bind_copies(launch, send, recv, count, dtype, op, stream)
+                return self._bind_copies(launch, send, recv, count, dtype, op)
             launch = Launch("push")
         if launch.algorithm == "push":
-            return self._bind_push(launch, send, recv, count, dtype, op, stream)
-        return self._bind_direct(launch, send, recv, count, dtype, op, stream)
+            return self._bind_push(launch, send, recv, count, dtype, op)
+        return self._bind_direct(launch, send, recv, count, dtype, op)
 
     def _possible(self, launch: Launch, op: ReduceOp) -> Launch:
         if launch.algorithm in ("push", "direct", "bulk", "copies") and (op is ReduceOp.PREMUL_SUM or self.size == 1):
@@ -205,8 +186,8 @@ class PeerEngine:
         return _loaded(kernel)
 
     def _bind_packets(
-        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float, stream: Any
-    ) -> Callable[[], None]:
+        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float
+    ) -> Run:
         partials = launch.algorithm in ("ring", "tree")
         widened = partials or op is ReduceOp.PREMUL_SUM
         # Small integers are added in 32 bits: the width of a partial sum on the wire.
@@ -219,13 +200,11 @@ class PeerEngine:
         kernel = self._kernel("all_reduce_packets.cu", launch, dtype, op, PARTIALS=partials)
         threads = min(launch.threads, -(-per_channel // 32) * 32)
         return self._bind(
-            kernel, stream, blocks, threads,
+            kernel, blocks, threads,
             self._context.pointer, self.memory.pointer, self.rank, send, recv, count, per_channel, np.float64(factor),
         )  # fmt: skip
 
-    def _bind_direct(
-        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, stream: Any
-    ) -> Callable[[], None]:
+    def _bind_direct(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         nbytes, table, vector = count * dtype.itemsize, self.memory.peer_pointers.pointer, 16 // dtype.itemsize
         source, target = self._symmetric(send, nbytes), self._symmetric(recv, nbytes)
         if source and target:
@@ -241,14 +220,12 @@ class PeerEngine:
         )
         blocks = min(launch.blocks or self.blocks, self.blocks)
         return self._bind(
-            kernel, stream, blocks, launch.threads,
+            kernel, blocks, launch.threads,
             self._context.pointer, self.memory.pointer, self.rank,
             *places, *outside, count, piece, shared=shared,
         )  # fmt: skip
 
-    def _bind_push(
-        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, stream: Any
-    ) -> Callable[[], None]:
+    def _bind_push(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         vector = 16 // dtype.itemsize
         place = self._symmetric(recv, count * dtype.itemsize)
         pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
@@ -258,14 +235,12 @@ class PeerEngine:
         share = -(-(-(-piece // vector // self.size) + 8) // blocks) + 8
         batch = min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
         return self._bind(
-            kernel, stream, blocks, launch.threads,
+            kernel, blocks, launch.threads,
             self._context.pointer, self.memory.pointer, self.rank, self._in, batch,
             *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
         )  # fmt: skip
 
-    def _bind_copies(
-        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, stream: Any
-    ) -> Callable[[], None]:
+    def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         """Copy engines fetch and deliver, a kernel adds a piece while the next one is fetched.
 
         All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice;
@@ -287,8 +262,7 @@ class PeerEngine:
             if memory.offset_of(pointer, 1) is not None
         )
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
-        barrier = self.bind_barrier(stream=stream)
-        main = streams.handle(stream)
+        barrier = self.bind_barrier()
         if self._copier is None:
             self._copier = create_stream(self.device)
         copy = streams.handle(self._copier)
@@ -297,8 +271,8 @@ class PeerEngine:
             events = [call(cu.cuEventCreate, flag) for _ in range(2 * len(cuts) + 2)]
         others = [(rank + k) % size for k in range(1, size)]
         sums = [
-            kernel.bind(
-                stream, 132, launch.threads, rank, send + a * itemsize,
+            self._bind(
+                kernel, 132, launch.threads, rank, send + a * itemsize,
                 staging.pointer + (i % 2) * size * step * itemsize, step * itemsize, recv + a * itemsize, b - a,
             )
             for i, (a, b) in enumerate(cuts)
@@ -320,34 +294,52 @@ class PeerEngine:
             call(cu.cuEventRecord, event, before)
             call(cu.cuStreamWaitEvent, after, event, 0)
 
-        def run() -> None:
-            barrier()
+        def run(stream: Any) -> None:
+            main = streams.handle(stream)
+            barrier(stream)
             wait(main, copy, events[-1])
             for i in range(len(cuts) + 1):
                 if i < len(cuts):
                     pull(i)
                     wait(copy, main, events[2 * i])
-                    sums[i]()
+                    sums[i](stream)
                     call(cu.cuEventRecord, events[2 * i + 1], main)
                 if i > 0:
                     call(cu.cuStreamWaitEvent, copy, events[2 * i - 1], 0)
                     push(i - 1)
             wait(copy, main, events[-2])
-            barrier()
+            barrier(stream)
 
         return run
 
-    def _bind(
-        self, kernel: Any, stream: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0
-    ) -> Callable[[], None]:
-        """``kernel.bind``, and where a rank has its GPU alone the launch overlaps the end of the kernel before."""
-        run = kernel.bind(stream, blocks, threads, *arguments, shared=shared)
-        if not self._overlap:
-            return run
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
+        """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
+
+        Bytes of any number and alignment, none where nothing goes.  Takes part who has something to send or
+        to receive; what one rank sends another comes in the order in which it was sent, in pieces of the
+        same sizes.
+        """
+        pieces = [word for r in range(self.size) for word in (*sends[r], *recvs[r])]
+        longest = max(nbytes for _, nbytes in (*sends, *recvs))
+        if not longest:
+            return _nothing
+        kernel = _loaded(load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros))
+        blocks = min(-(-longest // _SHARE), self.blocks)
+        threads = min(-(-longest // blocks // 512 + 1) * 32, 512)
+        pieces += [0] * (4 * (MAX_RANKS - self.size))
+        return self._bind(
+            kernel, blocks, threads,
+            self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self.blocks, *pieces,
+        )  # fmt: skip
+
+    def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0) -> Run:
+        """A function that launches ``kernel``; where a rank has its GPU alone, while the kernel before it ends."""
         from cuda.core import LaunchConfig, launch
 
-        config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared, programmatic_stream_serialization=True)
-        return partial(launch, streams.as_stream(stream), config, kernel.handle, *arguments)
+        kernel.bind(None, blocks, threads, *arguments, shared=shared)  # asks for the shared memory
+        overlap = self._overlap
+        config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared, programmatic_stream_serialization=overlap)
+        return lambda stream: launch(streams.as_stream(stream), config, kernel.handle, *arguments)
 
     def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
         """Table of addresses and offset of a buffer that all ranks map, if vectors can move it."""
@@ -357,10 +349,10 @@ class PeerEngine:
                 return memory.peer_pointers.pointer, offset
         return None
 
-    def bind_barrier(self, *, stream: Any = None) -> Callable[[], None]:
-        """A function that queues a barrier of all ranks' streams."""
+    def bind_barrier(self) -> Run:
+        """A barrier of all ranks' streams."""
         kernel = _loaded(load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros))
-        return self._bind(kernel, stream, 1, 32, self._context.pointer, self.memory.pointer, self.rank)
+        return self._bind(kernel, 1, 32, self._context.pointer, self.memory.pointer, self.rank)
 
     @property
     def failed(self) -> bool:
@@ -371,17 +363,28 @@ class PeerEngine:
         """Raise for a kernel that gave up, naming the rank it waited for; ``what`` names the operation."""
         if not self.failed:
             return
-        word = {name: int(self._record[name]) for name in _Word}
-        peer = word[_Word.PEER]
-        if word[_Word.CAUSE] == _ABORTED:
+        peer, cause = int(self._record[_Word.PEER]), int(self._record[_Word.CAUSE])
+        if cause == _ABORTED:
             raise CollectiveError(f"{what}: aborted while it waited for rank {peer}")
-        if word[_Word.CAUSE] == _TOLD:
+        if cause == _TOLD:
             raise RankLost(f"{what}: rank {peer} has given up")
-        raise CollectiveTimeout(
-            f"{what}: rank {peer} did not arrive within {self.timeout:g} s "
-            f"(channel {word[_Word.CHANNEL]}, phase {word[_Word.PHASE]}: "
-            f"expected flag {word[_Word.WANTED]}, got {word[_Word.SEEN]})"
+        raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {self.timeout:g} s ({self._where()})")
+
+    def _where(self) -> str:
+        word = {name: int(self._record[name]) for name in _Word}
+        return (
+            f"channel {word[_Word.CHANNEL]}, phase {word[_Word.PHASE]}: "
+            f"expected flag {word[_Word.WANTED]}, got {word[_Word.SEEN]}"
         )
+
+    def last_wait(self, seconds: float) -> str:
+        """What a kernel that is being aborted waited for; looks for it at most so long."""
+        deadline = time.monotonic() + seconds
+        while not self.failed:
+            if time.monotonic() > deadline:
+                return "no kernel of this GPU was waiting"
+            time.sleep(0.001)
+        return f"the GPU waited for rank {int(self._record[_Word.PEER])} ({self._where()})"
 
     def abort(self) -> None:
         """Let every kernel that waits, now or later, end within a moment.  Its result is undefined."""
@@ -396,6 +399,10 @@ class PeerEngine:
             self.memory.close()
         self._memories.clear()
         self._copied.clear()
+
+
+def _nothing(stream: Any) -> None:
+    """What is queued where there is nothing to do."""
 
 
 def _loaded(kernel: Any) -> Any:

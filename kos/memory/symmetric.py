@@ -223,11 +223,15 @@ class SymmetricMemory:
         """Unmap and free, after all ranks' devices are done."""
         if self._slab is None:
             return
+        self.unmap()
+        self.abort()
+
+    def unmap(self) -> None:
+        """Let go of the other ranks' slabs, and they of this one, which lives on.  Collective, like ``close``."""
         driver.synchronize(self.device)
         self.exchange.barrier()
         self._unmap()
         self.exchange.barrier()  # an exporter frees last
-        self.abort()
 
     def abort(self) -> None:
         """Unmap and free without the other ranks: for when one of them is lost."""

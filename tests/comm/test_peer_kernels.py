@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.comm.peer import Launch, PeerEngine
+from kos.comm.launches import Launch
+from kos.comm.peer import PeerEngine
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda import streams
@@ -125,11 +126,11 @@ def reduce_once(
     start = (guard + offset) * x.itemsize
     run = engine.bind_all_reduce(
         source.pointer + start, target.pointer + start, x.size, dtype_of(x.dtype), name,
-        factor=factor, launch=launch, stream=stream,
+        factor=factor, launch=launch,
     )  # fmt: skip
     cuda.synchronize(device)
     rendezvous.barrier()
-    run()
+    run(stream)
     streams.synchronize(stream, device)
     engine.check("all_reduce")
     got = target.numpy(stream)
@@ -244,13 +245,13 @@ def storm(
     sources = [Array.empty(n, dtype, device, stream=stream) for n in counts]
     targets = [Array.empty(n, dtype, device, stream=stream) for n in counts]
     runs = [
-        engine.bind_all_reduce(s.pointer, t.pointer, n, dtype_of(dtype), ReduceOp.SUM, launch=p, stream=stream)
+        engine.bind_all_reduce(s.pointer, t.pointer, n, dtype_of(dtype), ReduceOp.SUM, launch=p)
         for s, t, n, p in zip(sources, targets, counts, picks, strict=True)
     ]
     with cuda.capture(stream, keep=[*sources, *targets]) as graph:
         for _ in range(3):
             for run in runs:
-                run()
+                run(stream)
     cuda.synchronize(device)
     rendezvous.barrier()
     for _ in range(rounds):
@@ -294,7 +295,7 @@ def absent(rendezvous: Rendezvous, device: int, launch: Launch, how: str) -> str
     stream = cuda.create_stream(device)
     x = Array.zeros(1000, np.float32, device, stream=stream)
     run = engine.bind_all_reduce(
-        x.pointer, x.pointer, 1000, dtype_of(np.dtype(np.float32)), ReduceOp.SUM, launch=launch, stream=stream
+        x.pointer, x.pointer, 1000, dtype_of(np.dtype(np.float32)), ReduceOp.SUM, launch=launch
     )
     cuda.synchronize(device)
     rendezvous.barrier()
@@ -302,7 +303,7 @@ def absent(rendezvous: Rendezvous, device: int, launch: Launch, how: str) -> str
     if rendezvous.rank != 1:
         if how == "abort":
             engine.timeout = 60.0
-        run()
+        run(stream)
         if how == "abort":
             engine.abort()
         streams.synchronize(stream, device)
@@ -340,10 +341,10 @@ def test_abort_ends_a_wait() -> None:
 def barriers(rendezvous: Rendezvous, device: int) -> None:
     engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
     stream = cuda.create_stream(device)
-    run = engine.bind_barrier(stream=stream)
+    run = engine.bind_barrier()
     with cuda.capture(stream) as graph:
         for _ in range(100):
-            run()
+            run(stream)
     cuda.synchronize(device)
     rendezvous.barrier()
     graph.replay(stream)

@@ -14,7 +14,8 @@ import pytest
 
 from kos import cuda
 from kos.comm.env_rendezvous import EnvRendezvous
-from kos.comm.peer import Launch, PeerEngine
+from kos.comm.launches import Launch
+from kos.comm.peer import PeerEngine
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import SingleRendezvous
 from kos.cuda import streams
@@ -44,19 +45,19 @@ def child(role: str, algorithm: str) -> None:
     x = Array.from_numpy(np.full(COUNT, rank + 1, np.float32), device)
     y = Array.zeros(COUNT, np.float32, device)
     run = engine.bind_all_reduce(
-        x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2), stream=stream
+        x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2)
     )
     cuda.synchronize(device)
     rendezvous.barrier()
     last = rank == size - 1
     if role != "live" and last:
         for _ in range(20):
-            run()
+            run(stream)
         if role == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGSTOP)  # what was queued runs on; nothing more comes
     for _ in range(40):
-        run()
+        run(stream)
     streams.synchronize(stream, device)
     if role == "live":
         engine.check("all_reduce")
@@ -68,7 +69,7 @@ def child(role: str, algorithm: str) -> None:
         engine.check("all_reduce #5")
     engine.close()
     alone = PeerEngine(SingleRendezvous(), device, staging=1 << 20)  # the GPU works on
-    alone.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, stream=stream)()
+    alone.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM)(stream)
     np.testing.assert_array_equal(y.numpy(stream), x.numpy(stream))
     alone.close()
 

@@ -22,6 +22,8 @@ ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 PACKETS = [b"one_shot", b"two_shot", b"ring", b"tree"]
 CASES = [
     ("barrier.cu", {}, [b"barrier"]),
+    ("exchange.cu", {}, [b"exchange"]),
+    ("exchange.cu", {"STALL": 1000, "BROKEN": 1}, [b"exchange"]),
     ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "bfloat16", "OP": "AVG", "STALL": 1000}, PACKETS),
     ("all_reduce_packets.cu", {"DTYPE": "float16", "OP": "PREMUL_SUM", "PARTIALS": 1}, PACKETS),
@@ -60,6 +62,7 @@ def test_layout_is_the_hosts() -> None:
     assert f"#define CHANNELS {peer.CHANNELS}\n" in text
     assert f"#define LINE_BYTES {peer._LINE_BYTES}\n" in text
     assert f"#define CAPACITY {peer._CAPACITY} " in text
+    assert f"#define SHARE {peer._SHARE} " in (KERNELS / "exchange.cu").read_text()
     record = text[text.index("struct Record {") :].split("}")[0]
     names = re.findall(r"\b\w+(?=[,;])", record)
     assert [name.upper().removesuffix("_NS") for name in names] == list(peer._Word.__members__)

@@ -7,8 +7,9 @@ ring.  Small vectors go whole to everybody, and every rank adds all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -21,9 +22,7 @@ from kos.cuda.streams import as_stream
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 
-if TYPE_CHECKING:
-    from kos.comm.backends.nccl import NCCLBackend
-
+Piece = tuple[int, int]  # address, bytes
 KERNELS = Path(__file__).parent.parent / "kernels" / "reduce_ordered.cu"
 
 _ONE_SHOT_BYTES = 1 << 20
@@ -49,10 +48,26 @@ def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
     return ("uint8" if dtype.kind == "bool" else dtype.name), op.name, 1
 
 
+class Carrier(Protocol):
+    """The backend that carries the parts; addresses and bytes are of this rank's GPU."""
+
+    rank: int
+    size: int
+    device: int
+
+    def scratch(self, nbytes: int, stream: int) -> int: ...
+
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None: ...
+
+    def share(self, pointer: int, nbytes: int, stream: int) -> None: ...
+
+    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None: ...
+
+
 class OrderedReduction:
     """The launch of one all_reduce, reduce, reduce_scatter or reduce_scatter_v."""
 
-    def __init__(self, backend: NCCLBackend, o: Operation) -> None:
+    def __init__(self, backend: Carrier, o: Operation) -> None:
         assert o.send is not None and o.reduction is not None
         size, rank = backend.size, backend.rank
         name, op, per = kernel_types(o.reduction, backend.device)

@@ -36,20 +36,6 @@
          long long piece)
 
 constexpr int PER_VECTOR = 16 / sizeof(Bits);
-struct Vector {
-    unsigned x[4];
-};
-
-__device__ __forceinline__ void load(Vector& v, u64 address) {
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
-                 : "l"(address));
-}
-__device__ __forceinline__ void store(u64 address, const Vector& v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x[0]), "r"(v.x[1]),
-                 "r"(v.x[2]), "r"(v.x[3])
-                 : "memory");
-}
 
 // How ``count`` elements, of ``piece`` at most, are cut: vectors into one chunk a rank, a chunk into tiles.
 struct Cut {

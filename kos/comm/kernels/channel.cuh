@@ -7,6 +7,7 @@
 //   LINES   per channel 256 bytes: [0] last epoch of packets, [1] barriers passed, [2] batches pushed,
 //           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [48 + r] taken
 //   FAILED  [0] who failed, rank + 1 (written by any rank), [1] claim on the record (own kernels only)
+//   PAIRS   a second line per channel, see exchange.cu
 //   INBOX   packets, see packets.cuh
 //
 // Every flag has one writer.  A barrier flag counts up and is compared as a difference, so a rank may be one
@@ -24,7 +25,8 @@ using u64 = unsigned long long;
 #endif
 #define LINE_BYTES 256
 #define FAILED_OFFSET (CHANNELS * LINE_BYTES)
-#define INBOX_OFFSET (FAILED_OFFSET + 256)
+#define PAIRS_OFFSET (FAILED_OFFSET + 256)
+#define INBOX_OFFSET (PAIRS_OFFSET + CHANNELS * LINE_BYTES)
 #ifndef RENEW_EPOCH
 #define RENEW_EPOCH 0x80000000u
 #endif
@@ -66,6 +68,21 @@ __device__ inline unsigned load_acquire(u64 address) {
 __device__ inline void store_release(u64 address, unsigned value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+// 16 bytes of memory that other ranks read or write.
+struct Vector {
+    unsigned x[4];
+};
+__device__ __forceinline__ void load(Vector& v, u64 address) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+                 : "l"(address));
+}
+__device__ __forceinline__ void store(u64 address, const Vector& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x[0]), "r"(v.x[1]),
+                 "r"(v.x[2]), "r"(v.x[3])
+                 : "memory");
+}
+
 __device__ inline u64 nanoseconds() {
     u64 now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
