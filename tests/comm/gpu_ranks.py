@@ -33,7 +33,8 @@ class OnGPU:
         return lambda *arguments, **options: self._call(name, arguments, options)
 
     def _call(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        options.pop("algorithm", None)  # NCCL's own
+        if self.comm.backend_name == "nccl" or name != "all_reduce":
+            options.pop("algorithm", None)  # the backend has its own
         copies: dict[int, tuple[np.ndarray, Array]] = {}
         pairs: list[tuple[np.ndarray, Array]] = []
 
@@ -66,7 +67,7 @@ def address(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0]
 
 
-class NCCLRanks:
+class GPURanks:
     """``run(fn)`` runs ``fn(comm)`` on every rank; ``comm`` takes ndarrays, ``comm.comm`` is the communicator."""
 
     def __init__(self, world: kos.Communicator, control: kos.Communicator) -> None:
@@ -74,7 +75,7 @@ class NCCLRanks:
 
     def run(self, fn: Callable[[Any], Any]) -> None:
         failure = b""
-        token = SUMS_IN_16_BITS.set(True)
+        token = SUMS_IN_16_BITS.set(self.comm.backend_name == "nccl")
         try:
             fn(OnGPU(self.comm))
             self.comm.synchronize()

@@ -25,7 +25,7 @@ from kos.errors import (
     KosError,
 )
 from kos.memory.array import Array
-from tests.comm.gpu_ranks import NCCLRanks
+from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import ALL_DTYPES, assert_bits, assert_same_on_all_ranks, inputs, poison
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
     LARGE,
@@ -62,7 +62,7 @@ def worlds(mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
 
 
 @pytest.fixture
-def nccl_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
+def gpu_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
     """The communicator of all ranks, shared by the tests until one of them breaks it."""
     fit = bool(worlds) and worlds[-1].backend.broken is None
     if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
@@ -74,11 +74,11 @@ def nccl_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> k
 
 
 @pytest.fixture
-def ranks(request: pytest.FixtureRequest, nccl_world: kos.Communicator, mpi_world: kos.Communicator) -> NCCLRanks:
+def ranks(request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
     case = getattr(request.node, "callspec", None)
     if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
         pytest.skip("products of complex numbers are refused by name")
-    return NCCLRanks(nccl_world, mpi_world)
+    return GPURanks(gpu_world, mpi_world)
 
 
 def on_gpu(comm: Any, x: np.ndarray, stream: Any = None) -> Array:
@@ -106,7 +106,7 @@ def in_rank_order(xs: list[np.ndarray], op: ReduceOp, factors: list[float]) -> n
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, ReduceOp.PREMUL_SUM], ids=lambda o: o.name)
 @pytest.mark.parametrize("dtype", [d for d in ALL_DTYPES if d.kind in "fV"], ids=str)
-def test_deterministic_is_in_rank_order(ranks: NCCLRanks, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+def test_deterministic_is_in_rank_order(ranks: GPURanks, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     def body(gpu: Any) -> None:
         n, me = gpu.size, gpu.rank
         factors = [0.3 + 0.7 * rank for rank in range(n)]
@@ -128,7 +128,7 @@ def test_deterministic_is_in_rank_order(ranks: NCCLRanks, seed: int, dtype: np.d
     ranks.run(body)
 
 
-def test_minimum_keeps_nan(ranks: NCCLRanks) -> None:
+def test_minimum_keeps_nan(ranks: GPURanks) -> None:
     def body(gpu: Any) -> None:
         for dtype in (np.float32, BF16):
             for op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -141,7 +141,7 @@ def test_minimum_keeps_nan(ranks: NCCLRanks) -> None:
     ranks.run(body)
 
 
-def test_messages(ranks: NCCLRanks, seed: int) -> None:
+def test_messages(ranks: GPURanks, seed: int) -> None:
     def body(gpu: Any) -> None:
         n, me = gpu.size, gpu.rank
         if n == 1:
@@ -162,7 +162,7 @@ def test_messages(ranks: NCCLRanks, seed: int) -> None:
     ranks.run(body)
 
 
-def test_host_does_not_wait(ranks: NCCLRanks) -> None:
+def test_host_does_not_wait(ranks: GPURanks) -> None:
     """Calls return while the GPU is still busy with what was queued before; the order is kept all the same."""
 
     def body(gpu: Any) -> None:
@@ -186,7 +186,7 @@ def test_host_does_not_wait(ranks: NCCLRanks) -> None:
     ranks.run(body)
 
 
-def test_async_operations_and_their_order(ranks: NCCLRanks, seed: int) -> None:
+def test_async_operations_and_their_order(ranks: GPURanks, seed: int) -> None:
     def body(gpu: Any) -> None:
         comm, stream = gpu.comm, cuda.create_stream(gpu.device)
         xs = inputs(seed, comm.size, LARGE, np.float32)
@@ -209,7 +209,7 @@ def test_async_operations_and_their_order(ranks: NCCLRanks, seed: int) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_graph_capture_and_replay(ranks: NCCLRanks, seed: int, deterministic: bool) -> None:
+def test_graph_capture_and_replay(ranks: GPURanks, seed: int, deterministic: bool) -> None:
     """Captured once, replayed with other data; also what is captured as the first call of its kind."""
 
     def body(gpu: Any) -> None:
@@ -240,7 +240,7 @@ def test_graph_capture_and_replay(ranks: NCCLRanks, seed: int, deterministic: bo
     ranks.run(body)
 
 
-def test_batch_and_persistent(ranks: NCCLRanks, seed: int) -> None:
+def test_batch_and_persistent(ranks: GPURanks, seed: int) -> None:
     def body(gpu: Any) -> None:
         comm, n, me = gpu.comm, gpu.size, gpu.rank
         ones = [on_gpu(comm, np.full(k + 1, me, np.float32)) for k in range(6)]
@@ -272,7 +272,7 @@ def test_batch_and_persistent(ranks: NCCLRanks, seed: int) -> None:
     ranks.run(body)
 
 
-def test_several_communicators(ranks: NCCLRanks) -> None:
+def test_several_communicators(ranks: GPURanks) -> None:
     def body(gpu: Any) -> None:
         comm, n, me = gpu.comm, gpu.size, gpu.rank
         other = comm.duplicate()
@@ -298,7 +298,7 @@ def test_several_communicators(ranks: NCCLRanks) -> None:
     ranks.run(body)
 
 
-def test_windows(ranks: NCCLRanks, seed: int) -> None:
+def test_windows(ranks: GPURanks, seed: int) -> None:
     def body(gpu: Any) -> None:
         comm, n, me = gpu.comm, gpu.size, gpu.rank
         for count in (1, 1000, 1 << 20):
@@ -312,7 +312,7 @@ def test_windows(ranks: NCCLRanks, seed: int) -> None:
     ranks.run(body)
 
 
-def test_refusals(ranks: NCCLRanks) -> None:
+def test_refusals(ranks: GPURanks) -> None:
     """Nothing is sent: the communicator works after each."""
 
     def body(gpu: Any) -> None:
@@ -362,7 +362,7 @@ def test_refusals(ranks: NCCLRanks) -> None:
     ranks.run(body)
 
 
-def test_ranks_that_share_a_gpu_are_told(mpi_world: kos.Communicator, nccl_world: kos.Communicator) -> None:
+def test_ranks_that_share_a_gpu_are_told(mpi_world: kos.Communicator, gpu_world: kos.Communicator) -> None:
     if mpi_world.size == 1:
         pytest.skip("needs two ranks or more")
     with pytest.raises(BackendUnavailable, match="nccl: ranks 0 and 1 share GPU"):
@@ -372,7 +372,7 @@ def test_ranks_that_share_a_gpu_are_told(mpi_world: kos.Communicator, nccl_world
         assert "ranks 0 and 1 share GPU" in comm.explain()
 
 
-def test_auto_takes_both(mpi_world: kos.Communicator, nccl_world: kos.Communicator, seed: int) -> None:
+def test_auto_takes_both(mpi_world: kos.Communicator, gpu_world: kos.Communicator, seed: int) -> None:
     with kos.init(timeout=TIMEOUT) as comm:
         assert comm.backend_name == "nccl+mpi"
         rows = [line.split() for line in comm.explain().splitlines()]
@@ -392,10 +392,10 @@ def test_auto_takes_both(mpi_world: kos.Communicator, nccl_world: kos.Communicat
         assert comm.all_gather_bytes(b"%d" % comm.rank) == [b"%d" % rank for rank in range(comm.size)]
 
 
-def test_mismatch_raises_on_all_ranks(mpi_world: kos.Communicator, nccl_world: kos.Communicator) -> None:
+def test_mismatch_raises_on_all_ranks(mpi_world: kos.Communicator, gpu_world: kos.Communicator) -> None:
     if mpi_world.size == 1:
         pytest.skip("needs two ranks or more")
-    comm = nccl_world.duplicate()
+    comm = gpu_world.duplicate()
     x = on_gpu(comm, np.ones(1000 + comm.rank // (comm.size - 1), np.float32))  # the last rank has one more
 
     def all_reduce() -> None:
@@ -408,16 +408,16 @@ def test_mismatch_raises_on_all_ranks(mpi_world: kos.Communicator, nccl_world: k
         comm.all_reduce(x)
     comm.close()
     mpi_world.barrier()
-    x = on_gpu(nccl_world, np.ones(1000, np.float32))
-    assert (nccl_world.all_reduce(x).numpy() == nccl_world.size).all(), "the GPU is not fit any more"
+    x = on_gpu(gpu_world, np.ones(1000, np.float32))
+    assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"
 
 
 @pytest.mark.parametrize("met", [True, False])
-def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, nccl_world: kos.Communicator, met: bool) -> None:
+def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, gpu_world: kos.Communicator, met: bool) -> None:
     """The host's wait ends in time, whether or not the ranks had been connected; the GPU is fit afterwards."""
     if mpi_world.size == 1:
         pytest.skip("needs two ranks or more")
-    comm = nccl_world.duplicate()
+    comm = gpu_world.duplicate()
     x = on_gpu(comm, np.ones(5000, np.float32))
     if met:
         comm.all_reduce(x)
@@ -437,15 +437,15 @@ def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, nccl_world: kos.
     mpi_world.barrier()
     comm.abort() if comm.rank == late else comm.close()
     mpi_world.barrier()
-    x = on_gpu(nccl_world, np.ones(1000, np.float32))
-    assert (nccl_world.all_reduce(x).numpy() == nccl_world.size).all(), "the GPU is not fit any more"
+    x = on_gpu(gpu_world, np.ones(1000, np.float32))
+    assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"
 
 
-def test_shrink(mpi_world: kos.Communicator, nccl_world: kos.Communicator) -> None:
+def test_shrink(mpi_world: kos.Communicator, gpu_world: kos.Communicator) -> None:
     """NCCL's own shrink, without the last rank."""
     if mpi_world.size < 3:
         pytest.skip("needs three ranks or more")
-    comm = nccl_world.duplicate()
+    comm = gpu_world.duplicate()
     last = comm.size - 1
     rest = mpi_world.rendezvous.split(None if comm.rank == last else 0)
     if rest is not None:

@@ -1,0 +1,257 @@
+"""The peer backend on as many ranks as mpirun starts, which may share a GPU: the conformance suite, graphs, failures.
+
+mpirun -n 4 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_peer.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp, cuda
+from kos.errors import BackendUnavailable, InvalidArgument
+from kos.memory.array import Array
+from tests.comm.gpu_ranks import GPURanks
+from tests.comm.ranks import assert_bits, inputs, poison
+from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
+    LARGE,
+    SIZES,
+    check,
+    test_all_gather,
+    test_all_gather_v,
+    test_all_reduce,
+    test_all_to_all,
+    test_all_to_all_v,
+    test_broadcast,
+    test_gather_and_scatter,
+    test_large,
+    test_reduce,
+    test_reduce_scatter,
+    test_reduce_scatter_v,
+    test_shapes_and_scalars,
+)
+from tests.comm.test_nccl import (  # noqa: F401 -- collected here
+    BF16,
+    TIMEOUT,
+    in_rank_order,
+    on_gpu,
+    test_a_rank_that_does_not_come,
+    test_async_operations_and_their_order,
+    test_batch_and_persistent,
+    test_deterministic_is_in_rank_order,
+    test_graph_capture_and_replay,
+    test_host_does_not_wait,
+    test_messages,
+    test_minimum_keeps_nan,
+    test_mismatch_raises_on_all_ranks,
+    test_several_communicators,
+    test_windows,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+
+
+@pytest.fixture(scope="session")
+def worlds(mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
+    probe = mpi_world.probes["peer"]
+    if not probe.usable:
+        pytest.skip(f"needs GPUs of one machine: {probe.reason}")
+    worlds: list[kos.Communicator] = []
+    yield worlds
+    worlds[-1].close()
+
+
+@pytest.fixture
+def gpu_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
+    """The communicator of all ranks, shared by the tests until one of them breaks it."""
+    fit = bool(worlds) and worlds[-1].backend.broken is None
+    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
+        if worlds:
+            worlds[-1].abort()
+        worlds.append(kos.init("peer", timeout=TIMEOUT))
+        cuda.set_device(worlds[-1].device)
+    return worlds[-1]
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
+    case = getattr(request.node, "callspec", None)
+    if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
+        pytest.skip("products of complex numbers are refused by name")
+    return GPURanks(gpu_world, mpi_world)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "ring", "tree"])
+def test_named_algorithms(ranks: GPURanks, seed: int, algorithm: str) -> None:
+    def body(gpu: Any) -> None:
+        for count in (*SIZES, LARGE):
+            xs = inputs(seed, gpu.size, count, BF16)
+            x = xs[gpu.rank].copy()
+            gpu.all_reduce(x, algorithm=algorithm)
+            check(x, xs, ReduceOp.SUM, [])
+            if algorithm.endswith("shot"):
+                assert_bits(x, in_rank_order(xs, ReduceOp.SUM, []), algorithm)
+
+    ranks.run(body)
+
+
+def test_symmetric_buffers_at_every_size(ranks: GPURanks, seed: int) -> None:
+    """Each launch of the tables, out of place and in place, at odd counts, views that are not aligned included."""
+
+    def body(gpu: Any) -> None:
+        comm, me = gpu.comm, gpu.rank
+        x, out = (comm.allocate((8 << 20) + 64, BF16) for _ in range(2))
+        for count in (5, 120_001, 180_000, 400_001, 2_000_003, 8 << 20):
+            xs = inputs(seed, gpu.size, count, BF16)
+            expected = in_rank_order(xs, ReduceOp.SUM, [])
+            for start in (0, 8, 3):
+                source, target = x[start : start + count], out[start : start + count]
+                source.copy_from(xs[me])
+                out.fill_bytes(255)
+                comm.all_reduce(source, out=target)
+                comm.all_reduce(source)
+                comm.synchronize()
+                assert_bits(target.numpy(), expected, f"{count} from {start}")
+                assert_bits(source.numpy(), expected, f"{count} from {start} in place")
+                rest = out.numpy()[start + count :].view(np.uint8)
+                assert (rest == 255).all(), f"{count} from {start}: wrote beyond its end"
+
+    ranks.run(body)
+
+
+def test_any_bytes_to_and_from_anybody(ranks: GPURanks, seed: int) -> None:
+    """all_to_all_v of random lengths and alignments, some empty, some of many batches."""
+
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        rng = np.random.default_rng(seed)
+        for turn in range(20):
+            matrix = rng.integers(0, 10 ** rng.integers(1, 7, (n, n)))
+            matrix[rng.random((n, n)) < 0.2] = 0
+            shift = [int(s) for s in rng.integers(0, 17, 2 * n)]
+            xs = [inputs(seed + r + turn, 1, int(matrix[r].sum()), np.uint8)[0] for r in range(n)]
+            pieces = [np.split(x, np.cumsum(matrix[r])[:-1]) for r, x in enumerate(xs)]
+            expected = np.concatenate([pieces[r][me] for r in range(n)])
+            memory = on_gpu(comm, np.full(xs[me].size + expected.size + 64, 7, np.uint8))
+            x = memory[shift[me] : shift[me] + xs[me].size]
+            at = 32 + xs[me].size + shift[n + me]
+            out = memory[at : at + expected.size]
+            x.copy_from(xs[me])
+            comm.all_to_all_v(x, matrix[me].tolist(), matrix[:, me].tolist(), out)
+            comm.synchronize()
+            assert_bits(out.numpy(), expected, f"turn {turn}: {matrix.tolist()}")
+            left, right = memory[shift[me] + xs[me].size : at].numpy(), memory[at + expected.size :].numpy()
+            assert (left == 7).all() and (right == 7).all(), f"turn {turn}: wrote beside the output"
+
+    ranks.run(body)
+
+
+def test_messages_of_a_batch_wait_for_none_of_it(ranks: GPURanks, seed: int) -> None:
+    """Everybody sends before it receives, several times to the same rank, more than the slots hold."""
+
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        counts = [3, 5_000_000, 0, 70_001]
+        mine = [[inputs(seed + to, 1, c, np.uint8)[0] ^ me for c in counts] for to in range(n)]
+        there = [[on_gpu(comm, x) for x in row] for row in mine]
+        got = [[on_gpu(comm, poison(c, np.uint8)) for c in counts] for _ in range(n)]
+        with comm.batch():
+            for k in range(len(counts)):
+                for to in (r for r in range(n) if r != me):
+                    comm.send(there[to][k], to)
+            for of in (r for r in range(n) if r != me):
+                for k in range(len(counts)):
+                    comm.recv(got[of][k], of)
+        comm.synchronize()
+        for of in (r for r in range(n) if r != me):
+            for k, count in enumerate(counts):
+                assert_bits(got[of][k].numpy(), inputs(seed + me, 1, count, np.uint8)[0] ^ of, f"{of}, {k}")
+
+    ranks.run(body)
+
+
+def test_streams_follow_one_another(ranks: GPURanks) -> None:
+    """Operations on two streams, and beside them, use the slab one after another."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        queues = [cuda.create_stream(comm.device) for _ in range(2)]
+        xs = [Array.zeros(30_001, np.int32, comm.device, stream=queue) for queue in queues]
+        for x in xs:
+            x.copy_from(np.ones(30_001, np.int32), x.stream)
+        works = []
+        for turn in range(30):
+            comm.all_reduce(xs[turn % 2], ReduceOp.MAX if turn % 3 else ReduceOp.SUM)
+            works.append(comm.all_gather(xs[turn % 2][:5], async_op=True))
+        for x in xs:
+            assert (x.numpy(x.stream) == comm.size**5).all()
+        for work in works:
+            assert work.synchronize().shape == (comm.size, 5)
+
+    ranks.run(body)
+
+
+def test_windows_are_freed_when_all_ranks_let_go(ranks: GPURanks) -> None:
+    def body(gpu: Any) -> None:
+        comm, backend = gpu.comm.duplicate(), None
+        backend = comm.backend
+        kept = comm.allocate(10, np.float32)
+        for turn in range(4):
+            x = comm.allocate(1 << 20, np.float32)
+            x.copy_from(np.full(1 << 20, turn, np.float32))
+            assert (comm.all_reduce(x).numpy() == turn * comm.size).all()
+            if turn != 2 or comm.rank:
+                del x
+        assert len(backend._windows) == 3  # kept, the one that rank 0 held on to, and the last
+        comm.close()
+        kept.fill_bytes(0)  # outlives the communicator
+        assert (kept.numpy() == 0).all()
+
+    ranks.run(body)
+
+
+def test_refusals(ranks: GPURanks) -> None:
+    """Nothing is sent: the communicator works after each."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x = on_gpu(comm, np.ones(4, np.float32))
+        freed = Array.empty(4, np.float32, comm.device)
+        freed.owner.close()
+        odd = Array(x.pointer + 2, (3,), np.float32, comm.device, owner=x)
+        refused = {
+            rf"expected memory of cuda:{comm.device} \(backend peer\), got ndarray": lambda: comm.all_reduce(
+                np.ones(4)
+            ),
+            "got one that was freed": lambda: comm.all_reduce(freed),
+            "elements at multiples of 4 bytes": lambda: comm.all_reduce(odd),
+            "algorithm: expected 'auto', one_shot, two_shot, ring, tree": lambda: comm.all_reduce(
+                x, algorithm="halving_doubling"
+            ),
+        }
+        if comm.size > 1:
+            refused["tag: expected 0"] = lambda: comm.send(x, (comm.rank + 1) % comm.size, 3)
+        there = (comm.device + 1) % len(cuda.visible_devices())
+        if there != comm.device:
+            elsewhere = Array.empty(4, np.float32, there)
+            refused[f"got Array in memory of cuda:{there}"] = lambda: comm.all_reduce(elsewhere)
+        before = comm._collectives
+        for message, call in refused.items():
+            with pytest.raises(InvalidArgument, match=message):
+                call()
+        assert comm._collectives == before
+        assert (comm.all_reduce(x).numpy() == comm.size).all()
+
+    ranks.run(body)
+
+
+def test_ranks_that_are_threads_are_told() -> None:
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(BackendUnavailable, match="peer: the ranks are threads of one process"):
+            kos.init("peer", rendezvous=comm.rendezvous)
+
+    kos.testing.spawn(body, 2)
