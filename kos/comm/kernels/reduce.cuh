@@ -62,6 +62,41 @@ struct bfloat16 {
     }
 };
 
+// 8-bit floats as ml_dtypes has them: what rounds beyond the largest number becomes NaN (e4m3fn) or inf (e5m2).
+struct float8_e4m3fn {
+    using Bits = unsigned char;
+    using Wide = float;
+    static __device__ float widen(Bits x) {
+        unsigned halves;
+        float y;
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)x));
+        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)halves));
+        return y;
+    }
+    static __device__ Bits narrow(float x) {
+        if (!(fabsf(x) <= 464)) return x < 0 ? 0xff : 0x7f;
+        unsigned short pair;
+        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+        return Bits(pair);
+    }
+};
+struct float8_e5m2 {
+    using Bits = unsigned char;
+    using Wide = float;
+    static __device__ float widen(Bits x) {
+        float y;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)(x << 8)));
+        return y;
+    }
+    static __device__ Bits narrow(float x) {
+        if (x != x) return 0x7e;
+        if (fabsf(x) >= 61440) return x < 0 ? 0xfc : 0x7c;
+        unsigned short pair;
+        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+        return Bits(pair);
+    }
+};
+
 __device__ inline float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ inline double add(double a, double b) { return __dadd_rn(a, b); }
 __device__ inline int add(int a, int b) { return int(unsigned(a) + unsigned(b)); }

@@ -4,41 +4,6 @@
 // Each contribution is widened, all are combined from rank 0 on, and the result is rounded once: what
 // kos.comm.reduction does on the host, bit for bit.
 
-// 8-bit floats as ml_dtypes has them: what rounds beyond the largest number becomes NaN (e4m3fn) or inf (e5m2).
-struct float8_e4m3fn {
-    using Bits = unsigned char;
-    using Wide = float;
-    static __device__ float widen(Bits x) {
-        unsigned halves;
-        float y;
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)x));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)halves));
-        return y;
-    }
-    static __device__ Bits narrow(float x) {
-        if (!(fabsf(x) <= 464)) return x < 0 ? 0xff : 0x7f;
-        unsigned short pair;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
-        return Bits(pair);
-    }
-};
-struct float8_e5m2 {
-    using Bits = unsigned char;
-    using Wide = float;
-    static __device__ float widen(Bits x) {
-        float y;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)(x << 8)));
-        return y;
-    }
-    static __device__ Bits narrow(float x) {
-        if (x != x) return 0x7e;
-        if (fabsf(x) >= 61440) return x < 0 ? 0xfc : 0x7c;
-        unsigned short pair;
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
-        return Bits(pair);
-    }
-};
-
 #include "reduce.cuh"
 
 using Index = long long;
@@ -61,4 +26,14 @@ extern "C" __global__ void reduce_ordered(const Bits *in, Index stride, RESULT::
 // out[i] = in[i] * factor, before it travels.
 extern "C" __global__ void scale(const Bits *in, RESULT::Bits *out, Index count, double factor) {
     EACH(i, count) out[i] = RESULT::narrow(multiply(T::widen(in[i]), Wide(factor)));
+}
+
+// into[i] = into[i] op other[i]: one step of a schedule.
+extern "C" __global__ void combine(Bits *into, const Bits *other, Index count) {
+    EACH(i, count) into[i] = T::narrow(Op::combine(T::widen(into[i]), T::widen(other[i])));
+}
+
+// out[i] = in[i], a whole reduction, finished and rounded.
+extern "C" __global__ void finish(const Bits *in, RESULT::Bits *out, Index count) {
+    EACH(i, count) out[i] = RESULT::narrow(Op::finish(T::widen(in[i])));
 }
