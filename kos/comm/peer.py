@@ -132,9 +132,13 @@ class PeerEngine:
     def unregister(self, memory: SymmetricMemory) -> None:
         self._memories.remove(memory)
 
+    def is_symmetric(self, pointer: int, nbytes: int) -> bool:
+        """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
+        return self._symmetric(pointer, nbytes) is not None
+
     def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
         """What is taken where nothing else is said, by size and by where the buffers lie."""
-        return self.launches.pick(nbytes, bool(self._symmetric(send, nbytes) and self._symmetric(recv, nbytes)))
+        return self.launches.pick(nbytes, self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes))
 
     def bind_all_reduce(
         self,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import groupby
@@ -19,17 +20,18 @@ from math import prod
 from typing import Any
 
 from kos.comm.backend import Probe
-from kos.comm.backends.device import DeviceBackend, Scratch, device_of
+from kos.comm.backends.device import DeviceBackend, Scratch, device_of, is_captured
 from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
-from kos.comm.launches import Launch
+from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
 from kos.comm.peer import MAX_RANKS, PeerEngine, Piece, Run
 from kos.comm.rendezvous import Rendezvous
+from kos.comm.tuning import for_group
 from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.buffer import Buffer
 from kos.memory.symmetric import SymmetricMemory
@@ -71,7 +73,9 @@ class PeerBackend(DeviceBackend):
         with driver.on_device(self.device):
             self._order = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         try:
-            self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout)
+            self.table = for_group(rendezvous, self.device)
+            launches = self.table.launches
+            self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
         except KosError as error:
             super().close()
             raise BackendUnavailable(f"peer: {error}") from error
@@ -119,6 +123,16 @@ class PeerBackend(DeviceBackend):
         self._known.clear()  # the address may have been another's
         return Array(memory.pointer, shape, dtype, self.device, owner=Window(self, memory.pointer, number))
 
+    def is_symmetric(self, o: Operation) -> bool:
+        """Whether its buffers are in the memory of ``allocate``, so that kernels reach them where they lie."""
+        buffers = (buffer for buffer in (o.send, o.recv) if buffer is not None)
+        return all(self._engine.is_symmetric(buffer.pointer, buffer.nbytes) for buffer in buffers)
+
+    def use(self, launches: Launches) -> None:
+        """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
+        self._engine.launches = launches
+        self._known.clear()
+
     def release(self, pointer: int, window: int) -> None:
         """The last array of a window is gone here."""
         memory = self._windows[window]
@@ -151,16 +165,17 @@ class PeerBackend(DeviceBackend):
 
     def halt(self) -> None:
         self._engine.abort()
-        try:
-            self.bounded(lambda: driver.synchronize(self.device), _HALT_SECONDS, "peer: abort")
-        except CollectiveTimeout:
+        waits = threading.Thread(target=driver.synchronize, args=(self.device,), daemon=True)
+        waits.start()
+        waits.join(_HALT_SECONDS)
+        if waits.is_alive():  # what runs there may still use the slab
             log.error("rank %d: the GPU did not end its work within %g s", self.rank, _HALT_SECONDS)
-            return  # what runs there may still use the slab
-        self._engine.close()
+        else:
+            self._engine.close()
 
-    def check(self, o: Operation) -> None:
-        super().check(o)
-        self._engine.check(str(o))
+    def inspect(self, o: Operation) -> None:
+        if self._engine.failed:
+            self._engine.check(str(o))
 
     def missing(self, operation: Operation) -> str:
         """Ends the wait on the GPU, so that the kernel says what it waited for."""
@@ -168,8 +183,7 @@ class PeerBackend(DeviceBackend):
         return f"{super().missing(operation)}; {self._engine.last_wait(1.0)}"
 
     def _announce(self, o: Operation) -> None:
-        if self._engine.failed:
-            self._engine.check(str(o))
+        self.inspect(o)
         if o.timeout is not None and o.timeout > self._seconds:
             self.timeout = o.timeout
         super()._announce(o)
@@ -209,7 +223,7 @@ class PeerBackend(DeviceBackend):
     def _follow(self, stream: int) -> None:
         """Let ``stream`` wait for the last operation, wherever that was queued: the kernels share the slab."""
         last, self._at = self._at, stream
-        if last not in (0, stream) and _captured(last) == _captured(stream):
+        if last not in (0, stream) and is_captured(last) == is_captured(stream):
             call(cu.cuEventRecord, self._order, last)
             call(cu.cuStreamWaitEvent, stream, self._order, 0)
 
@@ -359,7 +373,3 @@ def _in_turn(runs: Iterable[Run]) -> Run:
             each(stream)
 
     return run
-
-
-def _captured(stream: int) -> bool:
-    return stream != streams.LEGACY and bool(int(call(cu.cuStreamIsCapturing, stream)))
