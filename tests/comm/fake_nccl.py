@@ -21,7 +21,7 @@ import pytest
 
 import kos
 from kos.comm import nccl_binding
-from kos.comm.backends import device, nccl, nccl_ordered
+from kos.comm.backends import device, nccl, nccl_ordered, nccl_schedule
 from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.rendezvous import ThreadRendezvous
@@ -150,16 +150,12 @@ class FakeNCCL:
 
         self._do("collective", run)
 
-    def reduce(
-        self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int
-    ) -> None:
+    def reduce(self, send: int, recv: int, count: int, code: int, op: int, root: int, comm: Comm, stream: int) -> None:
         got = self._reduced(comm, send, count, code, op)
         if comm.rank == root:
             at(recv, count, DTYPE_OF[code].numpy)[:] = got
 
-    def reduce_scatter(
-        self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int
-    ) -> None:
+    def reduce_scatter(self, send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
         got = self._reduced(comm, send, count * comm.group.size, code, op)
         at(recv, count, DTYPE_OF[code].numpy)[:] = got[comm.rank * count : (comm.rank + 1) * count]
 
@@ -189,7 +185,7 @@ class FakeNCCL:
 
 
 class FakeKernel:
-    """What ``reduce_ordered.cu`` computes, on the host."""
+    """What the kernels of ``reduce_ordered.cu`` compute, on the host."""
 
     def __init__(self, name: str, DTYPE: str, RESULT: str, OP: str, RANKS: int) -> None:
         self.name, self.ranks = name, RANKS
@@ -204,6 +200,18 @@ class FakeKernel:
             with np.errstate(all="ignore"):
                 x = at(source, count, self.dtype.numpy).astype(carrier) * carrier.type(factor)
             at(target, count, carrier)[:] = x
+            return
+        if self.name == "combine":
+            other, count = rest
+            self.reduction.combine(*(at(end, count, self.dtype.numpy) for end in (source, other)))
+            return
+        if self.name == "finish":
+            target, count = rest
+            x, out = at(source, count, self.dtype.numpy).copy(), at(target, count, self.result.numpy)
+            if self.reduction.op is ReduceOp.AVG:
+                x /= x.dtype.type(self.ranks)
+            with np.errstate(all="ignore"):
+                out[:] = x.astype(self.result.numpy)
             return
         stride, target, count = rest
         xs = [at(source + r * stride * self.dtype.itemsize, count, self.dtype.numpy) for r in range(self.ranks)]
@@ -254,16 +262,17 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         CUresult=SimpleNamespace(CUDA_ERROR_NOT_READY=600), cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs):
+    for module in (array, streams, device, driver, graphs, nccl_schedule):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
     monkeypatch.setattr(device, "create_stream", lambda index: SimpleNamespace(handle=99))
     monkeypatch.setattr(nccl, "Scratch", Memory)
-    monkeypatch.setattr(nccl_ordered, "as_stream", lambda handle: handle)
-    monkeypatch.setattr(
-        nccl_ordered, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
-    )
+    for module in (nccl_ordered, nccl_schedule):
+        monkeypatch.setattr(module, "as_stream", lambda handle: handle)
+        monkeypatch.setattr(
+            module, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
+        )
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
     monkeypatch.setattr(nccl_ordered, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)

@@ -33,8 +33,8 @@ class OnGPU:
         return lambda *arguments, **options: self._call(name, arguments, options)
 
     def _call(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self.comm.backend_name == "nccl" or name != "all_reduce":
-            options.pop("algorithm", None)  # the backend has its own
+        if self.comm.backend_name == "peer" and name != "all_reduce":
+            options.pop("algorithm", None)  # it has its own
         copies: dict[int, tuple[np.ndarray, Array]] = {}
         pairs: list[tuple[np.ndarray, Array]] = []
 

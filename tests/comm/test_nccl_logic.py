@@ -23,6 +23,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_gather,
     test_all_gather_v,
     test_all_reduce,
+    test_all_reduce_by_algorithm,
     test_all_to_all,
     test_all_to_all_v,
     test_broadcast,
@@ -30,6 +31,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_large,
     test_reduce,
     test_reduce_scatter,
+    test_reduce_scatter_by_algorithm,
     test_reduce_scatter_v,
     test_shapes_and_scalars,
 )
@@ -252,7 +254,7 @@ def test_refused_by_this_backend(fake: FakeNCCL) -> None:
                 comm.all_reduce(np.ones(4))
             ),
             "got Array in memory of cuda:1": lambda: comm.all_reduce(Array(8, (1,), np.float32, 1)),
-            "algorithm: expected 'auto'": lambda: comm.all_reduce(x, algorithm="ring"),
+            "algorithm: expected 'auto' or one of ring, .* got 'magic'": lambda: comm.all_reduce(x, algorithm="magic"),
             "the stream of x": lambda: comm.all_reduce(x, out=Array(owner.pointer, (4,), np.float32, 0, stream=7)),
             "one that was freed": lambda: comm.all_reduce(Array(8, (1,), np.float32, 0, owner=owner)),
             "tag: expected 0": lambda: comm.send(x, 1 - comm.rank, tag=4),

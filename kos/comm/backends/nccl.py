@@ -17,7 +17,8 @@ from typing import Any
 from kos.comm import nccl_binding as binding
 from kos.comm.backend import Probe
 from kos.comm.backends.device import DeviceBackend, Scratch, device_of
-from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
+from kos.comm.backends.nccl_ordered import OrderedReduction, Piece, kernel_types
+from kos.comm.backends.nccl_schedule import ScheduledCollective
 from kos.comm.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
@@ -31,7 +32,7 @@ from kos.memory.windows import Window
 log = logging.getLogger(__name__)
 
 Launch = Callable[[int], None]
-Piece = tuple[int, int]  # address, bytes
+Message = tuple[int, int, int]  # rank, address, bytes
 
 _ABORT_SECONDS = 20.0
 _KNOWN = 4096
@@ -57,8 +58,8 @@ class NCCLBackend(DeviceBackend):
         super().__init__(rendezvous, device)
         self._nccl = binding.library()
         self._comm = self._join(rendezvous) if comm is None else comm
-        self._known: dict[tuple[Any, ...], Launch] = {}
-        self._met: set[tuple[str, int, bool]] = set()  # kinds of calls that have connected to the others
+        self._known: dict[tuple[Any, ...], tuple[Launch, int]] = {}  # and the call's fingerprint
+        self._met: set[tuple[str, int, str]] = set()  # kinds of calls that have connected to the others
         self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
         self._token = Scratch(4, self.device)
         self._launchers: dict[str, Callable[[Operation], Launch]] = {
@@ -187,36 +188,38 @@ class NCCLBackend(DeviceBackend):
 
     def prepare(self, o: Operation) -> None:
         super().prepare(o)
-        if o.algorithm != "auto":
-            raise InvalidArgument(f"algorithm: expected 'auto' (nccl chooses its own), got {o.algorithm!r}")
         if o.tag or o.recv_tag:
             tag = o.tag or o.recv_tag
             raise InvalidArgument(f"tag: expected 0 (nccl matches messages by their order), got {tag}")
         send, recv, reduction = o.send, o.recv, o.reduction
         key = (
             o.name, send and send.pointer, recv and recv.pointer, send and send.count, send and send.dtype,
-            reduction and reduction.op, o.root, o.deterministic,
+            reduction and reduction.op, o.root, o.deterministic, o.algorithm,
         )  # fmt: skip
-        launch = self._known.get(key)
-        o.launch = self._resolve(o, key) if launch is None else launch
+        known = self._known.get(key)
+        if known is None:
+            o.launch = self._resolve(o, key)
+        else:
+            o.launch, o.mark = known
 
     def _resolve(self, o: Operation, key: tuple[Any, ...]) -> Launch:
-        """The launch of ``o``; kept for the next such call if it is made of numbers alone."""
-        launch = self._launchers[o.name](o)
+        """The launch of ``o``; kept for the next such call if that has all of its numbers in its key."""
+        named = o.algorithm != "auto"
+        launch = ScheduledCollective(self, o) if named else self._launchers[o.name](o)
         buffer = o.send or o.recv
         # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes.
-        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, isinstance(launch, OrderedReduction)
+        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{type(launch).__name__} {o.algorithm}"
         if kind not in self._met:
             return _First(self, o, launch, kind)
-        if o.name in _SIMPLE and isinstance(launch, partial) and launch.func != self._premultiplied:
+        if o.name in _SIMPLE and (o.reduction is None or o.reduction.op is not ReduceOp.PREMUL_SUM):
             if len(self._known) == _KNOWN:
                 self._known.clear()
-            self._known[key] = launch
+            self._known[key] = launch, self._calls.mark(o) if self._calls is not None else 0
         return launch
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """What NCCL does alone goes as one group; what our kernels take part in follows, one by one."""
-        alone = [o for o in operations if isinstance(_bare(o.launch), OrderedReduction)]
+        alone = [o for o in operations if isinstance(_bare(o.launch), OrderedReduction | ScheduledCollective)]
         together = [o for o in operations if o not in alone]
 
         def launch() -> None:
@@ -350,13 +353,19 @@ class NCCLBackend(DeviceBackend):
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
         """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
+        self.messages(
+            [(j, *piece) for j, piece in enumerate(sends)], [(j, *piece) for j, piece in enumerate(recvs)], stream
+        )
+
+    def messages(self, sends: Sequence[Message], recvs: Sequence[Message], stream: int) -> None:
+        """Send and receive at the same time; messages between two ranks arrive in order, empty ones do not travel."""
         nccl, comm = self._nccl, self._comm
         nccl.group_start()
         try:
-            for peer, (pointer, nbytes) in enumerate(sends):
+            for peer, pointer, nbytes in sends:
                 if nbytes:
                     nccl.send(pointer, nbytes, BYTE, peer, comm, stream)
-            for peer, (pointer, nbytes) in enumerate(recvs):
+            for peer, pointer, nbytes in recvs:
                 if nbytes:
                     nccl.recv(pointer, nbytes, BYTE, peer, comm, stream)
         finally:
@@ -376,7 +385,7 @@ class _First:
 
     __slots__ = ("_backend", "_kind", "_what", "launch")
 
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: tuple[str, int, bool]) -> None:
+    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: tuple[str, int, str]) -> None:
         self._backend, self._what, self.launch, self._kind = backend, o, launch, kind
 
     def __call__(self, stream: int) -> None:

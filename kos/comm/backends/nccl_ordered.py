@@ -27,7 +27,7 @@ KERNELS = Path(__file__).parent.parent / "kernels" / "reduce_ordered.cu"
 
 _ONE_SHOT_BYTES = 1 << 20
 """All ranks' vectors together, up to which every rank gets them all: one exchange instead of two."""
-_THREADS = 256
+THREADS = 256
 _ALIGNMENT = 16  # elements: parts begin at multiples of it
 _FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
 
@@ -71,7 +71,8 @@ class OrderedReduction:
         assert o.send is not None and o.reduction is not None
         size, rank = backend.size, backend.rank
         name, op, per = kernel_types(o.reduction, backend.device)
-        self._backend, self._o = backend, o
+        self._backend, self._name, self._root, self._factor = backend, o.name, o.root, o.reduction.factor
+        self._send, self._recv = o.send.pointer, o.recv.pointer if o.recv is not None else 0
         self._result = DTYPES[name].itemsize
         travels = name
         self._scale = None
@@ -98,25 +99,24 @@ class OrderedReduction:
             return load_kernel(KERNELS, kernel, self._backend.device, RANKS=self._backend.size, **macros)
 
     def __call__(self, stream: int) -> None:
-        backend, o = self._backend, self._o
-        assert o.send is not None and o.reduction is not None
+        backend = self._backend
         scaled = self._count * self._itemsize if self._scale is not None else 0
         pieces = backend.size * self._mine * self._itemsize
-        scratch = backend.scratch(_up(scaled) + _up(pieces) + self._mine * self._result, stream)
-        source, gathered, target = o.send.pointer, scratch + _up(scaled), scratch + _up(scaled) + _up(pieces)
+        scratch = backend.scratch(up(scaled) + up(pieces) + self._mine * self._result, stream)
+        source, gathered, target = self._send, scratch + up(scaled), scratch + up(scaled) + up(pieces)
         with driver.on_device(backend.device):
             queue = as_stream(stream)
             if self._scale is not None:
-                factor = np.float64(o.reduction.factor)
-                self._scale(queue, _blocks(self._count), _THREADS, source, scratch, self._count, factor)
+                factor = np.float64(self._factor)
+                self._scale(queue, blocks(self._count), THREADS, source, scratch, self._count, factor)
                 source = scratch
             self._exchange(source, gathered, stream)
-            if o.recv is not None:
-                target = o.recv.pointer
-                if o.name in ("all_reduce", "reduce") and not self._whole:
+            if self._recv:
+                target = self._recv
+                if self._name in ("all_reduce", "reduce") and not self._whole:
                     target += self._starts[backend.rank] * self._result
             if self._mine:
-                self._reduce(queue, _blocks(self._mine), _THREADS, gathered, self._mine, target, self._mine)
+                self._reduce(queue, blocks(self._mine), THREADS, gathered, self._mine, target, self._mine)
         if not self._whole:
             self._bring_home(target, stream)
 
@@ -133,29 +133,28 @@ class OrderedReduction:
 
     def _bring_home(self, target: int, stream: int) -> None:
         """The parts of an all_reduce go to all ranks, those of a reduce to the root."""
-        backend, o, size = self._backend, self._o, self._result
-        if o.name not in ("all_reduce", "reduce"):
+        backend, size = self._backend, self._result
+        if self._name not in ("all_reduce", "reduce"):
             return
         mine, none = (target, self._mine * size), (0, 0)
         recvs = [none] * backend.size
-        if o.recv is not None:
+        if self._recv:
             parts = zip(self._starts, self._counts, strict=True)
-            recvs = [(o.recv.pointer + start * size, count * size) for start, count in parts]
-        if o.name == "all_reduce":
+            recvs = [(self._recv + start * size, count * size) for start, count in parts]
+        if self._name == "all_reduce":
             if self._count % backend.size == 0:
-                assert o.recv is not None
-                backend.share(o.recv.pointer, self._mine * size, stream)
+                backend.share(self._recv, self._mine * size, stream)
                 return
             sends = [mine] * backend.size
         else:
-            sends = [mine if r == o.root else none for r in range(backend.size)]
+            sends = [mine if r == self._root else none for r in range(backend.size)]
         sends[backend.rank] = recvs[backend.rank] = none  # it lies there
         backend.exchange(sends, recvs, stream)
 
 
-def _blocks(count: int) -> int:
-    return min(-(-count // _THREADS), 1024)
+def blocks(count: int) -> int:
+    return min(-(-count // THREADS), 1024)
 
 
-def _up(nbytes: int) -> int:
+def up(nbytes: int) -> int:
     return -(-nbytes // 256) * 256

@@ -199,7 +199,7 @@ class _Compiler:
 @lru_cache(maxsize=256)
 def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Program:
     steps = [step for steps in schedule.rounds for step in steps[rank]]
-    place, scratch = _place_scratch(schedule, steps, elements)
+    place, scratch = place_scratch(schedule, steps, elements)
 
     def offset(space: str, chunk: int) -> int:
         return place[chunk] if space == "scratch" else schedule.start(chunk, elements)
@@ -247,7 +247,7 @@ def _place_staging(instruction: _Instruction, longest: int) -> _Instruction:
     return instruction
 
 
-def _place_scratch(schedule: Schedule, steps: list, elements: int) -> tuple[dict[int, int], int]:
+def place_scratch(schedule: Schedule, steps: list, elements: int) -> tuple[dict[int, int], int]:
     """Where each scratch chunk that this rank uses lies, in order and without gaps; and the total."""
     used = {chunk + k for step in steps for space, chunk in
             ((step.space, step.chunk), (step.source_space, step.source_chunk)) if space == "scratch"
