@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 BACKENDS: dict[str, type[Backend]] = {
     "mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "peer": PeerBackend, "mock": MockBackend,
 }  # fmt: skip
-"""All backends by name, in the order in which ``auto`` prefers them, for host memory and for GPUs."""
+"""All backends by name, in the order in which ``auto`` prefers them for host memory."""
 
 
 def init(
@@ -44,10 +44,10 @@ def init(
     ``rendezvous`` is how the ranks find each other: unless one is given by MPI under mpirun, by the
     environment where torchrun, srun or a shell says which rank this is, a group of one otherwise.
     ``timeout`` in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where
-    it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto" for
-    the first that every rank can use, one for host memory and one for GPUs (``Communicator.explain`` says
-    why).  Raises BackendUnavailable where the backend asked for cannot run, with the reason; RendezvousError
-    where the ranks do not find each other.
+    it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto": for
+    host memory the first that every rank can use, for GPUs the faster one of each call (``Communicator.explain``
+    says why).  Raises BackendUnavailable where the backend asked for cannot run, with the reason;
+    RendezvousError where the ranks do not find each other.
 
     Under mpirun an uncaught exception on one rank ends the whole job from here on.
     """
@@ -71,14 +71,23 @@ def init(
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
     made = BACKENDS[chosen](rendezvous)
-    if backend == "auto":
-        for name in usable:
-            gpu = BACKENDS[name]
-            if issubclass(gpu, DeviceBackend) and gpu is not PeerBackend:
-                log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
-                made = AutoBackend(rendezvous, made, gpu(rendezvous))
-                break
+    if backend == "auto" and (gpus := _for_gpus(rendezvous, probes)):
+        made = AutoBackend(rendezvous, made, gpus)
     return Communicator(made, rendezvous, probes, timeout)
+
+
+def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBackend]:
+    """Every backend for GPUs that all ranks can use (one is enough for a group of one)."""
+    made: list[DeviceBackend] = []
+    for name, kind in BACKENDS.items():
+        if not probes[name].usable or not issubclass(kind, DeviceBackend) or (made and rendezvous.size == 1):
+            continue
+        try:
+            made.append(kind(rendezvous))
+        except BackendUnavailable as error:  # on all ranks alike: bytes do not move as the driver promised
+            probes[name] = Probe(False, str(error))
+        log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
+    return made
 
 
 def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:

@@ -191,7 +191,7 @@ class Communicator(Operations):
         return self.backend.allocate(shape, dtype)
 
     def explain(self) -> str:
-        """The table of backends: which can carry this group, and why not the others."""
+        """The table of backends: which can carry this group, and why not the others; on GPUs, what goes how."""
         rows = [("backend", "usable", "why")]
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
@@ -200,7 +200,8 @@ class Communicator(Operations):
         if (shared := getattr(host, "shared_memory", None)) is not None:
             rows.append(("shared memory", "in use" if host.shares_memory else "no", shared))
         widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        return "\n".join(f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows)
+        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+        return "\n".join([*lines, *(f"{what}: {how}" for what, how in getattr(self.backend, "routes", list)())])
 
     def close(self) -> None:
         """Wait for what is in flight and give the communicator back.  Collective; once is enough."""

@@ -41,6 +41,7 @@ class Operation:
     stream: int = 0  # handle of the stream that GPU arrays are used in the order of
     overlap: bool = False  # on a GPU: beside that stream
     launch: Callable[[int], None] | None = None  # what a backend for GPUs resolved: queues it on a stream
+    via: Any = None  # the backend that carries it, where one stands for several
     mark: int = 0  # its fingerprint as a number, once it was announced to the ranks of the host
     record: list[Any] | None = None  # the flight recorder's slot
 
@@ -60,6 +61,7 @@ class Operation:
             "root": self.root,
             "algorithm": self.algorithm,
             "deterministic": self.deterministic,
+            "backend": self.via.name if self.via is not None else None,
         }
         if self.name in ("all_gather_v", "reduce_scatter_v"):
             print_["counts"] = list(self.recv_counts or self.send_counts or ())

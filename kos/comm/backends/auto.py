@@ -1,34 +1,62 @@
-"""AutoBackend: what ``auto`` uses where ranks have GPUs: arrays on the GPU by one backend, host arrays by another."""
+"""AutoBackend: what ``auto`` uses where ranks have GPUs: host arrays by one backend, arrays on a GPU by ``peer`` or
+``nccl``, whichever was measured to be faster for such a call (``kos.comm.tuning``).
+
+All ranks route a call alike: they have one table, and look only at what is the same on all of them.  The parts
+compare their calls in one place, overlap on one stream, and fail together.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
-from kos.comm.backends.device import DeviceBackend
+from kos.comm.backends.device import DeviceBackend, is_captured
+from kos.comm.backends.host import HostBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
+from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
+from kos.dtypes import DType
+from kos.errors import CollectiveError
+from kos.memory import Buffer
+
+_UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
+"""Operations whose bytes differ between ranks: these all go one way, that of ``_UNEVEN_BYTES``."""
+_UNEVEN_BYTES = 1 << 20
+_BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
+"""Operations whose outputs, not inputs, have one size on all ranks."""
+
+Choice = DeviceBackend | dict[tuple[bool, bool], DeviceBackend]
+"""A backend, or backends by (both buffers symmetric, within a graph)."""
 
 
 class AutoBackend(Backend):
-    """Two backends over the same ranks; where the arrays of an operation lie decides."""
+    """One backend for host memory and one or two for GPUs, over the same ranks."""
 
-    def __init__(self, rendezvous: Rendezvous, host: Backend, gpu: DeviceBackend) -> None:
-        self.host, self.gpu = host, gpu
+    def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
+        # nccl first: what peer has in flight ends by itself, and where peer ends it it waits for the whole GPU.
+        self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
-        self.name = f"{gpu.name}+{host.name}"
-        self.device = gpu.device
+        self.name = "+".join(part.name for part in (*self.gpus, host))
+        self.device = self.gpus[0].device
+        self.table: Table | None = next((gpu.table for gpu in self.gpus if gpu.table is not None), None)
+        self._only = self.gpus[0] if len(self.gpus) == 1 else None
+        self._by_name = {gpu.name: gpu for gpu in self.gpus}
+        self._ordered = self._by_name.get("peer", self.gpus[0])  # whose sums are in rank order, without a detour
+        self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
+        for gpu in self.gpus:
+            gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        return Probe(False, "stands for two others")
+        return Probe(False, "stands for several others")
 
     @property
     def broken(self) -> str | None:
-        """The first failure of either."""
-        return self.host.broken or self.gpu.broken
+        """The first failure of any."""
+        return self.host.broken or self.gpus[0].broken or self.gpus[-1].broken
 
     @broken.setter
     def broken(self, reason: str | None) -> None:
@@ -36,53 +64,101 @@ class AutoBackend(Backend):
 
     @property
     def timeout(self) -> float:
-        """Of both."""
-        return self.gpu.timeout
+        """Of all."""
+        return self.host.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self.host.timeout = self.gpu.timeout = seconds
+        for part in (self.host, *self.gpus):
+            part.timeout = seconds
 
     def of(self, o: Operation) -> Backend:
         """The backend that carries this operation; a barrier goes by the GPUs if a stream is to wait."""
         buffer = o.send or o.recv
-        on_gpu = o.stream if buffer is None else buffer.device is not None
-        return self.gpu if on_gpu else self.host
+        if buffer is None:
+            return self._ordered if o.stream else self.host
+        if buffer.device is None:
+            return self.host
+        if self._only is not None:
+            return self._only
+        if o.deterministic or o.algorithm != "auto":
+            return self._ordered
+        limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
+        if o.name in _BY_OUTPUT and o.recv is not None:
+            buffer = o.recv
+        choice = choices[bisect_left(limits, buffer.count)]
+        return choice if isinstance(choice, DeviceBackend) else self._look_closer(o, buffer, choice)
+
+    def _learn(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
+        """Elements up to which, and the choice up to there; one more choice for all above."""
+        assert self.table is not None
+        limits, routes = merged(self.table, operation, dtype.itemsize > 2)
+        choices: list[Choice] = []
+        for route in routes:
+            parts = {kind: self._by_name[name] for kind, name in route.items()}
+            alike = len(set(parts.values())) == 1
+            choices.append(next(iter(parts.values())) if alike else parts)
+        if operation in _UNEVEN:
+            limits, choices = [], [choices[bisect_left(limits, _UNEVEN_BYTES)]]
+        self._choices[operation, dtype] = [limit // dtype.itemsize for limit in limits], choices
+        return self._choices[operation, dtype]
+
+    def _look_closer(self, o: Operation, buffer: Buffer, choice: dict[tuple[bool, bool], DeviceBackend]) -> Backend:
+        uneven = o.name in _UNEVEN
+        symmetric = not uneven and self._ordered.is_symmetric(o)
+        return choice[symmetric, not uneven and is_captured(buffer.stream)]
 
     def owns(self, work: Work) -> bool:
-        return work.backend in (self.host, self.gpu)
+        return work.backend is self.host or work.backend in self.gpus
 
     def idle(self) -> Idle:
         return self.host.idle()
 
     def prepare(self, operation: Operation) -> None:
-        self.of(operation).prepare(operation)
+        operation.via = part = self.of(operation)
+        part.prepare(operation)
 
     def start(self, operation: Operation) -> Work:
-        return self.of(operation).start(operation)
+        if self.host.broken is not None or operation.via is self.host:
+            self._check(operation)
+        part: Backend = operation.via
+        return part.start(operation)
+
+    def _check(self, operation: Operation) -> None:
+        if self.broken is not None:
+            raise CollectiveError(f"{operation.name}: the communicator failed before: {self.broken}")
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        together = [o for o in operations if self.of(o) is self.gpu]
-        queued = iter(self.gpu.start_all(together) if together else ())
-        return [next(queued) if self.of(o) is self.gpu else self.host.start(o) for o in operations]
+        """Part by part, in the same order on all ranks."""
+        self._check(operations[0])
+        works: dict[int, Work] = {}
+        for part in self.gpus:
+            mine = [o for o in operations if o.via is part]
+            works.update(zip(map(id, mine), part.start_all(mine) if mine else (), strict=True))
+        return [works[id(o)] if id(o) in works else self.host.start(o) for o in operations]
 
     def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:
-        self.gpu.synchronize(timeout, stream)
+        for gpu in self.gpus:
+            gpu.synchronize(timeout, stream)
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
-        return self.gpu.allocate(shape, dtype)
+        return self._ordered.allocate(shape, dtype)
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
         host = self.host.split(rendezvous, color, key)
-        gpu = self.gpu.split(rendezvous, color, key)
-        if rendezvous is None or host is None or not isinstance(gpu, DeviceBackend):
+        parts = [gpu.split(rendezvous, color, key) for gpu in self.gpus]
+        if rendezvous is None or host is None:
             return None
-        return AutoBackend(rendezvous, host, gpu)
+        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
 
     def close(self) -> None:
-        self.gpu.close()
-        self.host.close()
+        for part in (*self.gpus, self.host):
+            part.close()
 
     def abort(self, reason: str) -> None:
-        self.gpu.abort(reason)
-        self.host.abort(reason)
+        for part in (*self.gpus, self.host):
+            part.abort(reason)
+
+    def routes(self) -> list[tuple[str, str]]:
+        """What ``Communicator.explain`` says of it: which operation goes by which part up to which size."""
+        return [] if self.table is None else self.table.explain(routes=self._only is None)

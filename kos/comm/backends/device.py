@@ -23,6 +23,7 @@ from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED
 from kos.comm.recorder import failed as record_failure
 from kos.comm.rendezvous import Rendezvous
+from kos.comm.tuning import Table
 from kos.comm.work import Idle, Work
 from kos.cuda import create_stream, driver
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
@@ -61,9 +62,12 @@ class DeviceBackend(HostBackend):
     """
 
     device: int
+    table: Table | None = None
+    """By what was measured, which operation goes how; where the backend knows one."""
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
         super().__init__(rendezvous)
+        self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
         self._last: Operation | None = None
@@ -73,6 +77,24 @@ class DeviceBackend(HostBackend):
         self._flying: deque[DeviceWork] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
+
+    def join(self, others: Sequence[DeviceBackend], host: HostBackend | None) -> None:
+        """Carry one communicator's operations together with ``others`` of this GPU, and with ``host``."""
+        self.together = others
+        if self._side is None and len(others) > 1:
+            side = create_stream(self.device)
+            for each in others:
+                each._side = side  # one for all: what overlaps the caller's work does not overlap itself
+        if host is not None and host.shares_memory:
+            self.share_calls(host)
+
+    def is_symmetric(self, o: Operation) -> bool:
+        """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
+        return False
+
+    def routes(self) -> list[tuple[str, str]]:
+        """What ``Communicator.explain`` says of how operations go."""
+        return [] if self.table is None else self.table.explain(routes=False)
 
     @abstractmethod
     def halt(self) -> None:
@@ -148,7 +170,7 @@ class DeviceBackend(HostBackend):
                 self._side = create_stream(self.device)
         side = int(self._side.handle)
         streams = {o.stream for o in operations}
-        captured = any(stream != LEGACY and int(call(cu.cuStreamIsCapturing, stream)) for stream in streams)
+        captured = any(is_captured(stream) for stream in streams)
         while not captured and self._flying and self._flying[0].over():
             self._flying.popleft()
         event = _Event(self._events)
@@ -171,6 +193,11 @@ class DeviceBackend(HostBackend):
     def check(self, o: Operation) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
         self._confirm()
+        for each in self.together:
+            each.inspect(o)
+
+    def inspect(self, o: Operation) -> None:
+        """Raise for what the library, or a kernel, has found wrong."""
         problem = self.async_error()
         if problem is not None:
             raise CollectiveError(f"{o}: {problem}")
@@ -190,7 +217,7 @@ class DeviceBackend(HostBackend):
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
-            self._confirm()  # what is over was begun by all ranks: they are known to have agreed, or not
+            self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
         except Exception as error:
             self._give_up(o, error)
         if o.record is not None:
@@ -253,10 +280,11 @@ class DeviceBackend(HostBackend):
     def failed(self, operation: Operation, error: Exception) -> KosError:
         known = self.broken is not None
         failure = super().failed(operation, error)
-        self.broken = self.broken or str(failure)
         if not known:
             record_failure(operation, failure)
-            self.halt()
+            for each in self.together:
+                each.broken = each.broken or str(failure)
+                each.halt()
         return failure
 
     def abort(self, reason: str) -> None:
@@ -291,10 +319,9 @@ class DeviceWork(Work):
 
     def done(self) -> bool:
         self._check()
-        if not self.over():
-            self.backend.check(self.operation)
-            return False
-        return True
+        over = self.over()
+        self.backend.check(self.operation)
+        return over
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is not None:
@@ -343,6 +370,11 @@ class _Poll(mpi_job.Backoff):
 
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
         super().pause()
+
+
+def is_captured(stream: int) -> bool:
+    """Whether what is queued on the stream goes into a graph."""
+    return stream != LEGACY and bool(int(call(cu.cuStreamIsCapturing, stream)))
 
 
 class Scratch:

@@ -35,6 +35,11 @@ class HostBackend(Backend):
             if self._segment.size == self.size:
                 self._shared = SharedCollectives(self._calls, self.crowded)
 
+    def share_calls(self, host: HostBackend) -> None:
+        """Compare calls where ``host`` does: the two carry the operations of one communicator."""
+        self._leave()
+        self._segment, self._calls = None, host._calls
+
     @property
     def shares_memory(self) -> bool:
         """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""

@@ -67,6 +67,7 @@ class Calls:
             o.root,
             o.algorithm,
             o.deterministic,
+            o.via,
             None if o.send_counts is None and o.recv_counts is None else _counts(o),
         )
         o.mark = self._known.get(key) or self._learn(key, o)
@@ -109,6 +110,16 @@ class Calls:
             return True
 
         return everybody_came
+
+    def check(self, o: Operation) -> None:
+        """Compare ``o`` with the calls of the other ranks, all of which have begun it; raises as the poll does."""
+        words, sequence, mark = self._words, o.sequence, o.mark
+        slot = sequence % RING
+        for local, line, ring in self._peers:
+            if words[ring + slot] != mark and words[line + ARRIVED] < sequence + RING:
+                self._mismatch(sequence, local)
+        if words[self._failure]:
+            self.raise_failure(sequence)
 
     def compare(self, o: Operation, first: int) -> int:
         """Compare the calls from the ``first``-th on, ``o`` being the last, with those of the other ranks so far.

@@ -1,0 +1,261 @@
+"""Tuning tables: by which backend an operation on GPUs goes, and by which all-reduce kernel, as measured data.
+
+A table is a JSON file for one kind of GPU, link and number of ranks.  Shipped ones lie in ``kos/comm/tables``;
+the user's own, made by ``python -m kos.comm.tune``, in $XDG_CACHE_HOME/kos/tuning, and win over them.  A file
+that is damaged or for another machine is refused with the reason, told of once, and not used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kos.comm import launches
+from kos.comm.launches import Launch, Launches
+from kos.comm.rendezvous import Rendezvous
+from kos.cuda.devices import device_info, nvlinks
+from kos.errors import InvalidArgument
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+SHIPPED = Path(__file__).with_name("tables")
+BACKENDS = ("peer", "nccl")
+UNMEASURED = ((1 << 20, "peer"), (None, "nccl"))
+"""The route of what a table does not name: latency is where peer leads."""
+_LARGEST_FILE = 4 << 20
+_END = float("inf")
+_RANGES = {
+    "blocks": (0, 128), "threads": (32, 1024), "unroll": (1, 8),
+    "tile": (256, 65536), "stages": (1, 16), "pieces": (1, 8),
+}  # fmt: skip
+_ALGORITHMS = ("one_shot", "two_shot", "ring", "tree", "direct", "bulk", "push", "copies")
+
+Key = tuple[str, bool, bool, bool]
+"""Operation, elements of more than 16 bits, both buffers symmetric, within a graph."""
+Route = tuple[tuple[int | None, str], ...]
+"""(bytes up to which, backend), sorted; the last has no end."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured for one kind of machine."""
+
+    gpu: str
+    link: str
+    ranks: int
+    source: str  # where it comes from, for ``explain``
+    launches: Launches
+    routes: Mapping[Key, Route]
+
+    def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
+        """By which backend the operation goes, by its bytes; what was not measured goes as what is most like it."""
+        others = itertools.product((operation,), (wide, not wide), (symmetric, not symmetric), (graph, not graph))
+        return next((self.routes[key] for key in others if key in self.routes), UNMEASURED)
+
+    def explain(self, *, routes: bool) -> list[tuple[str, str]]:
+        """Routes, if asked for, and kernels, for people: (what, up to which size)."""
+        rows = [("tuning table", self.source)]
+        for key, route in self.routes.items() if routes else ():
+            rows.append((_name(key), ", ".join(f"{name} {_size(limit)}" for limit, name in route)))
+        for kind in ("symmetric", "ordinary"):
+            each = [f"{launch.algorithm} {_size(limit)}" for limit, launch in getattr(self.launches, kind)]
+            rows.append((f"peer's all_reduce, {kind} buffers", ", ".join(each)))
+        return rows
+
+    def to_json(self) -> dict[str, Any]:
+        """The table alone; a file adds ``provenance`` and what was ``measured``."""
+        return {
+            "format": FORMAT,
+            "gpu": self.gpu,
+            "link": self.link,
+            "ranks": self.ranks,
+            "launches": {
+                kind: [
+                    [None if limit == _END else limit, _short(launch)] for limit, launch in getattr(self.launches, kind)
+                ]
+                for kind in ("symmetric", "ordinary")
+            },
+            "routes": {_name(key): [list(row) for row in route] for key, route in self.routes.items()},
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        text = json.dumps(self.to_json(), sort_keys=True)
+        return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _size(limit: float | None) -> str:
+    if limit is None or limit == _END:
+        return "above"
+    unit, name = next(
+        (unit, name) for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB"), (1, "B")) if limit >= unit
+    )
+    return f"to {limit / unit:.3g} {name}"
+
+
+def pick(route: Route, nbytes: int) -> str:
+    return next(name for limit, name in route if limit is None or nbytes <= limit)
+
+
+def parse(data: Any, source: str) -> Table:
+    """The table that JSON ``data`` describes.  Raises InvalidArgument, with the reason, for anything else."""
+    try:
+        if data["format"] != FORMAT:
+            raise InvalidArgument(f"format: expected {FORMAT}, got {data['format']!r}")
+        for name, kind in (("gpu", str), ("link", str), ("ranks", int)):
+            if type(data[name]) is not kind:
+                raise InvalidArgument(f"{name}: expected {kind.__name__}, got {data[name]!r}")
+        rows = {kind: _sorted(kind, data["launches"][kind]) for kind in ("symmetric", "ordinary")}
+        made = {
+            kind: tuple((_END if limit is None else limit, _launch(row)) for limit, row in each)
+            for kind, each in rows.items()
+        }
+        routes = {_key(name): tuple(map(tuple, _sorted(name, route))) for name, route in data["routes"].items()}
+        for key, route in routes.items():
+            if wrong := [backend for _, backend in route if backend not in BACKENDS]:
+                raise InvalidArgument(f"{_name(key)}: expected peer or nccl, got {wrong[0]!r}")
+    except InvalidArgument:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
+    return Table(data["gpu"], data["link"], data["ranks"], source, Launches(**made), routes)
+
+
+def _sorted(name: str, rows: Any) -> list[list[Any]]:
+    """Rows of (limit, value) whose limits grow up to None."""
+    limits = [limit for limit, _ in rows]
+    ends = [_END if limit is None else limit for limit in limits]
+    known = all(limit is None or (type(limit) is int and limit > 0) for limit in limits)
+    if not rows or not known or limits[-1] is not None or sorted(set(ends)) != ends:
+        raise InvalidArgument(f"{name}: expected bytes that grow, the last null, got {limits}")
+    return list(rows)
+
+
+def _launch(row: Mapping[str, Any]) -> Launch:
+    launch = Launch(**row)
+    if launch.algorithm not in _ALGORITHMS:
+        raise InvalidArgument(f"algorithm: expected one of {', '.join(_ALGORITHMS)}, got {launch.algorithm!r}")
+    for name, (least, most) in _RANGES.items():
+        value = getattr(launch, name)
+        if type(value) is not int or not least <= value <= most:
+            raise InvalidArgument(f"{launch.algorithm}: {name}: expected {least} to {most}, got {value!r}")
+    if launch.threads % 32:
+        raise InvalidArgument(f"{launch.algorithm}: threads: expected a multiple of 32, got {launch.threads}")
+    return launch
+
+
+def _short(launch: Launch) -> dict[str, Any]:
+    """Without what is as it always is."""
+    usual = asdict(Launch(launch.algorithm))
+    return {name: value for name, value in asdict(launch).items() if name == "algorithm" or value != usual[name]}
+
+
+def _name(key: Key) -> str:
+    """As in files: "all_reduce 16-bit symmetric graph"."""
+    operation, wide, symmetric, graph = key
+    return f"{operation} {'32' if wide else '16'}-bit {_KINDS[symmetric]} {_MODES[graph]}"
+
+
+def _key(name: str) -> Key:
+    operation, bits, kind, mode = name.split()
+    return operation, ("16-bit", "32-bit").index(bits) == 1, _KINDS.index(kind) == 1, _MODES.index(mode) == 1
+
+
+_KINDS, _MODES = ("ordinary", "symmetric"), ("eager", "graph")
+
+
+# Finding the table.
+
+
+def user_path(gpu: str, ranks: int) -> Path:
+    """Where the user's own table lies."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return cache / "kos" / "tuning" / _file(gpu, ranks)
+
+
+def _file(gpu: str, ranks: int) -> str:
+    words = "".join(letter if letter.isalnum() else " " for letter in gpu.lower()).split()
+    return f"{'-'.join(words)}-{ranks}.json"
+
+
+def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
+    """The table in a file.  Raises InvalidArgument if it is damaged or not for such a machine."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise InvalidArgument(f"expected at most {_LARGEST_FILE} bytes, got {path.stat().st_size}")
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
+    table = parse(data, str(path))
+    made_for, here = (table.gpu, table.link, table.ranks), (gpu, link, ranks)
+    if made_for != here:
+        raise InvalidArgument("measured on {2} x {0} ({1}), but this is {5} x {3} ({4})".format(*made_for, *here))
+    return table
+
+
+_told: set[str] = set()
+
+
+def load(gpu: str, link: str, ranks: int) -> Table:
+    """The table for so many ranks with such a GPU each: the user's, the shipped one, the nearest one, or defaults."""
+    for path in (user_path(gpu, ranks), SHIPPED / _file(gpu, ranks)):
+        if path.exists():
+            try:
+                return read(path, gpu, link, ranks)
+            except InvalidArgument as error:
+                if str(path) not in _told:
+                    _told.add(str(path))
+                    log.warning("the tuning table %s is not used: %s", path, error)
+    near = sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other))
+    for other in near:
+        path = SHIPPED / _file(gpu, other)
+        if path.exists():
+            try:
+                table = read(path, gpu, link, other)
+            except InvalidArgument:
+                continue
+            return replace(table, source=f"{path.name}, the nearest one")
+    return Table(gpu, link, ranks, "not measured on such a machine: python -m kos.comm.tune", launches.DEFAULT, {})
+
+
+def for_group(rendezvous: Rendezvous, device: int) -> Table:
+    """The table of this group, the same on all its ranks.  Collective."""
+    return agree(rendezvous, load(*machine(device), rendezvous.size))
+
+
+def machine(device: int) -> tuple[str, str]:
+    """GPU and link, as tables name them."""
+    links = nvlinks(device)
+    return device_info(device).name, f"{links} NVLinks" if links else "PCIe"
+
+
+def agree(rendezvous: Rendezvous, table: Table) -> Table:
+    """Rank 0's table, on all ranks.  Collective."""
+    mine = json.dumps([table.source, table.to_json()]) if rendezvous.rank == 0 else table.fingerprint
+    source, data = json.loads(rendezvous.allgather(mine.encode())[0])
+    chosen = parse(data, source)
+    if chosen.fingerprint == table.fingerprint:
+        return table
+    log.warning(
+        "rank %d takes the tuning table of rank 0 (%s) instead of its own (%s)", rendezvous.rank, source, table.source
+    )
+    return replace(chosen, source=f"{source} of rank 0")
+
+
+def merged(table: Table, operation: str, wide: bool) -> tuple[list[int], list[dict[tuple[bool, bool], str]]]:
+    """The routes of an operation as one: bytes up to which, and the backends by (symmetric, graph) up to there.
+
+    There is one backend more than there are limits: that of everything above.
+    """
+    routes = {(s, g): table.route(operation, wide, s, g) for s in (False, True) for g in (False, True)}
+    limits = sorted({limit for route in routes.values() for limit, _ in route if limit is not None})
+    ends = [*limits, limits[-1] + 1 if limits else 1]
+    return limits, [{kind: pick(route, end) for kind, route in routes.items()} for end in ends]
