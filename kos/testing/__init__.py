@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kos.comm import Communicator, init
 from kos.comm.faults import Crashed, Fault, FaultPlan
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld
-from kos.errors import CollectiveTimeout, InvalidArgument, RankLost
+from kos.errors import CollectiveTimeout, InvalidArgument
 
 __all__ = ["Fault", "spawn"]
 
@@ -73,9 +73,10 @@ def spawn(
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
+    for rank in running:
+        group.world.depart(rank, message)  # ends every wait for it, in groups split from this one too
     if running and not errors:
-        message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
-        group.fail(RankLost, message)
         raise CollectiveTimeout(message)
     if errors:
         rank, error = errors[0]

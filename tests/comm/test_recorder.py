@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -476,6 +477,43 @@ def test_a_signal_dumps_and_passes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert signal.getsignal(signal.SIGUSR1) is usr1
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_in_the_midst_of_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it comes, both dumps are written whole: neither waits for a lock that the other holds."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    for left_open in list(recorders):
+        recorders.discard(left_open)
+    lines = strike = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines == strike and event == "line":
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGUSR2)
+        return trace
+
+    try:
+        dump_on_signal(signal.SIGUSR2)
+        with kos.init("mock") as comm:
+            comm.barrier()
+            while lines == strike:  # until a dump has fewer lines than that
+                strike, lines = strike + 1 if strike < 400 else strike + 31, 0
+                tempfile._name_sequence = None  # type: ignore[attr-defined] -- as in a process that made no file yet
+                before_trace = sys.gettrace()
+                sys.settrace(trace)
+                try:
+                    comm.recorder.dump(reason="asked for")
+                finally:
+                    sys.settrace(before_trace)
+                dump = json.loads((tmp_path / "rank_0.json").read_text())
+                assert len(dump["entries"]) == 1 and os.listdir(tmp_path) == ["rank_0.json"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert strike > 100, "the signal came nowhere"
 
 
 def test_a_signal_concerns_open_communicators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

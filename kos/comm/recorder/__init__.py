@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import os
-import tempfile
 import time
 import weakref
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ _LAST = SLOTS - 1
 _OURS = str(Path(__file__).parent.parent / "communicator.py")
 
 COMPLETED, _ERROR = -2, -1
+_dumps = itertools.count()
 
 
 class _Entry(NamedTuple):
@@ -183,10 +183,13 @@ class Recorder:
         """
         path = Path(path or Path(self._directory or ".") / f"rank_{self.rank}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".dump") as aside:
-            part = Path(aside, path.name)
+        # A name of its own and no lock: a signal may ask for another dump in the midst of this one.
+        part = path.with_name(f".{path.name}.{os.getpid()}.{next(_dumps)}")
+        try:
             part.write_text(json.dumps(self.to_dict(reason)))
             part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
         return path
 
     def leave_dump(self, reason: str) -> None:

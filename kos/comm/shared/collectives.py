@@ -43,6 +43,7 @@ class SharedCollectives:
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
         self._issued = self._served = 0  # operations that asked for the slots, that are done with them
         self._stage = 0
+        self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the word, its value, the ranks last waited for
 
     def start(self, o: Operation) -> Steps | None:
         """Say that this rank begins ``o``, and how it goes on; None if it is not carried here."""
@@ -54,14 +55,10 @@ class SharedCollectives:
         return self._run(o, self._calls.publish(o), plan) if plan is not None else None
 
     def behind(self) -> list[int]:
-        """The ranks that have done less than this one of the operation that has the slots."""
-        words, lines = self._words, self._lines
-        mine = [words[self._mine + word] for word in (PUT, REDUCED, GOT)]
-        return [
-            self._calls.segment.ranks[rank]
-            for rank in self._peers
-            if any(words[lines[rank] + word] < done for word, done in zip((PUT, REDUCED, GOT), mine, strict=True))
-        ]
+        """The ranks that the operation which has the slots waits for."""
+        word, value, awaited = self._awaited
+        words, lines, ranks = self._words, self._lines, self._calls.segment.ranks
+        return [ranks[rank] for rank in awaited if words[lines[rank] + word] < value]
 
     def _run(self, o: Operation, came: Came, plan: Plan) -> Steps:
         count, per_stage, sources, put, reduce, get = plan
@@ -154,6 +151,7 @@ class SharedCollectives:
 
     def _until(self, o: Operation, word: int, value: int, ranks: Sequence[int]) -> Steps:
         """Wait until that word of those ranks has reached ``value``."""
+        self._awaited = word, value, ranks
         spins, wait = self._spins, Wait(self._calls, o)
         while (rank := self._laggard(word, value, ranks)) is not None:
             spins -= 1

@@ -1,0 +1,336 @@
+"""One way for every operation: its keywords, its persistent form, its place in a batch, its timeout."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp
+from kos.comm.env_rendezvous import EnvRendezvous
+from kos.comm.operation import POINT_TO_POINT
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.schedules import algorithms, collectives
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost, RendezvousError
+from kos.testing import spawn
+from tests.comm.ranks import assert_bits, inputs, poison
+from tests.comm.tcp_ranks import run_ranks
+
+COLLECTIVES = (
+    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v",
+    "all_to_all", "all_to_all_v", "gather", "scatter", "barrier",
+)  # fmt: skip
+OPERATIONS = (*COLLECTIVES, *sorted(POINT_TO_POINT))
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_signatures_show_every_keyword(name: str) -> None:
+    for form, call in (
+        (name, getattr(kos.Communicator, name)),
+        (f"{name}_init", getattr(kos.Communicator, f"{name}_init")),
+    ):
+        parameters = inspect.signature(call).parameters
+        expected = {"timeout", "stream"} | ({"async_op"} if form == name else set())
+        expected |= {"algorithm"} if name in collectives() else set()
+        expected |= {"deterministic"} if name in REDUCING else set()
+        shown = {p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY} - {"out"}
+        assert shown == expected
+        assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+        assert (call.__name__, call.__qualname__.rpartition(".")[2]) == (form, form)
+        assert name in call.__doc__ or form == name
+
+
+def test_keywords_that_are_none() -> None:
+    with kos.init("mock") as comm:
+        with pytest.raises(TypeError, match=r"^all_reduce\(\) got an unexpected keyword argument 'algoritm'$"):
+            comm.all_reduce(np.ones(2), algoritm="ring")  # type: ignore[call-arg]
+        with pytest.raises(TypeError, match=r"broadcast\(\) got an unexpected keyword argument 'deterministic'"):
+            comm.broadcast(np.ones(2), deterministic=True)  # type: ignore[call-arg]
+        with pytest.raises(InvalidArgument, match=r"algorithm: expected 'auto' or one of pairwise, .* for all_to_all"):
+            comm.all_to_all(np.ones(2), algorithm="ring")
+        with pytest.raises(InvalidArgument, match="async_op: expected False in a batch and for a persistent operation"):
+            comm.all_reduce_init(np.ones(2), async_op=True)  # type: ignore[call-arg]
+        assert comm.recorder.entries() == []
+        assert comm.all_reduce_init(np.ones(2)).start().wait()[0] == 1, "the batch of one was left open"
+
+
+@pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_to_all", "gather", "scatter", "reduce"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_every_schedule_by_name(name: str, size: int, seed: int) -> None:
+    def body(comm: kos.Communicator) -> None:
+        n, me, root = comm.size, comm.rank, comm.size - 1
+        for algorithm in algorithms(name):
+            xs = inputs(seed, n, 7 * n, np.float32)
+            out = poison(7 * n, np.float32)
+            if name == "broadcast":
+                assert_bits(comm.broadcast(xs[me], root, out=out, algorithm=algorithm), xs[root], algorithm)
+            elif name == "all_gather":
+                assert_bits(comm.all_gather(xs[me], algorithm=algorithm), np.stack(xs), algorithm)
+            elif name == "all_to_all":
+                parts = np.concatenate([x.reshape(n, -1)[me] for x in xs])
+                assert_bits(comm.all_to_all(xs[me], out, algorithm=algorithm), parts, algorithm)
+            elif name == "gather":
+                got = comm.gather(xs[me], root, algorithm=algorithm)
+                assert me != root or (got == np.stack(xs)).all()
+            elif name == "scatter":
+                whole = np.stack(xs) if me == root else None
+                assert_bits(comm.scatter(whole, out, root, algorithm=algorithm), xs[me], algorithm)
+            else:
+                got = comm.reduce(xs[me], root, out=out, algorithm=algorithm)
+                assert me != root or np.allclose(got, np.sum(xs, 0, np.float64), rtol=1e-5, atol=1e-6)
+
+    spawn(body, size, timeout=20)
+
+
+def persistent_and_eager(comm: kos.Communicator) -> dict[str, tuple[Any, Callable[[], Any], np.ndarray, Any]]:
+    """Of each operation: a persistent form, the eager call into other memory, its input, where the result comes."""
+    n, me = comm.size, comm.rank
+    right, left, root = (me + 1) % n, (me - 1) % n, n - 1
+    x, counts = np.zeros(6 * n), [k % 3 + 1 for k in range(n)]
+    uneven, mine = np.zeros(sum(counts)), np.zeros(counts[me])
+    pairs = [[(i + j) % 3 for j in range(n)] for i in range(n)]  # elements from i to j
+    to, come = pairs[me], [pairs[i][me] for i in range(n)]
+    spread = np.zeros(sum(to))
+
+    def new(like: int) -> np.ndarray:
+        return poison(like, np.float64)
+
+    whole = x if me == root else None
+    out = {name: new(6 * n) for name in OPERATIONS}
+    out |= {"all_gather": new(6 * n * n), "all_gather_v": new(sum(counts)), "all_to_all_v": new(sum(come))}
+    out |= {"reduce_scatter": new(6), "reduce_scatter_v": new(counts[me]), "scatter": new(6)}
+    gathered = new(6 * n * n) if me == root else None
+    return {
+        "all_reduce": (comm.all_reduce_init(x, ReduceOp.MAX, out=out["all_reduce"]),
+                       lambda: comm.all_reduce(x, ReduceOp.MAX, out=new(x.size)), x, out["all_reduce"]),
+        "reduce": (comm.reduce_init(x, root, out=out["reduce"]),
+                   lambda: comm.reduce(x, root, out=new(x.size)) if me == root else comm.reduce(x, root),
+                   x, out["reduce"] if me == root else None),
+        "reduce_scatter": (comm.reduce_scatter_init(x, out["reduce_scatter"], deterministic=True),
+                           lambda: comm.reduce_scatter(x, deterministic=True), x, out["reduce_scatter"]),
+        "reduce_scatter_v": (comm.reduce_scatter_v_init(uneven, counts, out["reduce_scatter_v"]),
+                             lambda: comm.reduce_scatter_v(uneven, counts), uneven, out["reduce_scatter_v"]),
+        "broadcast": (comm.broadcast_init(x, root, out=out["broadcast"]),
+                      lambda: comm.broadcast(x, root, out=new(x.size)), x, out["broadcast"]),
+        "all_gather": (comm.all_gather_init(x, out["all_gather"]), lambda: comm.all_gather(x), x, out["all_gather"]),
+        "all_gather_v": (comm.all_gather_v_init(mine, counts, out["all_gather_v"]),
+                         lambda: comm.all_gather_v(mine, counts), mine, out["all_gather_v"]),
+        "all_to_all": (comm.all_to_all_init(x, out["all_to_all"]), lambda: comm.all_to_all(x), x, out["all_to_all"]),
+        "all_to_all_v": (comm.all_to_all_v_init(spread, to, come, out["all_to_all_v"]),
+                         lambda: comm.all_to_all_v(spread, to, come), spread, out["all_to_all_v"]),
+        "gather": (comm.gather_init(x, root, gathered), lambda: comm.gather(x, root), x, gathered),
+        "scatter": (comm.scatter_init(whole, out["scatter"], root),
+                    lambda: comm.scatter(whole, new(6), root), x, out["scatter"]),
+        "barrier": (comm.barrier_init(), comm.barrier, x, None),
+        "send_recv": (comm.send_recv_init(x, out["send_recv"], right, left),
+                      lambda: comm.send_recv(x, new(x.size), right, left), x, out["send_recv"]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
+def test_persistent_forms_do_what_the_calls_do(seed: int, together: bool) -> None:
+    def body(comm: kos.Communicator) -> None:
+        rng = np.random.default_rng([seed, comm.rank])
+        forms = persistent_and_eager(comm)
+        for _ in range(3):
+            for x in {id(x): x for _, _, x, _ in forms.values()}.values():
+                x[:] = rng.integers(-9, 9, x.size)
+            for _, _, _, out in forms.values():
+                if out is not None:
+                    out[:] = np.nan
+            expected = {name: call() for name, (_, call, _, _) in forms.items()}
+            if together:
+                with comm.batch() as batch:
+                    given = [operation.start() for operation, *_ in forms.values()]
+                assert len(batch.works) == len(forms)
+                assert [g is out or out is None for g, (*_, out) in zip(given, forms.values(), strict=True)]
+            else:
+                for operation, *_ in forms.values():
+                    operation.start().wait()
+            for name, (*_, out) in forms.items():
+                if out is not None:
+                    assert_bits(out.reshape(-1), np.asarray(expected[name]).reshape(-1), name)
+
+    spawn(body, 4, timeout=20)
+
+
+def test_persistent_messages() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.zeros(3)
+        message = comm.send_init(x, 1, 5) if comm.rank == 0 else comm.recv_init(x, 0, 5)
+        for turn in range(3):
+            if comm.rank == 0:
+                x[:] = turn
+            message.start().wait()
+            assert (x == turn).all()
+
+    spawn(body, 2, timeout=20)
+
+
+def test_a_start_in_a_batch_is_launched_with_it() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, y = np.ones(3), np.ones(3)
+        one, other = comm.all_reduce_init(x), comm.all_reduce_init(y)
+        with comm.batch() as batch:
+            assert one.start() is x
+            comm.rendezvous.barrier()
+            assert batch.works == [] and (x == 1).all(), "launched before the batch ends"
+            with pytest.raises(InvalidArgument, match="start: expected one start of it in a batch"):
+                one.start()
+            third = comm.all_reduce_init(np.ones(1))  # made in a batch, but no part of it
+            other.start()
+        assert (x == 2).all() and (y == 2).all() and len(batch.works) == 2
+        third.start().wait()
+
+        class Stop(Exception):
+            pass
+
+        with pytest.raises(Stop), comm.batch():  # noqa: PT012
+            one.start()
+            raise Stop
+        assert (x == 2).all()
+        comm.rendezvous.barrier()
+        # What a batch has in flight is not started again, whoever asks.
+        with comm.batch(async_op=True) as batch:
+            one.start()
+            if comm.rank == 0:
+                other.start()
+        if comm.rank == 0:
+            with pytest.raises(InvalidArgument, match="start: expected the previous start to be done"):
+                other.start()
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            other.start().wait()
+        batch.wait()
+        assert (x == 4).all() and (y == 4).all()
+        other.start().wait()
+
+    spawn(body, 2, timeout=20)
+
+
+def test_async_op_inside_a_batch_is_refused() -> None:
+    """Its Work does not exist yet: ``comm.batch(async_op=True)`` has the works."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(3)
+
+        def refused() -> None:
+            with comm.batch():
+                comm.all_reduce(x)
+                comm.all_reduce(x, async_op=True)
+
+        with pytest.raises(InvalidArgument, match="async_op: expected False in a batch"):
+            refused()
+        assert (x == 1).all()
+        assert comm.all_reduce(x)[0] == comm.size
+
+    spawn(body, 2, timeout=20)
+
+
+def test_a_batch_may_be_opened_again() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, batch = np.ones(1), comm.batch()
+        for turn in range(1, 3):
+            with batch:
+                comm.all_reduce(x)
+            assert x == 2**turn and len(batch.works) == 1
+
+    spawn(body, 2, timeout=20)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, True, "3", float("nan")])
+def test_waits_check_their_timeout(timeout: Any) -> None:
+    with kos.init("mock") as comm:
+        work = comm.all_reduce(np.ones(2), async_op=True)
+        with comm.batch(async_op=True) as batch:
+            comm.barrier()
+        for wait in (work.wait, work.synchronize, batch.wait, comm.synchronize, lambda t: setattr(comm, "timeout", t)):
+            with pytest.raises(InvalidArgument, match="timeout: expected a positive number of seconds, got"):
+                wait(timeout)
+        assert work.wait(1.0)[0] == 1
+
+
+def test_a_timeout_that_is_set_is_followed() -> None:
+    """By calls, by groups made from then on, and by what they need the rendezvous for."""
+    released = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        comm.timeout = 0.2
+        assert comm.backend.timeout == comm.rendezvous.timeout == comm.timeout == 0.2
+        for made in (comm.split(0), comm.duplicate(), comm.shrink()):
+            assert made is not None
+            assert made.timeout == made.rendezvous.timeout == made.backend.timeout == 0.2
+            comm = made
+        try:
+            if comm.rank == 0:
+                with pytest.raises(RendezvousError, match="within 0.2 s"):
+                    comm.split(0)
+                with pytest.raises(CollectiveTimeout, match="after 0.2 s"):
+                    comm.barrier()
+        finally:
+            released.set() if comm.rank == 0 else released.wait(20)
+
+    spawn(body, 2, timeout=20)
+
+
+def test_the_hub_follows_too() -> None:
+    """Over TCP the hub beside rank 0 names who is missing, at the timeout that was set."""
+    released = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.timeout = 0.2
+        rendezvous.barrier()
+        if rendezvous.rank == 1:
+            released.wait(20)
+            return
+        try:
+            with pytest.raises(RendezvousError, match=r"ranks \[1\] of 2 did not come within 0.2 s"):
+                rendezvous.barrier()
+        finally:
+            released.set()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_spawn_ends_waits_in_every_group(failing: bool) -> None:
+    """Also in groups split from the first one, whether or not another rank raised."""
+    told: list[BaseException] = []
+    heard = threading.Semaphore(0)
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 2:
+            comm.split(None)
+            if failing:
+                raise ZeroDivisionError
+            return
+        pair = comm.split(0)
+        assert pair is not None
+        try:
+            pair.recv(np.ones(1), 1 - pair.rank, timeout=30)  # each waits for the other
+        except RankLost as error:
+            told.append(error)
+            heard.release()
+            raise
+
+    with pytest.raises(
+        ZeroDivisionError if failing else CollectiveTimeout, match=None if failing else r"ranks \[0, 1\]"
+    ):
+        spawn(body, 3, timeout=0.3)
+    for _ in range(2):
+        assert heard.acquire(timeout=10), "a rank still waits"
+    assert "still running after 0.3 s" in str(told[0])
+
+
+def test_persistents_of_a_closed_communicator() -> None:
+    comm = kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(1), 0, 1.0))
+    operation = comm.barrier_init()
+    comm.close()
+    with pytest.raises(CollectiveError, match="closed"):
+        operation.start()
