@@ -30,6 +30,10 @@ SHIPPED = Path(__file__).with_name("tables")
 BACKENDS = ("peer", "nccl")
 UNMEASURED = ((1 << 20, "peer"), (None, "nccl"))
 """The route of what a table does not name: latency is where peer leads."""
+_LIKE = {
+    "all_to_all_v": "all_to_all", "all_gather_v": "all_gather", "reduce_scatter_v": "reduce_scatter",
+    "send": "send_recv", "recv": "send_recv",
+}  # fmt: skip
 _LARGEST_FILE = 4 << 20
 _END = float("inf")
 _RANGES = {
@@ -57,7 +61,7 @@ class Table:
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
         """By which backend the operation goes, by its bytes; what was not measured goes as what is most like it."""
-        others = itertools.product((operation,), (wide, not wide), (symmetric, not symmetric), (graph, not graph))
+        others = itertools.product((_LIKE.get(operation, operation),), (wide, not wide), (symmetric, not symmetric), (graph, not graph))
         return next((self.routes[key] for key in others if key in self.routes), UNMEASURED)
 
     def explain(self, *, routes: bool) -> list[tuple[str, str]]:

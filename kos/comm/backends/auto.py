@@ -82,7 +82,7 @@ class AutoBackend(Backend):
         if self._only is not None:
             return self._only
         if o.deterministic or o.algorithm != "auto":
-            return self._ordered
+            return self._ordered if self._ordered.has_algorithm(o) else self.gpus[0]
         limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
         if o.name in _BY_OUTPUT and o.recv is not None:
             buffer = o.recv

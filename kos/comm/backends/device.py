@@ -92,6 +92,10 @@ class DeviceBackend(HostBackend):
         """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
         return False
 
+    def has_algorithm(self, o: Operation) -> bool:
+        """Whether the backend carries the operation by the algorithm that it names."""
+        return True
+
     def routes(self) -> list[tuple[str, str]]:
         """What ``Communicator.explain`` says of how operations go."""
         return [] if self.table is None else self.table.explain(routes=False)

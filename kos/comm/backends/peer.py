@@ -128,6 +128,9 @@ class PeerBackend(DeviceBackend):
         buffers = (buffer for buffer in (o.send, o.recv) if buffer is not None)
         return all(self._engine.is_symmetric(buffer.pointer, buffer.nbytes) for buffer in buffers)
 
+    def has_algorithm(self, o: Operation) -> bool:
+        return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in _ALGORITHMS)
+
     def use(self, launches: Launches) -> None:
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
@@ -209,7 +212,7 @@ class PeerBackend(DeviceBackend):
     def _resolve(self, o: Operation) -> Callable[[int], None]:
         if o.tag or o.recv_tag:
             raise InvalidArgument(f"tag: expected 0 (peer matches messages by their order), got {o.tag or o.recv_tag}")
-        if o.algorithm != "auto" and (o.name != "all_reduce" or o.algorithm not in _ALGORITHMS):
+        if not self.has_algorithm(o):
             own = ", ".join(("'auto'", *_ALGORITHMS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.algorithm!r}")
         with relaxed_capture():
