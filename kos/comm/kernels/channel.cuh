@@ -18,7 +18,7 @@
 // ranks, and every wait of the launch ends; what the launch leaves in the output is undefined.
 #pragma once
 
-using u64 = unsigned long long;
+#include "ptx.cuh"
 
 #ifndef CHANNELS
 #define CHANNELS 128
@@ -30,14 +30,6 @@ using u64 = unsigned long long;
 #ifndef RENEW_EPOCH
 #define RENEW_EPOCH 0x80000000u
 #endif
-
-// Launched while the kernel before it in the stream still runs (programmatic dependent launch): the blocks are in
-// place when that one ends.  Lets the next kernel do the same, as soon as all blocks of this one are in place.
-__device__ __forceinline__ void after_former_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 // Host memory, mapped: the first two words are the host's, the rest the device's.
 struct Record {
@@ -51,43 +43,6 @@ struct Context {
     Record* record;
     u64 rank;
 };
-
-__device__ inline unsigned load_relaxed(u64 address) {
-    unsigned value;
-    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-__device__ inline void store_relaxed(u64 address, unsigned value) {
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-__device__ inline unsigned load_acquire(u64 address) {
-    unsigned value;
-    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
-    return value;
-}
-__device__ inline void store_release(u64 address, unsigned value) {
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-// 16 bytes of memory that other ranks read or write.
-struct Vector {
-    unsigned x[4];
-};
-__device__ __forceinline__ void load(Vector& v, u64 address) {
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
-                 : "l"(address));
-}
-__device__ __forceinline__ void store(u64 address, const Vector& v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x[0]), "r"(v.x[1]),
-                 "r"(v.x[2]), "r"(v.x[3])
-                 : "memory");
-}
-
-__device__ inline u64 nanoseconds() {
-    u64 now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    return now;
-}
 
 // A wait has lasted: returns when it began, or GIVEN_UP.  Everything by value, so that callers keep registers.
 #define GIVEN_UP (~0ull)
@@ -138,9 +93,9 @@ struct Channel {
 
     __device__ __forceinline__ Channel(const Context* context, u64 own, unsigned rank)
         : context(context), own(own), rank(rank) {
-        asm volatile("{ .reg .b32 x; ld.relaxed.sys.global.v4.u32 {%0, %1, %2, x}, [%3]; }"
-                     : "=r"(epoch), "=r"(barriers), "=r"(batches)
-                     : "l"(own + line()));
+        Vector v;
+        load(v, own + line());
+        epoch = v.x[0], barriers = v.x[1], batches = v.x[2];
     }
 
     // Offset of the channel's line in any slab.
@@ -176,10 +131,7 @@ struct Channel {
     // The end of a kernel: nobody in this block reads the counters any more.
     __device__ __forceinline__ void close() {
         __syncthreads();
-        if (threadIdx.x == 0)
-            asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(own + line()), "r"(epoch),
-                         "r"(barriers), "r"(batches), "r"(0)
-                         : "memory");
+        if (threadIdx.x == 0) store(own + line(), Vector{epoch, barriers, batches, 0});
     }
 };
 

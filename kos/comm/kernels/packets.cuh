@@ -60,20 +60,13 @@ struct Words {
 };
 
 __device__ __forceinline__ void send(u64 address, const Words& w, unsigned epoch) {
-    const u64 low = u64(w[1]) << 32 | w[0], high = u64(epoch) << 32 | (WORDS > 2 ? w[WORDS - 1] : 0);
-    asm volatile("{ .reg .b128 x; mov.b128 x, {%1, %2}; st.relaxed.sys.global.b128 [%0], x; }" ::"l"(address), "l"(low),
-                 "l"(high)
-                 : "memory");
+    store_whole(address, u64(w[1]) << 32 | w[0], u64(epoch) << 32 | (WORDS > 2 ? w[WORDS - 1] : 0));
 }
 
-// Look at a packet; returns the flag that came with it.  volatile, because ptxas narrows a relaxed load to the words
-// that are used, and reads them one by one.
+// Look at a packet; returns the flag that came with it.
 __device__ __forceinline__ unsigned look(u64 address, Words& w) {
     u64 low, high;
-    asm volatile("{ .reg .b128 x; ld.volatile.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
-                 : "=l"(low), "=l"(high)
-                 : "l"(address)
-                 : "memory");
+    load_whole(address, low, high);
     w[0] = unsigned(low);
     w[1] = unsigned(low >> 32);
     if constexpr (WORDS > 2) w[WORDS - 1] = unsigned(high);

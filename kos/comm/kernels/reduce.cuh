@@ -5,6 +5,8 @@
 // compiler from fusing a multiplication and an addition into one rounding.
 #pragma once
 
+#include "ptx.cuh"
+
 template <class V, class B>
 struct Integer {
     using Bits = B;
@@ -40,60 +42,30 @@ struct float32 {
 struct float16 {
     using Bits = unsigned short;
     using Wide = float;
-    static __device__ float widen(Bits x) {
-        float y;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
-        return y;
-    }
-    static __device__ Bits narrow(float x) {
-        Bits y;
-        asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
-        return y;
-    }
+    static __device__ float widen(Bits x) { return from_half(x); }
+    static __device__ Bits narrow(float x) { return to_half(x); }
 };
 struct bfloat16 {
     using Bits = unsigned short;
     using Wide = float;
     static __device__ float widen(Bits x) { return __uint_as_float(unsigned(x) << 16); }
-    static __device__ Bits narrow(float x) {
-        Bits y;
-        asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
-        return y;
-    }
+    static __device__ Bits narrow(float x) { return to_bfloat16(x); }
 };
 
 // 8-bit floats as ml_dtypes has them: what rounds beyond the largest number becomes NaN (e4m3fn) or inf (e5m2).
 struct float8_e4m3fn {
     using Bits = unsigned char;
     using Wide = float;
-    static __device__ float widen(Bits x) {
-        unsigned halves;
-        float y;
-        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)x));
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)halves));
-        return y;
-    }
-    static __device__ Bits narrow(float x) {
-        if (!(fabsf(x) <= 464)) return x < 0 ? 0xff : 0x7f;
-        unsigned short pair;
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
-        return Bits(pair);
-    }
+    static __device__ float widen(Bits x) { return from_half(e4m3_to_half(x)); }
+    static __device__ Bits narrow(float x) { return fabsf(x) <= 464 ? to_e4m3(x) : x < 0 ? 0xff : 0x7f; }
 };
 struct float8_e5m2 {
     using Bits = unsigned char;
     using Wide = float;
-    static __device__ float widen(Bits x) {
-        float y;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)(x << 8)));
-        return y;
-    }
+    static __device__ float widen(Bits x) { return from_half((unsigned short)(x << 8)); }
     static __device__ Bits narrow(float x) {
         if (x != x) return 0x7e;
-        if (fabsf(x) >= 61440) return x < 0 ? 0xfc : 0x7c;
-        unsigned short pair;
-        asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
-        return Bits(pair);
+        return fabsf(x) < 61440 ? to_e5m2(x) : x < 0 ? 0xfc : 0x7c;
     }
 };
 

@@ -1,0 +1,95 @@
+// What takes PTX to say: accesses to memory that ranks share, and conversions of floats.
+#pragma once
+
+using u64 = unsigned long long;
+
+// Launched while the kernel before it in the stream still runs (programmatic dependent launch): the blocks are in
+// place when that one ends.  Lets the next kernel do the same, as soon as all blocks of this one are in place.
+__device__ __forceinline__ void after_former_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents; griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline unsigned load_relaxed(u64 address) {
+    unsigned value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ inline void store_relaxed(u64 address, unsigned value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ inline unsigned load_acquire(u64 address) {
+    unsigned value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+__device__ inline void store_release(u64 address, unsigned value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+// 16 bytes of memory that other ranks read or write.
+struct Vector {
+    unsigned x[4];
+};
+__device__ __forceinline__ void load(Vector& v, u64 address) {
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x[0]), "=r"(v.x[1]), "=r"(v.x[2]), "=r"(v.x[3])
+                 : "l"(address));
+}
+__device__ __forceinline__ void store(u64 address, const Vector& v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x[0]), "r"(v.x[1]),
+                 "r"(v.x[2]), "r"(v.x[3])
+                 : "memory");
+}
+
+__device__ inline u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+}
+
+// 16 bytes in one access, which is single-copy atomic.  The load is volatile, because ptxas narrows a relaxed one to
+// the words that are used, and reads them one by one.
+__device__ __forceinline__ void store_whole(u64 address, u64 low, u64 high) {
+    asm volatile("{ .reg .b128 x; mov.b128 x, {%1, %2}; st.relaxed.sys.global.b128 [%0], x; }" ::"l"(address), "l"(low),
+                 "l"(high)
+                 : "memory");
+}
+__device__ __forceinline__ void load_whole(u64 address, u64& low, u64& high) {
+    asm volatile("{ .reg .b128 x; ld.volatile.global.b128 x, [%2]; mov.b128 {%0, %1}, x; }"
+                 : "=l"(low), "=l"(high)
+                 : "l"(address)
+                 : "memory");
+}
+
+__device__ __forceinline__ float from_half(unsigned short x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+    return y;
+}
+__device__ __forceinline__ unsigned short to_half(float x) {
+    unsigned short y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ unsigned short to_bfloat16(float x) {
+    unsigned short y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ unsigned short e4m3_to_half(unsigned char x) {
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)x));
+    return (unsigned short)halves;
+}
+// To nearest, what is too large to the largest number.
+__device__ __forceinline__ unsigned char to_e4m3(float x) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+    return (unsigned char)pair;
+}
+__device__ __forceinline__ unsigned char to_e5m2(float x) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.f), "f"(x));
+    return (unsigned char)pair;
+}
