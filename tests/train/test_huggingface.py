@@ -72,23 +72,3 @@ def test_sharded_weights(tmp_path: Path) -> None:
         read_weights(tmp_path, weights)
     with pytest.raises(CheckpointError, match=r"expected a Hugging Face config\.json"):
         read_config(tmp_path)
-
-
-def test_transformers_reads_our_weights(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers to compare with")
-    torch = pytest.importorskip("torch", reason="needs torch to compare with")
-    from safetensors.numpy import save_file
-
-    from kos.train.model import Llama
-    from kos.train.ops import numpy as numpy_ops
-
-    weights = Parameters(CONFIG.parameter_shapes(), groups=CONFIG.fused_groups())
-    CONFIG.init_weights(weights, seed=1)
-    save_file(dict(weights), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(to_huggingface(CONFIG)))
-    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    tokens = np.random.default_rng(0).integers(0, 40, (2, 17)).astype(np.int32)
-    with torch.no_grad():
-        expected = theirs(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
-    ours = Llama(CONFIG, numpy_ops).logits(weights, tokens)
-    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
