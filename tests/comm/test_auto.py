@@ -1,0 +1,318 @@
+"""How ``auto`` routes, without a GPU: two backends that say what they are, over the stand-ins of ``fake_nccl``."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm import nccl_binding
+from kos.comm.backends import auto
+from kos.comm.backends.auto import AutoBackend
+from kos.comm.backends.mock import MockBackend
+from kos.comm.backends.nccl import NCCLBackend
+from kos.comm.operation import Operation
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.tuning import parse
+from kos.errors import CollectiveError, CollectiveTimeout
+from kos.memory import as_buffer
+from kos.memory.array import Array
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
+from tests.comm.test_tuning import changed
+
+SIZE = 2
+ROUTES = {
+    "all_reduce 16-bit ordinary graph": [[4096, "peer"], [None, "nccl"]],
+    "all_reduce 32-bit ordinary graph": [[1024, "peer"], [None, "nccl"]],
+    "all_gather 16-bit ordinary graph": [[1024, "peer"], [None, "nccl"]],
+    "scatter 16-bit ordinary graph": [[1024, "peer"], [None, "nccl"]],
+    "send_recv 16-bit ordinary graph": [[1 << 21, "peer"], [None, "nccl"]],
+    "broadcast 16-bit ordinary graph": [[1024, "peer"], [4096, "nccl"], [None, "peer"]],
+    "broadcast 16-bit symmetric graph": [[None, "peer"]],
+    "reduce 16-bit ordinary graph": [[None, "peer"]],
+    "reduce 16-bit ordinary eager": [[None, "nccl"]],
+}
+
+
+class Peer(NCCLBackend):
+    """Stands for ``peer``."""
+
+    name = "peer"
+    table = parse(changed("routes", to=ROUTES), "the test")
+    symmetric = False
+
+    def is_symmetric(self, o: Operation) -> bool:
+        return self.symmetric
+
+    def has_algorithm(self, o: Operation) -> bool:
+        return o.algorithm in ("auto", "ring")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    with no_gpu(monkeypatch) as fake:
+        yield fake
+
+
+class Log(list[str]):
+    """By which part each operation of a rank was started."""
+
+    def __init__(self, comm: kos.Communicator) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        for part in (*backend.gpus, backend.host):
+            part.start = self._noting(part.name, part.start)  # type: ignore[method-assign]
+
+    def _noting(self, name: str, start: Callable[[Operation], Any]) -> Callable[[Operation], Any]:
+        def noting(o: Operation) -> Any:
+            self.append(name)
+            return start(o)
+
+        return noting
+
+
+def run(body: Callable[[kos.Communicator, Log], None], parts: str = "nccl peer", timeout: float = 20.0) -> None:
+    threads, groups, failures = ThreadGroup(SIZE), {name: Group(SIZE) for name in parts.split()}, []
+
+    def rank(index: int) -> None:
+        try:
+            rendezvous = ThreadRendezvous(threads, index, timeout)
+            kinds = {"nccl": NCCLBackend, "peer": Peer}
+            gpus = [kinds[name](rendezvous, 0, Comm(group, index)) for name, group in groups.items()]
+            backend = AutoBackend(rendezvous, MockBackend(rendezvous), gpus)
+            comm = kos.Communicator(backend, rendezvous, {}, timeout)
+            body(comm, Log(comm))
+        except BaseException:
+            failures.append(f"rank {index}:\n{traceback.format_exc()}")
+            for group in groups.values():
+                group.barrier.abort()
+
+    runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(SIZE)]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join(30)
+        assert not runner.is_alive() or failures, "a rank hangs"
+    assert not failures, failures[0]
+
+
+def zeros(count: int, dtype: Any = np.float16) -> Array:
+    return Array.zeros(count, dtype, 0)
+
+
+def test_by_operation_size_and_dtype(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        for count, dtype in (
+            (1, np.float16),
+            (2048, np.float16),
+            (2049, np.float16),
+            (256, np.float32),
+            (257, np.float32),
+        ):
+            assert (
+                comm.all_reduce(Array.from_numpy(np.full(count, comm.rank + 1, dtype), 0)).numpy().tolist()
+                == [3] * count
+            )
+        assert log == ["peer", "peer", "nccl", "peer", "nccl"]
+        log.clear()
+        for count in (512, 513):  # a rank's part decides; of a scatter, what comes out
+            comm.all_gather(zeros(count), zeros(count * SIZE))
+            comm.all_gather_v(zeros(count), [count] * SIZE, zeros(count * SIZE))
+            comm.scatter(zeros(count * SIZE) if comm.rank == 0 else None, zeros(count))
+        assert log == ["peer", "nccl", "peer", "nccl", "nccl", "nccl"]
+        log.clear()
+        comm.barrier(stream=5)
+        comm.all_reduce(np.zeros(9, np.float32))  # host memory
+        comm.barrier()
+        assert log == ["peer", "mock", "mock"]
+
+    run(body)
+
+
+def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+
+        def way(**options: Any) -> str:
+            x = zeros(1 << 20)
+            operation = Operation("all_reduce", comm.rank, send=comm_buffer(x), recv=comm_buffer(x), **options)
+            return backend.of(operation).name
+
+        assert (way(), way(deterministic=True)) == ("nccl", "peer")
+        assert (way(algorithm="ring"), way(algorithm="halving_doubling")) == ("peer", "nccl")
+
+    run(body)
+
+
+def comm_buffer(x: Array) -> Any:
+    return as_buffer(x, "x", writable=True)
+
+
+def test_operations_whose_bytes_differ_between_ranks_go_one_way(fake: FakeNCCL) -> None:
+    """Rank 0 sends little and gets much: by size the two would part."""
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        mine, theirs = (8, 1 << 21) if comm.rank == 0 else (1 << 21, 8)
+        comm.send_recv(zeros(mine), zeros(theirs), 1 - comm.rank, 1 - comm.rank)
+        assert log == ["peer"]
+
+    run(body)
+
+
+def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table makes depend on them is asked for there only."""
+    state = SimpleNamespace(captured=False, asked=0)
+
+    def is_captured(stream: int) -> bool:
+        state.asked += 1
+        return bool(state.captured)
+
+    monkeypatch.setattr(auto, "is_captured", is_captured)
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        if comm.rank:
+            return
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+
+        def way(name: str, count: int) -> str:
+            x = comm_buffer(zeros(count))
+            return backend.of(Operation(name, 0, send=x, recv=x)).name
+
+        assert way("broadcast", 8) == "peer" and way("broadcast", 1 << 20) == "peer" and state.asked == 0
+        assert way("broadcast", 1024) == "nccl"
+        monkeypatch.setattr(Peer, "symmetric", True)
+        assert way("broadcast", 1024) == "peer" and state.asked == 2
+        assert way("reduce", 8) == "nccl"
+        state.captured = True
+        assert way("reduce", 8) == "peer"
+
+    run(body)
+
+
+def test_a_batch_goes_part_by_part(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        counts = (4096, 8, 5000, 16)
+        xs = [Array.from_numpy(np.full(count, comm.rank + 1, np.float16), 0) for count in counts]
+        host = np.full(3, comm.rank + 1, np.float32)
+        with comm.batch() as batch:
+            for x in xs:
+                comm.all_reduce(x)
+            comm.all_reduce(host)
+        assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
+        assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
+        assert [work.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
+
+    run(body)
+
+
+def test_what_is_persistent_is_routed_once(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        x = zeros(8)
+        operation = comm.all_reduce_init(x)
+        backend.of = None  # type: ignore[assignment,method-assign]
+        for _ in range(3):
+            operation.start().wait()
+        assert log == ["peer"] * 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("parts", ["nccl", "peer"])
+def test_one_backend_alone_carries_everything(fake: FakeNCCL, parts: str) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        assert comm.backend_name == f"{parts}+mock"
+        for count in (1, 1 << 20):
+            comm.all_reduce(zeros(count))
+        assert log == [parts] * 2
+
+    run(body, parts)
+
+
+def test_splits_keep_both(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        for part in backend.gpus:
+            kind = type(part)
+            part.split = lambda rendezvous, color, key, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0))  # type: ignore[method-assign,misc]
+        child = comm.split(comm.rank)
+        assert child is not None and child.backend_name == "nccl+peer+mock"
+        assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
+
+    run(body)
+
+
+@pytest.mark.parametrize("failing", ["nccl", "peer"])
+def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+    monkeypatch.setattr(NCCLBackend, "halt", lambda self: ended.append(self.name))
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        if comm.rank:
+            return
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        part = next(gpu for gpu in backend.gpus if gpu.name == failing)
+        part.failed(Operation("all_reduce", 0, sequence=7), CollectiveTimeout("all_reduce #7: rank 1 did not come"))
+        assert ended == ["nccl", "peer"]  # peer waits for the GPU, which nccl's kernels may hold
+        for x in (zeros(1), zeros(1 << 20), np.zeros(1)):
+            with pytest.raises(CollectiveError, match="failed before: all_reduce #7: rank 1 did not come"):
+                comm.all_reduce(x)
+        with pytest.raises(CollectiveError, match="failed before"), comm.batch():
+            comm.all_reduce(zeros(1))
+
+    run(body)
+
+
+def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        if comm.rank:
+            return
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        backend.host.broken = "barrier #3: late"
+        with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
+            comm.all_reduce(zeros(1))
+
+    run(body)
+
+
+def test_the_parts_overlap_on_one_stream(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        assert backend.gpus[0]._side is backend.gpus[1]._side is not None
+
+    run(body)
+
+
+def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        x = comm_buffer(zeros(8))
+        prints = [Operation("all_reduce", 0, x, x, via=via).fingerprint() for via in (None, *backend.gpus)]
+        assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
+
+    run(body)
+
+
+def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        said = comm.explain()
+        assert "tuning table: the test" in said
+        assert "broadcast 16-bit ordinary graph: peer to 1 KB, nccl to 4 KB, peer above" in said
+        assert "peer's all_reduce, symmetric buffers: one_shot to 64 KB, push above" in said
+
+    run(body)

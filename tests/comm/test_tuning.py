@@ -1,0 +1,251 @@
+"""Tuning tables: what is refused and why, which one is taken, how ranks agree, and what measurements become."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos.comm import launches, tune, tuning
+from kos.comm.launches import Launch
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.tuning import Table, agree, load, merged, parse, pick, read
+from kos.errors import InvalidArgument
+
+GPU, LINK = "NVIDIA H200", "18 NVLinks"
+ROUTE = "all_reduce 16-bit symmetric graph"
+TABLE: dict[str, Any] = {
+    "format": 1,
+    "gpu": GPU,
+    "link": LINK,
+    "ranks": 4,
+    "launches": {
+        "symmetric": [[65536, {"algorithm": "one_shot", "threads": 128}], [None, {"algorithm": "push", "blocks": 64}]],
+        "ordinary": [[None, {"algorithm": "two_shot"}]],
+    },
+    "routes": {
+        "all_reduce 16-bit symmetric graph": [[1 << 20, "peer"], [None, "nccl"]],
+        "all_reduce 16-bit ordinary graph": [[4096, "peer"], [8192, "nccl"], [None, "peer"]],
+        "send_recv 16-bit ordinary eager": [[None, "nccl"]],
+    },
+    "provenance": {"date": "2026-11-20"},
+}
+
+
+def changed(*path: Any, to: Any) -> dict[str, Any]:
+    data = copy.deepcopy(TABLE)
+    at: Any = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = to
+    return data
+
+
+def launched(**launch: Any) -> dict[str, Any]:
+    return changed("launches", "ordinary", 0, 1, to=launch)
+
+
+def test_round_trip() -> None:
+    table = parse(TABLE, "here")
+    assert table.launches.pick(1024, True) == Launch("one_shot", threads=128)
+    assert table.launches.pick(65537, True) == Launch("push", 64)
+    assert table.launches.pick(1, False) == Launch("two_shot")
+    again = parse(json.loads(json.dumps(table.to_json())), "there")
+    assert again.to_json() == table.to_json() and again.fingerprint == table.fingerprint
+    assert (
+        parse(changed("routes", "send_recv 16-bit ordinary eager", to=[[None, "peer"]]), "").fingerprint
+        != table.fingerprint
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        ([], "expected a tuning table, got TypeError"),
+        ({}, "KeyError: 'format'"),
+        (changed("format", to=2), "format: expected 1, got 2"),
+        (changed("ranks", to="4"), "ranks: expected int, got '4'"),
+        (changed("launches", "ordinary", to=[]), "ordinary: expected bytes that grow, the last null, got []"),
+        (changed("launches", "ordinary", to=[[5, {"algorithm": "push"}]]), "the last null, got [5]"),
+        (launched(algorithm="rm"), "algorithm: expected one of one_shot"),
+        (launched(algorithm="push", blocks=129), "push: blocks: expected 0 to 128, got 129"),
+        (launched(algorithm="push", threads=100), "push: threads: expected a multiple of 32, got 100"),
+        (launched(algorithm="push", tile=1.5), "push: tile: expected 256 to 65536, got 1.5"),
+        (launched(algorithm="push", speed=1), "unexpected keyword argument 'speed'"),
+        (changed("routes", ROUTE, to=[[9, "peer"], [8, "nccl"], [None, "peer"]]), "expected bytes that grow"),
+        (changed("routes", ROUTE, to=[[None, "gloo"]]), f"{ROUTE}: expected peer or nccl, got 'gloo'"),
+        (changed("routes", "all_reduce", to=[[None, "peer"]]), "ValueError"),
+    ],
+)  # fmt: skip
+def test_damaged_tables_are_refused(data: Any, why: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        parse(data, "")
+    assert why in str(caught.value)
+
+
+def test_routes_and_what_stands_for_what_was_not_measured() -> None:
+    table = parse(TABLE, "")
+    route = table.route("all_reduce", False, False, True)
+    assert [pick(route, n) for n in (1, 4096, 4097, 8192, 8193, 1 << 40)] == [
+        "peer",
+        "peer",
+        "nccl",
+        "nccl",
+        "peer",
+        "peer",
+    ]
+    assert table.route("all_reduce", True, False, False) == route  # another width, not in a graph
+    assert table.route("recv", True, True, True) == ((None, "nccl"),)  # as send_recv
+    assert table.route("broadcast", False, False, False) == tuning.UNMEASURED
+
+
+def test_merged_is_each_of_its_routes() -> None:
+    table = parse(TABLE, "")
+    limits, choices = merged(table, "all_reduce", False)
+    assert limits == [4096, 8192, 1 << 20] and len(choices) == 4
+    for nbytes in (1, 4095, 4096, 4097, 8192, 8193, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 1 << 33):
+        at = sum(limit < nbytes for limit in limits)
+        for (symmetric, graph), name in choices[at].items():
+            assert name == pick(table.route("all_reduce", False, symmetric, graph), nbytes)
+    assert merged(table, "broadcast", False)[0] == [1 << 20]
+
+
+# Which table is taken.
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """Where the user's table and the shipped one for four ranks would lie."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tables")
+    monkeypatch.setattr(tuning, "_told", set())
+    paths = tuning.user_path(GPU, 4), tmp_path / "tables" / "nvidia-h200-4.json"
+    assert paths[0] == tmp_path / "kos/tuning/nvidia-h200-4.json"
+    for path in paths:
+        path.parent.mkdir(parents=True)
+    return paths
+
+
+def test_the_users_table_wins(places: tuple[Path, Path]) -> None:
+    mine, shipped = places
+    shipped.write_text(json.dumps(TABLE))
+    assert load(GPU, LINK, 4).source == str(shipped)
+    mine.write_text(json.dumps(changed("routes", to={})))
+    assert load(GPU, LINK, 4).routes == {} and load(GPU, LINK, 4).source == str(mine)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"format"', "got JSONDecodeError"),
+        ("\xff\xfe", "expected a tuning table"),
+        ("[" * 100_000, "RecursionError"),
+        (json.dumps(changed("gpu", to="NVIDIA B200")), "measured on 4 x NVIDIA B200 (18 NVLinks), but this is 4 x"),
+        (json.dumps(changed("link", to="PCIe")), "measured on 4 x NVIDIA H200 (PCIe)"),
+        (json.dumps(changed("ranks", to=2)), "measured on 2 x NVIDIA H200"),
+        (" " * (5 << 20), "expected at most 4194304 bytes"),
+    ],
+    ids=["cut", "not text", "deep", "gpu", "link", "ranks", "huge"],
+)  # fmt: skip
+def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(
+    places: tuple[Path, Path], caplog: pytest.LogCaptureFixture, text: str, why: str
+) -> None:
+    mine, shipped = places
+    mine.write_bytes(text.encode("latin-1"))
+    shipped.write_text(json.dumps(TABLE))
+    with caplog.at_level(logging.WARNING):
+        assert [load(GPU, LINK, 4).source for _ in range(2)] == [str(shipped)] * 2
+    (record,) = caplog.records
+    assert str(mine) in record.getMessage() and why in record.getMessage()
+
+
+def test_the_nearest_table_and_none(places: tuple[Path, Path]) -> None:
+    assert load(GPU, LINK, 4).routes == {} and load(GPU, LINK, 4).launches is launches.DEFAULT
+    places[1].write_text(json.dumps(TABLE))
+    table = load(GPU, LINK, 3)
+    assert table.source == "nvidia-h200-4.json, the nearest one" and table.routes
+    assert load("NVIDIA B200", LINK, 4).routes == {}
+
+
+@pytest.mark.parametrize("path", sorted(tuning.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+def test_shipped_tables(path: Path) -> None:
+    data = json.loads(path.read_text())
+    table = read(path, data["gpu"], data["link"], data["ranks"])
+    assert path.name == tuning.user_path(table.gpu, table.ranks).name
+    assert {"date", "driver", "NCCL", "commit"} <= data["provenance"].keys()
+
+
+def test_ranks_agree_on_rank_0s_table(caplog: pytest.LogCaptureFixture) -> None:
+    mine = [parse(TABLE, "a"), parse(TABLE, "b"), parse(changed("routes", to={}), "c")]
+    group, got = ThreadGroup(3), [None] * 3
+
+    def run(rank: int) -> None:
+        got[rank] = agree(ThreadRendezvous(group, rank, 10), mine[rank])  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    tables: list[Table] = got  # type: ignore[assignment]
+    assert len({table.fingerprint for table in tables}) == 1
+    assert [table.source for table in tables] == ["a", "b", "a of rank 0"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "rank 2 takes the tuning table of rank 0 (a) instead of its own (c)"
+    ]
+
+
+# What measurements become.
+
+
+def test_the_fastest_by_size() -> None:
+    times = {1024: {"peer": 4.0, "nccl": 8.0}, 2048: {"peer": 4.04, "nccl": 4.0}, 4096: {"peer": 8.0, "nccl": 4.0}}
+    rows = tune.best_of(times)  # at 2048 bytes it is a tie: it stays
+    assert [name for _, name in rows] == ["peer", "nccl"] and rows[-1][0] is None
+    assert 2048 <= rows[0][0] < 2100  # they meet just above
+    assert tune.best_of({1: {"a": 1.0}}) == [(None, "a")]
+
+
+def test_where_lines_cross() -> None:
+    assert tune.crossing(1024, 4096, 2.0, 2.0) == 2048
+    assert tune.crossing(1024, 4096, 4.0, 2.0) == round(1024 * 4 ** (2 / 3))
+    assert tune.crossing(1024, 4096, None, None) == 2048
+    assert 1024 <= tune.crossing(1024, 4096, 0.99, 3.0) <= 4096
+    assert tune.best_of({1: {"a": 1.0, "b": 2.0}, 16: {"b": 1.0}}) == [(4, "a"), (None, "b")]
+
+
+def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing() -> None:
+    key = ("all_reduce", False, True, True)
+    eager = (*key[:3], False)
+    routes = {key: ((2048, "peer"), (None, "nccl")), eager: ((1024, "peer"), (None, "nccl"))}
+
+    def measured(peer: float) -> list[dict[str, Any]]:
+        row = {"operation": "all_reduce", "wide": False, "symmetric": True, "graph": False, "nccl": 10.0}
+        return [{**row, "bytes": 1024, "peer": 9.0}, {**row, "bytes": 2048, "peer": peer}]
+
+    assert tune.simplified(routes, measured(10.1)) == {key: routes[key]}
+    assert tune.simplified(routes, measured(11.0)) == routes
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "nvidia-h200-4.json"
+    table = parse(TABLE, "")
+    tune.write(path, {**table.to_json(), "provenance": {"date": "today"}, "measured": [{"bytes": 1}, {"bytes": 2}]})
+    assert read(path, GPU, LINK, 4).fingerprint == table.fingerprint
+    assert len(path.read_text().splitlines()) < 30 and not list(path.parent.glob("*.json?*"))
+    with pytest.raises(InvalidArgument, match="format"):
+        tune.write(path, {"format": 0})
+    assert read(path, GPU, LINK, 4).fingerprint == table.fingerprint
+
+
+def test_candidates_are_launches_that_a_table_may_hold() -> None:
+    for nbytes in (1 << 10, 1 << 18, 1 << 22, 1 << 30):
+        for symmetric in (False, True):
+            found = list(tune.candidates(nbytes, symmetric))
+            assert found and all(tuning._launch(tuning._short(launch)) == launch for launch in found)
+            assert symmetric or not {"copies", "direct"} & {launch.algorithm for launch in found}
