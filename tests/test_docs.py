@@ -79,8 +79,9 @@ def test_block(how: str | None, code: str, name: str, line: int, tmp_path: Path)
 
 
 def public(thing: Any) -> Iterator[tuple[str, Any]]:
-    """The public functions, methods and properties of a class or of a module's ``__all__``."""
-    names = getattr(thing, "__all__", None) or [name for name in vars(thing) if not name.startswith("_")]
+    """The public functions, methods and properties of a class, inherited or not, or of a module's ``__all__``."""
+    names = dir(thing) if isinstance(thing, type) else getattr(thing, "__all__", None) or list(vars(thing))
+    names = [name for name in names if not name.startswith("_")]
     for name in names:
         value = getattr(thing, name)
         if callable(value) or isinstance(value, property):

@@ -53,15 +53,16 @@ def operation(call: Call) -> Call:
 
 def apply(options: Mapping[str, Any], o: Operation) -> bool:
     """Set in ``o`` what the call's options say; returns ``async_op``."""
-    if unknown := options.keys() - _OF_OPERATION[o.name]:
-        raise TypeError(f"{o.name}() got an unexpected keyword argument {min(unknown)!r}")
-    if (timeout := options.get("timeout")) is not None:
+    if not options.keys() <= (known := _OF_OPERATION[o.name]):
+        raise TypeError(f"{o.name}() got an unexpected keyword argument {min(options.keys() - known)!r}")
+    get = options.get
+    if (timeout := get("timeout")) is not None:
         o.timeout = check_timeout(timeout)
-    o.deterministic = bool(options.get("deterministic"))
-    o.algorithm = options.get("algorithm", "auto")
-    if o.algorithm != "auto":
+    o.deterministic = bool(get("deterministic"))
+    if (algorithm := get("algorithm", "auto")) != "auto":
+        o.algorithm = algorithm
         _check_algorithm(o)
-    return bool(options.get("async_op"))
+    return bool(get("async_op"))
 
 
 def _check_algorithm(o: Operation) -> None:

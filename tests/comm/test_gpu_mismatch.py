@@ -1,0 +1,150 @@
+"""Calls on GPUs that do not belong together: named on all ranks, at a wait or by the calls that follow.
+
+mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_mismatch.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp, cuda
+from kos.errors import CollectiveMismatch, KosError
+from kos.memory.array import Array
+from tests.comm.test_nccl import on_gpu
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+
+TIMEOUT = 15.0
+ENOUGH = 1000
+"""Calls after which a rank that never waits must have learned of a mismatch."""
+
+Call = Callable[[kos.Communicator], Any]
+
+
+def ones(comm: kos.Communicator, count: int = 1000, dtype: Any = np.float32) -> Array:
+    return on_gpu(comm, np.ones(count, dtype))
+
+
+CASES: dict[str, tuple[Call, Call, str]] = {
+    "operation": (
+        lambda c: c.all_reduce(ones(c)),
+        lambda c: c.broadcast(ones(c)),
+        "operation (all_reduce against broadcast|broadcast against all_reduce)",
+    ),
+    "count": (
+        lambda c: c.all_reduce(ones(c)),
+        lambda c: c.all_reduce(ones(c, 1001)),
+        "count (1000 against 1001|1001 against 1000)",
+    ),
+    "dtype": (
+        lambda c: c.all_gather(ones(c)),
+        lambda c: c.all_gather(ones(c, 1000, np.int32)),
+        "dtype (float32 against int32|int32 against float32)",
+    ),
+    "op": (
+        lambda c: c.all_reduce(ones(c)),
+        lambda c: c.all_reduce(ones(c), ReduceOp.AVG),
+        "op (SUM against AVG|AVG against SUM)",
+    ),
+    "root": (
+        lambda c: c.reduce(ones(c), 0),
+        lambda c: c.reduce(ones(c), 1),
+        "root (0 against 1|1 against 0)",
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
+def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+    probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
+    if mpi_world.size == 1 or not probe.usable:
+        pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
+    with kos.init(request.param, timeout=TIMEOUT) as world:
+        cuda.set_device(world.device)
+        yield world
+
+
+@pytest.fixture
+def comm(world: kos.Communicator, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+    """One to break; afterwards the GPU works as before."""
+    comm = world.duplicate()
+    x = ones(comm)
+    comm.all_reduce(x)
+    comm.broadcast(x)
+    comm.synchronize()
+    yield comm
+    comm.close()
+    mpi_world.barrier()
+    assert (world.all_reduce(ones(world)).numpy() == world.size).all(), "the GPU is not fit any more"
+
+
+def alike(mpi_world: kos.Communicator, error: pytest.ExceptionInfo[CollectiveMismatch]) -> None:
+    texts = mpi_world.rendezvous.allgather(str(error.value).encode())
+    assert len(set(texts)) == 1, texts
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_wait_names_what_differs(comm: kos.Communicator, mpi_world: kos.Communicator, case: str) -> None:
+    usual, other, message = CASES[case]
+    odd = comm.size - 1
+    begun = time.monotonic()
+
+    def run() -> None:
+        (other if comm.rank == odd else usual)(comm)
+        comm.synchronize()
+
+    with pytest.raises(CollectiveMismatch, match=message) as error:
+        run()
+    assert f"rank {odd} called" in str(error.value) and "#2" in str(error.value)
+    assert time.monotonic() - begun < TIMEOUT / 2, "found at the timeout only"
+    alike(mpi_world, error)
+    with pytest.raises(KosError, match="failed before"):
+        usual(comm)
+
+
+@pytest.mark.parametrize("case", ["operation", "count"])
+def test_a_rank_that_never_waits_learns_of_it_too(
+    comm: kos.Communicator, mpi_world: kos.Communicator, case: str
+) -> None:
+    usual, other, message = CASES[case]
+    x = ones(comm)
+
+    def run() -> None:
+        (other if comm.rank == 0 else usual)(comm)
+        for _ in range(ENOUGH):
+            comm.all_reduce(x)
+
+    with pytest.raises(CollectiveMismatch, match=message) as error:
+        run()
+    alike(mpi_world, error)
+
+
+def test_what_a_graph_captures_is_compared_once(comm: kos.Communicator, mpi_world: kos.Communicator) -> None:
+    """Comparing queues nothing, so it may happen while a graph is captured; replays are not calls."""
+    stream = cuda.create_stream(comm.device)
+    x = Array.zeros(1000, np.float32, comm.device, stream=stream)
+    comm.all_reduce(x)
+    comm.synchronize()
+    calls = 200  # compared in the midst of the capture
+    with cuda.capture(stream, keep=[x]) as graph:
+        for _ in range(calls):
+            comm.all_reduce(x)
+    for _ in range(3):
+        graph.replay(stream)
+    comm.synchronize(stream=stream)
+    assert comm._collectives == 3 + calls
+    graph.close()
+
+    y = ones(comm, 1000 + comm.rank // (comm.size - 1))
+    with cuda.capture(stream, keep=[y]) as graph:
+        comm.all_reduce(y, stream=stream)
+    with pytest.raises(CollectiveMismatch, match="count 1000 against 1001") as error:
+        comm.synchronize(stream=stream)  # found before the first replay, which would hang
+    alike(mpi_world, error)
+    graph.close()
