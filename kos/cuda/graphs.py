@@ -7,6 +7,7 @@ graph.replay(stream)
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,8 @@ class capture:
     """Record the work queued on ``stream`` in a ``with`` block as a Graph, without running it.
 
     Only calls of this thread are recorded, so other ranks in this process may work on.  An exception
-    in the block ends the capture and is raised as it is.
+    in the block ends the capture and is raised as it is.  Garbage is not collected meanwhile: what it frees may
+    belong to libraries that know nothing of captures.
     """
 
     def __init__(self, stream: Any, *, keep: Iterable[Any] = ()) -> None:
@@ -66,11 +68,15 @@ class capture:
 
     def __enter__(self) -> Graph:
         call(cu.cuStreamBeginCapture, self.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+        self.collects = gc.isenabled()
+        gc.disable()
         self.graph = Graph(int(call(cu.cuCtxGetDevice)))
         self.graph.keep(*self.keep)
         return self.graph
 
     def __exit__(self, kind: Any, *_: object) -> None:
+        if self.collects:
+            gc.enable()
         status, recorded = cu.cuStreamEndCapture(self.stream)
         if kind is not None:
             if not status:

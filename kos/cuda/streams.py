@@ -6,6 +6,7 @@ nothing else is said, so that work is ordered with theirs.  Graph capture needs 
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from kos.cuda import driver
@@ -68,3 +69,34 @@ def synchronize(stream: Any, device: int) -> None:
     """Wait on the host until everything queued on ``stream`` has run."""
     with driver.on_device(device):
         call(cu.cuStreamSynchronize, handle(stream))
+
+
+class Event:
+    """A mark in the order of a stream, which the host or another stream can wait for."""
+
+    def __init__(self, device: int) -> None:
+        with driver.on_device(device):
+            self._handle = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def record(self, stream: Any) -> None:
+        """Stand behind what is queued on ``stream`` now."""
+        call(cu.cuEventRecord, self._handle, handle(stream))
+
+    def hold(self, stream: Any) -> None:
+        """Let what is queued on ``stream`` from now on come after it."""
+        call(cu.cuStreamWaitEvent, handle(stream), self._handle, 0)
+
+    def done(self) -> bool:
+        """Whether the device has passed it (or it was never recorded)."""
+        (status,) = cu.cuEventQuery(self._handle)
+        if status not in (cu.CUresult.CUDA_SUCCESS, cu.CUresult.CUDA_ERROR_NOT_READY):
+            raise driver.error_of("cuEventQuery", status)
+        return bool(status == cu.CUresult.CUDA_SUCCESS)
+
+    def synchronize(self) -> None:
+        """Wait for it on the host."""
+        call(cu.cuEventSynchronize, self._handle)
+
+    def __del__(self) -> None:
+        if not sys.is_finalizing():
+            cu.cuEventDestroy(self._handle)

@@ -22,7 +22,7 @@ import numpy as np
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, OutOfMemory
 
-ALIGNMENT = 64  # bytes: a cache line, and a whole AVX-512 register
+ALIGNMENT = 256  # bytes: what cuBLASLt asks for at most; several cache lines of a CPU
 
 
 def allocate_host(nbytes: int) -> np.ndarray:
@@ -115,6 +115,14 @@ class Arena:
             yield
         finally:
             self.release(mark)
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the slab at least ``nbytes``.  Needs an empty arena."""
+        if self._top or self._fixed:
+            raise InvalidArgument(f"arena: expected an empty arena that is not fixed, got {self._top} bytes in use")
+        self.peak = max(self.peak, nbytes)
+        if self.peak > self._capacity:
+            self._replace_slab()
 
     def fix(self) -> None:
         """From here on the slab stays where it is, and outgrowing it is an error.  Needs an empty arena."""

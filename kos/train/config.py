@@ -18,6 +18,7 @@ from pydantic import ValidationError, model_validator
 
 from kos.errors import ConfigError
 from kos.train.model_section import ModelSection, Section, option
+from kos.train.optimizer import Schedule
 from kos.train.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ DETERMINISTIC_MICRO_BATCHES = 8
 MICRO_BATCH_TOKENS = 2048
 """Most tokens in a micro-batch whose size was not given: its activations stay in a core's caches (4 to 8% faster than
 16,384 tokens on the tiny preset), and their memory is bounded."""
+
+CUDA_MICRO_BATCH_TOKENS = 32_768
+"""The same on a GPU, whose matrix products gain nothing from more rows."""
 
 
 class TrainConfig(Section):
@@ -82,6 +86,12 @@ class TrainConfig(Section):
     beta2: float = option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
     eps: float = option("Optimizer", "AdamW's epsilon", 1e-8, gt=0)
     grad_clip: float = option("Optimizer", "largest global gradient norm; 0: no clipping", 1.0, ge=0)
+    skip_outliers: float = option(
+        "Optimizer",
+        "leave out steps whose gradient norm is over X or not finite; 0: stop at what is not finite",
+        0.0,
+        ge=0,
+    )
 
     eval_every: int = option("Evaluation", "steps between validations; 0: only at the end", 100, ge=0)
     eval_batches: int = option("Evaluation", "validation batches, of --batch-size sequences", 8, ge=1)
@@ -94,8 +104,20 @@ class TrainConfig(Section):
     save_every: int = option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
     keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
 
-    backend: Literal["auto", "mpi", "tcp", "mock"] = option(
-        "Ranks", "carrier of the collectives: auto, mpi, tcp, or mock (this process alone)", "auto"
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "auto"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "Device", "of what is computed: float32, bfloat16, or auto: bfloat16 on GPUs (weights stay float32)", "auto"
+    )
+    zero: int = option("Device", "1: each GPU keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
+    recompute: Literal["none", "norms", "block"] = option(
+        "Device", "what the backward computes again to save memory: none, norms (and SwiGLU) or whole blocks", "none"
+    )
+    graph: bool = option("Device", "replay each step as one CUDA graph", True)
+
+    backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
+        "Ranks", "carrier of the collectives: auto, mpi, tcp, nccl, peer, or mock (this process alone)", "auto"
     )
     timeout: float = option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
 
@@ -146,8 +168,8 @@ class TrainConfig(Section):
         """Plain values for a JSON file: every field, resolved."""
         return self.model_dump(mode="json")
 
-    def for_world(self, size: int) -> TrainConfig:
-        """This configuration with the micro-batch size that ``size`` ranks work with.
+    def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
+        """This configuration as ``size`` ranks run it on ``device``: with its dtype and micro-batch size.
 
         Each step, a rank takes ``batch_size / (micro_batch_size * size)`` micro-batches.  A size that was
         not given becomes the largest divisor that fits: of ``batch_size / size``, and of at most
@@ -155,21 +177,33 @@ class TrainConfig(Section):
         divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.
 
         Raises:
-            ConfigError: the batch cannot be cut evenly.
+            ConfigError: the batch cannot be cut evenly; an option that the device does not have.
         """
+        dtype, most = self.dtype, CUDA_MICRO_BATCH_TOKENS
+        if device == "cpu":
+            most = MICRO_BATCH_TOKENS
+            for name, value in (("zero", 0), ("dtype", self.dtype.replace("bfloat16", "float32"))):
+                if getattr(self, name) != value:
+                    raise ConfigError(f"{flag_of(name)}: expected {value} on the CPU, got {getattr(self, name)}")
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "bfloat16"
         batch, micro = self.batch_size, self.micro_batch_size
         if micro is None:
             if batch % size:
                 raise ConfigError(f"--batch-size: expected a multiple of the {size} ranks, got {batch}")
             whole = batch if self.deterministic else batch // size
             parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1
-            micro = _largest_divisor(whole, min(whole // parts, MICRO_BATCH_TOKENS // self.seq_len))
+            micro = _largest_divisor(whole, min(whole // parts, most // self.seq_len))
         if batch % (micro * size):
             raise ConfigError(
                 f"--batch-size: expected a multiple of micro-batch size × ranks = {micro} × {size} = "
                 f"{micro * size}, got {batch}"
             )
-        return self.model_copy(update={"micro_batch_size": micro})
+        return self.model_copy(update={"micro_batch_size": micro, "device": device, "dtype": dtype})
+
+    def make_schedule(self) -> Schedule:
+        """The learning rate of every step."""
+        return Schedule(self.schedule, self.lr, self.min_lr, self.steps, self.warmup_steps, self.decay_steps)
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""

@@ -111,4 +111,8 @@ def describe(row: Mapping[str, Any]) -> str:
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
+    if "mfu_causal" in row:
+        parts.append(f"MFU {row['mfu_causal']:.1%}/{row['mfu_non_causal']:.1%}")
+    if "memory_bytes" in row:
+        parts.append(f"{row['memory_bytes'] / 2**30:.1f} GiB")
     return "  ".join(parts)

@@ -1,25 +1,23 @@
 """The training loop: one optimizer step after another, evaluated, logged and saved.
 
-Data flows one way: config -> data -> model -> gradients over the ranks -> optimizer. The batch of a step
-is a pure function of (seed, step) and everything else that a step depends on is in the checkpoint, so a
-resumed run continues bit for bit.
+What computes the steps, on CPUs or GPUs, is an engine (``kos.train.engines``). The batch of a step is a pure
+function of (seed, step) and everything else that a step depends on is in the checkpoint, so a resumed run
+continues bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
+import json
 import logging
 import math
 import os
 import shlex
 import sys
-import time
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
-
-import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, TrainingError
@@ -27,20 +25,18 @@ from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.console import make_console
 from kos.train.data import load_data
+from kos.train.engines import choose_device, make_engine
 from kos.train.failures import same_on_all, together
 from kos.train.folders import run_folder
+from kos.train.llama_config import LlamaConfig
 from kos.train.machine import limit_threads, provenance
 from kos.train.metrics import MetricsLog
-from kos.train.model import Llama, LlamaConfig
-from kos.train.ops import numpy as numpy_ops
-from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
-from kos.train.parallel.data import DataParallel, deal
-from kos.train.parameters import Parameters
+from kos.train.optimizer import AdamW
 from kos.train.sample import sample_text
 
 _log = logging.getLogger(__name__)
 
-EXACT = ("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic")
+EXACT = ("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic", "device", "dtype")
 """Settings that a resumed run must keep to go on bit for bit."""
 
 
@@ -49,7 +45,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, comm: Communicator) -> None:
         self.comm = comm
-        self.config = config = config.for_world(comm.size)
+        self.config = config = config.for_world(comm.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
         self.data = together(comm, lambda: load_data(config))
         same_on_all(comm, self._facts())
@@ -57,26 +53,9 @@ class Trainer:
         self.out = Path(os.fsdecode(comm.all_gather_bytes(os.fsencode(folder))[0]))
         self.checkpoints = self.out / "checkpoints"
         found = together(comm, self._find_checkpoint)
-        model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-        self.model = Llama(model_config, numpy_ops)
-        shapes, groups = model_config.parameter_shapes(), model_config.fused_groups()
-        self.weights = Parameters(shapes, groups=groups)
-        self.gradients = self.weights.like()
-        self.optimizer = AdamW(
-            self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
-        )
-        self.schedule = Schedule(
-            config.schedule, config.lr, config.min_lr, config.steps, config.warmup_steps, config.decay_steps
-        )
-        self.parallel = DataParallel(comm, self.gradients, deterministic=config.deterministic)
-        assert config.micro_batch_size is not None  # for_world has chosen it
-        self.rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
-        self.start = together(comm, lambda: self._fill_weights(found))
-        self.start = int(comm.all_gather(np.array(self.start))[0])
-        self.optimizer.step_count = self.start
-        for state in (self.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
-            comm.broadcast(state.flat, 0)
-        self.saved_step = self.start if found is not None and found.path.parent == self.checkpoints else -1
+        self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+        self.engine = make_engine(config, self.model_config, self.data, comm)
+        self.start, self.saved_step = self._load(found)
         self._lock: IO[str] | None = None
         self.metrics = together(comm, self._open_output)
         self.console = make_console(comm.rank, config.steps, self.start)
@@ -97,22 +76,29 @@ class Trainer:
             return checkpoint.newest(self.checkpoints)
         return checkpoint.find(Path(self.config.resume))
 
-    def _fill_weights(self, found: checkpoint.Checkpoint | None) -> int:
-        """On rank 0, from a checkpoint, a Hugging Face folder or the seed; the step that they are of."""
-        if self.comm.rank != 0:
-            return 0
+    def _load(self, found: checkpoint.Checkpoint | None) -> tuple[int, int]:
+        """Give the engine its weights; the step that they are of, and that of the checkpoint that is there already."""
+        state = self.engine.new_state() if self.comm.rank == 0 else None
+        start = together(self.comm, lambda: 0 if state is None else self._fill(state, found))
+        saved = start if found is not None and found.path.parent == self.checkpoints else -1
+        self.engine.load(state)
+        start, saved = json.loads(self.comm.all_gather_bytes(json.dumps([start, saved]).encode())[0])
+        return start, saved
+
+    def _fill(self, state: AdamW, found: checkpoint.Checkpoint | None) -> int:
+        """From a checkpoint, a Hugging Face folder or the seed; the step that the state is of."""
         if found is not None:
-            _check_same_model(found.path, found.model_config(), self.model.config)
+            _check_same_model(found.path, found.model_config(), self.model_config)
             self._compare_runs(found)
-            found.load_weights(self.weights)
-            found.load_optimizer(self.optimizer)
+            found.load_weights(state.weights)
+            found.load_optimizer(state)
             return found.step
         if self.config.init_from is not None:
             source = Path(self.config.init_from)
-            _check_same_model(source, huggingface.read_config(source), self.model.config)
-            huggingface.read_weights(source, self.weights)
+            _check_same_model(source, huggingface.read_config(source), self.model_config)
+            huggingface.read_weights(source, state.weights)
         else:
-            self.model.config.init_weights(self.weights, self.config.seed)
+            self.model_config.init_weights(state.weights, self.config.seed)
         return 0
 
     def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
@@ -153,22 +139,26 @@ class Trainer:
 
     def run(self) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where."""
-        config, comm = self.config, self.comm
+        config = self.config
         try:
             self._announce()
             if self.start == 0:
-                self.console.say(f"validation loss before training: {self.evaluate():.4f}")
-            step, stopped = self.start, False
-            while step < config.steps and not stopped:
-                row, stopped = self._step(step)
-                step += 1
-                last = stopped or step == config.steps
-                if (config.eval_every and step % config.eval_every == 0) or step == config.steps:
-                    row["val_loss"] = self.evaluate()
+                self.console.say(f"validation loss before training: {self.engine.evaluate():.4f}")
+            step = started = self.start
+            stopped = False
+            while step < started or (step < config.steps and not stopped):
+                while not stopped and started < min(step + 1 + self.engine.lag, self._next_pause(step)):
+                    self.engine.start_step(started, self._stop_asked)
+                    started += 1
+                row, stop = self._finish_step(step)
+                step, stopped = step + 1, stopped or stop
+                last = step == config.steps or (stopped and step == started)
+                if _every(config.eval_every, step) or step == config.steps:
+                    row["val_loss"] = self.engine.evaluate()
                 self._record(row, log=step % config.log_every == 0 or last)
-                if not last and config.save_every and step % config.save_every == 0:
-                    together(comm, partial(self._save, step))
-            together(comm, partial(self._save, step))
+                if not last and _every(config.save_every, step):
+                    self._save(step)
+            self._save(step)
             self.console.close()
             self._conclude(step, stopped)
         finally:
@@ -178,61 +168,36 @@ class Trainer:
             if self._lock is not None:
                 self._lock.close()
 
-    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
-        """One optimizer step; its row of metrics, and whether any rank was asked to stop."""
-        config = self.config
-        began = time.perf_counter()
-        losses = [self._round(step, index) for index in range(len(self.rounds))]
-        answers = self.comm.all_gather(np.array([self._stop_asked, *losses], np.float64))
-        micro_batches = answers[:, 1:].size
-        loss = math.fsum(answers[:, 1:].flat) / micro_batches
-        norm = global_norm(self.gradients.flat) / micro_batches
-        for name, value in (("loss", loss), ("gradient norm", norm)):
-            if not math.isfinite(value):
+    def _next_pause(self, step: int) -> int:
+        """The next step after which the weights are looked at: none is started before that is done."""
+        every = (self.config.eval_every, self.config.save_every)
+        return min([self.config.steps, *((step // n + 1) * n for n in every if n)])
+
+    def _finish_step(self, step: int) -> tuple[dict[str, Any], bool]:
+        """Wait for an optimizer step; its row of metrics, and whether any rank was asked to stop."""
+        config, engine = self.config, self.engine
+        result = engine.finish_step(step)
+        for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
+            if not math.isfinite(value) and not config.skip_outliers:
+                tensor = engine.not_finite(step)
+                where = f" (first in the gradient of {tensor})" if tensor else ""
                 error = TrainingError(
-                    f"step {step + 1}: expected a finite {name}, got {value}; the checkpoints before it are good, "
-                    "a lower --lr or --grad-clip may help"
+                    f"step {step + 1}: expected a finite {name}, got {value}{where}; the checkpoints before it are "
+                    "good, a lower --lr or --grad-clip may help, --skip-outliers goes on"
                 )
                 error.on_every_rank = True
                 raise error
-        lr = self.schedule(step)
-        self.optimizer.step(self.gradients, lr, clip_coefficient(norm, config.grad_clip) / micro_batches)
-        seconds = time.perf_counter() - began
-        tokens_per_step = config.batch_size * config.seq_len
-        row = {
+        tokens = config.batch_size * config.seq_len
+        row: dict[str, Any] = {
             "step": step + 1,
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": lr,
-            "tokens": (step + 1) * tokens_per_step,
-            "tokens_per_second": tokens_per_step / seconds,
-            "step_seconds": seconds,
+            "loss": result.loss,
+            "grad_norm": result.norm,
+            "lr": result.lr,
+            "tokens": (step + 1) * tokens,
+            "tokens_per_second": tokens / result.seconds,
+            "step_seconds": result.seconds,
         }
-        return row, bool(answers[:, 0].any())
-
-    def _round(self, step: int, index: int) -> float:
-        """Forward and backward of this rank's micro-batch of round ``index``; its mean loss."""
-        last = index + 1 == len(self.rounds)
-        tokens, targets = self.data.rows(step, self.rounds[index])
-        loss = self.model.loss_and_gradients(
-            self.weights,
-            tokens,
-            targets,
-            self.gradients,
-            accumulate=self.parallel.accumulates(index),
-            on_gradient=self.parallel.gradient_ready if last else None,
-        )
-        self.parallel.finish_round(index, len(self.rounds))
-        return loss
-
-    def evaluate(self) -> float:
-        """The mean loss over the validation windows, the same on every rank and for any number of ranks."""
-        batches = self.data.val_batches()
-        mine = np.full(-(-len(batches) // self.comm.size), np.nan)
-        for slot, index in enumerate(range(self.comm.rank, len(batches), self.comm.size)):
-            mine[slot] = self.model.loss(self.weights, *batches[index])
-        everyone = self.comm.all_gather(mine).T.ravel()[: len(batches)]
-        return math.fsum(everyone) / len(batches)
+        return row | engine.measures(row["tokens_per_second"]), result.stop
 
     def _record(self, row: dict[str, Any], *, log: bool) -> None:
         self.console.step(row, log=log)
@@ -240,33 +205,42 @@ class Trainer:
             self.metrics.write(row)
 
     def _save(self, step: int) -> None:
-        if self.comm.rank != 0 or step == self.saved_step:
+        """Collective, like all that asks the engine."""
+        if step == self.saved_step:
             return
-        checkpoint.save(
-            self.checkpoints,
-            step=step,
-            weights=self.weights,
-            optimizer=self.optimizer,
-            model=self.model.config,
-            tokenizer=self.data.tokenizer.to_json(),
-            config=self.description,
-            keep=self.config.keep,
-            went_on_from=None if self._has_saved else self.start,
-        )
+        state = self.engine.state()
+        together(self.comm, lambda: None if state is None else self._write(step, state))
         self.saved_step, self._has_saved = step, True
 
+    def _write(self, step: int, state: AdamW) -> None:
+        if self.comm.rank == 0:
+            checkpoint.save(
+                self.checkpoints,
+                step=step,
+                weights=state.weights,
+                optimizer=state,
+                model=self.model_config,
+                tokenizer=self.data.tokenizer.to_json(),
+                config=self.description,
+                keep=self.config.keep,
+                went_on_from=None if self._has_saved else self.start,
+            )
+
     def _announce(self) -> None:
-        config, model = self.config, self.model.config
+        config, model = self.config, self.model_config
         self.console.say(
             f"kos: {model.num_parameters():,} parameters ({model.num_hidden_layers} layers x {model.hidden_size}), "
             f"{self.data.describe()}, {self.comm.size} rank{'s' * (self.comm.size > 1)}, "
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
+        if where := self.engine.describe():
+            self.console.say(where)
         if self.start:
             done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps)
             self.console.say(f"resuming after step {self.start}{done}")
 
     def _conclude(self, step: int, stopped: bool) -> None:
+        model, weights = self.engine.sampler()
         if self.comm.rank != 0:
             return
         say, out, shown = self.console.say, self.out, shlex.quote(str(self.out))
@@ -274,8 +248,8 @@ class Trainer:
             say(f"stopped on request after step {step}; go on with the same settings and --out {shown} --resume auto")
         elif self.config.sample_tokens:
             text = sample_text(
-                self.model,
-                self.weights,
+                model,
+                weights,
                 self.data.tokenizer,
                 self.config.prompt,
                 self.config.sample_tokens,
@@ -293,6 +267,10 @@ class Trainer:
     def ask_stop(self) -> None:
         """Save and end after the step that is under way, on all ranks; safe to call in a signal handler."""
         self._stop_asked = True
+
+
+def _every(steps: int, step: int) -> bool:
+    return steps > 0 and step % steps == 0
 
 
 def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> None:

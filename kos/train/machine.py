@@ -13,8 +13,15 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from kos.comm.communicator import Communicator
 from kos.comm.rendezvous import host_id
+from kos.cuda.devices import visible_devices
 
-PACKAGES = ("kos", "numpy", "ml_dtypes", "mpi4py", "safetensors", "pydantic", "tokenizers")
+PEAK_FLOPS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
+"""Dense bf16 flops a second by a part of the GPU's name, the first that fits: NVIDIA's data sheets."""
+
+PACKAGES = (
+    "kos", "numpy", "ml_dtypes", "mpi4py", "safetensors", "pydantic", "tokenizers", "cuda-core", "nccl4py",
+    "nvidia-cuda-nvrtc", "nvmath-python",
+)  # fmt: skip
 
 
 def limit_threads(comm: Communicator, threads: int | None = None) -> int:
@@ -29,6 +36,11 @@ def limit_threads(comm: Communicator, threads: int | None = None) -> int:
     threads = threads or max(1, len(cores) // sharing)
     threadpool_limits(threads)
     return threads
+
+
+def peak_flops(gpu: str) -> float | None:
+    """What MFU is measured against on this GPU; None where that is not known."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), None)
 
 
 def provenance(comm: Communicator) -> dict[str, Any]:
@@ -46,6 +58,7 @@ def provenance(comm: Communicator) -> dict[str, Any]:
         "git_commit": git_commit(),
         "ranks": comm.size,
         "backend": comm.backend_name,
+        "gpus": [device.name for device in visible_devices()],
     }
 
 

@@ -140,12 +140,6 @@ class Llama:
         """The mean loss over the targets; keeps no activations."""
         with self.ops.step(self.arena):
             loss = self.arena.take((1,), np.dtype(np.float64))
-            self.queue_loss(weights, tokens, targets, loss)
-            return float(self.ops.to_host(loss)[0])
-
-    def queue_loss(self, weights: Weights, tokens: Array, targets: Array, loss: Array) -> None:
-        """As ``loss``, inside ``ops.step`` of the caller: it goes to ``loss`` (1,), float64; waits for nothing."""
-        with self.arena.scope():
             _, targets_N = self._flatten(tokens, targets)
             losses_N, count = self._loss_arrays(weights, targets_N)
             normed_ND = self._final_states(weights, tokens)
@@ -154,6 +148,7 @@ class Llama:
                     logits = self._logits(weights, normed_ND[rows])
                     self.ops.cross_entropy(logits, targets_N[rows], losses_N[rows], self.arena)
             self.ops.mean_loss(losses_N, count, loss)
+            return float(self.ops.to_host(loss)[0])
 
     def logits(self, weights: Weights, tokens: Array) -> Array:
         """The logits (B, T, V), on the host."""

@@ -56,7 +56,7 @@ def test_released_memory_is_taken_again():
     first = address(arena.take((10,), np.float32))
     arena.release(mark)
     assert address(arena.take((5, 2), np.float32)) == first
-    assert arena.in_use == 64
+    assert arena.in_use == ALIGNMENT
 
 
 def test_no_allocation_in_the_steady_state():
@@ -86,7 +86,7 @@ def test_overflow_is_freed_with_its_scope():
         def __init__(self, nbytes):
             live.add(self)
 
-    arena = Arena(64, Slab, lambda *described: None)
+    arena = Arena(256, Slab, lambda *described: None)
     arena.take((64,), np.uint8)
     for _ in range(3):
         with arena.scope():
@@ -97,32 +97,44 @@ def test_overflow_is_freed_with_its_scope():
 
 
 def test_any_backing_memory():
-    arena = Arena(256, lambda nbytes: f"slab of {nbytes}", lambda *described: described)
-    assert arena.take((4,), "float32") == ("slab of 256", 0, (4,), "float32")
-    assert arena.take((17,), "float64") == ("slab of 256", 64, (17,), "float64")
-    assert arena.take((1,), "float32") == ("slab of 64", 0, (1,), "float32")  # on its own: the slab is full
+    arena = Arena(1024, lambda nbytes: f"slab of {nbytes}", lambda *described: described)
+    assert arena.take((4,), "float32") == ("slab of 1024", 0, (4,), "float32")
+    assert arena.take((96,), "float64") == ("slab of 1024", 256, (96,), "float64")
+    assert arena.take((1,), "float32") == ("slab of 256", 0, (1,), "float32")  # on its own: the slab is full
     arena.release(0)
-    assert arena.take((1,), "float32") == ("slab of 320", 0, (1,), "float32")
+    assert arena.take((1,), "float32") == ("slab of 1280", 0, (1,), "float32")
 
 
 def test_a_fixed_arena_does_not_grow():
-    arena = Arena(128)
+    arena = Arena(512)
     with arena.scope():
         arena.take((1,), np.uint8)
-        with pytest.raises(InvalidArgument, match="expected an empty arena to fix, got 64 bytes"):
+        with pytest.raises(InvalidArgument, match="expected an empty arena to fix, got 256 bytes"):
             arena.fix()
     arena.fix()
     arena.take((16,), np.float32)
-    with pytest.raises(OutOfMemory, match="expected at most 128 bytes in use, got 192"):
-        arena.take((17,), np.float32)
-    assert arena.in_use == 64
+    with pytest.raises(OutOfMemory, match="expected at most 512 bytes in use, got 768"):
+        arena.take((65,), np.float32)
+    assert arena.in_use == ALIGNMENT
+
+
+def test_reserve_makes_room_at_once():
+    arena = Arena(0)
+    arena.reserve(1000)
+    assert arena.capacity == 1000
+    arena.reserve(10)
+    assert arena.capacity == 1000
+    with arena.scope():
+        arena.take((1,), np.uint8)
+        with pytest.raises(InvalidArgument, match="expected an empty arena that is not fixed, got 256 bytes"):
+            arena.reserve(2000)
 
 
 def test_a_mark_above_the_stack_is_refused():
-    arena = Arena(128)
+    arena = Arena(512)
     arena.take((1,), np.float32)
-    with pytest.raises(InvalidArgument, match="expected a mark between 0 and 64, got 128"):
-        arena.release(128)
+    with pytest.raises(InvalidArgument, match="expected a mark between 0 and 256, got 512"):
+        arena.release(512)
 
 
 def test_an_exception_gives_the_scope_back():

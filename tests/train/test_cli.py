@@ -217,13 +217,14 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
 
 BROKEN = """
 import sys
-from kos.train import loop, __main__ as main
-step_of = loop.Trainer._step
-def broken(self, step):
+from kos.train import __main__ as main
+from kos.train.engines.cpu import CpuEngine
+start_step = CpuEngine.start_step
+def broken(self, step, stop):
     if step == 3 and self.comm.rank == 1:
         raise ZeroDivisionError("one rank only")
-    return step_of(self, step)
-loop.Trainer._step = broken
+    start_step(self, step, stop)
+CpuEngine.start_step = broken
 sys.exit(main.main())
 """
 

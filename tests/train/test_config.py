@@ -165,7 +165,7 @@ def test_a_config_is_frozen() -> None:
         (["--seed", "-1"], ["--seed", "equal to 0", "got -1"]),
         (["--beta2", "1"], ["--beta2", "less than 1", "got 1.0"]),
         (["--schedule", "linear"], ["--schedule", "'cosine', 'wsd' or 'constant'", "got 'linear'"]),
-        (["--backend", "gloo"], ["--backend", "'auto', 'mpi', 'tcp' or 'mock'", "got 'gloo'"]),
+        (["--backend", "gloo"], ["--backend", "'auto', 'mpi', 'tcp', 'nccl', 'peer' or 'mock'", "got 'gloo'"]),
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),

@@ -12,8 +12,9 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, TrainingError
 from kos.testing import spawn
-from kos.train import checkpoint, loop
+from kos.train import checkpoint
 from kos.train.config import TrainConfig
+from kos.train.engines.cpu import CpuEngine
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
 
@@ -142,15 +143,15 @@ def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: int, monkeypatch: Any) -> None:
-    step_of = loop.Trainer._step
+    start_step = CpuEngine.start_step
 
-    def poisoned(self: Trainer, step: int) -> Any:
+    def poisoned(self: CpuEngine, step: int, stop: bool) -> None:
         if step == 7 and self.comm.rank == self.comm.size - 1:
             self.weights.flat[0] = np.nan
-        return step_of(self, step)
+        start_step(self, step, stop)
 
-    monkeypatch.setattr(loop.Trainer, "_step", poisoned)
-    with pytest.raises(TrainingError, match="step 8: expected a finite loss, got nan"):
+    monkeypatch.setattr(CpuEngine, "start_step", poisoned)
+    with pytest.raises(TrainingError, match=r"step 8: expected a finite loss, got nan \(first in the grad"):
         _train(text, tmp_path, ranks, save_every=5)
     assert checkpoint.find(tmp_path).step == 5
 

@@ -294,5 +294,5 @@ def test_recompute_saves_memory_and_changes_no_bit() -> None:
         loss = model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
         results.append((model.arena.peak, loss, gradients.flat.tobytes()))
     peaks, losses, bits = zip(*results, strict=True)
-    assert peaks[0] > 1.2 * peaks[1] > 3 * peaks[2]
+    assert peaks[0] > 1.2 * peaks[1] > 2.5 * peaks[2]
     assert len(set(losses)) == len(set(bits)) == 1

@@ -1,0 +1,256 @@
+"""The engine of GPUs: a whole optimizer step queued on one stream, captured once and replayed as a CUDA graph.
+
+Weights are fp32 (the master copy) and, where passes compute in bf16, rounded to it by the optimizer; gradients add
+up in fp32.  Micro-batches, gradient collectives (on the communicator's stream, beside the backward), norm,
+clipping, learning rate and AdamW are all of the graph; the host adds the next batch and fetches losses and norm
+when they are there, a step late, so that the device never waits for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from kos.comm.communicator import Communicator
+from kos.cuda import driver
+from kos.cuda.devices import device_info
+from kos.cuda.driver import call, cu
+from kos.cuda.graphs import Graph, capture
+from kos.cuda.streams import Event
+from kos.errors import CollectiveTimeout
+from kos.memory.array import Array
+from kos.memory.pool import pinned_empty
+from kos.train.config import TrainConfig
+from kos.train.data import Dataset
+from kos.train.engines import StepResult
+from kos.train.engines.feed import Feed
+from kos.train.engines.memory_plan import plan_memory
+from kos.train.failures import together
+from kos.train.llama_config import LlamaConfig
+from kos.train.machine import peak_flops
+from kos.train.model import Llama, Weights
+from kos.train.ops.adamw import CHUNK, STATE, CudaAdamW
+from kos.train.ops.cuda import CudaOps
+from kos.train.optimizer import AdamW
+from kos.train.parallel.data import DataParallel, deal
+from kos.train.parameters import Parameters, Shard
+
+BUCKET_BYTES = 64 << 20
+HEAD_ROWS = 8192  # tokens whose logits are in memory at once
+_LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
+
+
+class CudaEngine:
+    """One GPU of this rank; with ``--zero 1`` it holds its share of master weights and moments only."""
+
+    lag = 1
+
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator) -> None:
+        self.config, self.data, self.comm = config, data, comm
+        self.ops = ops = self._make_ops(comm.device or 0)
+        assert config.micro_batch_size is not None  # for_world has chosen it
+        rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
+        self.sharded = config.zero == 1 and comm.size > 1
+        multiple = comm.size * CHUNK if self.sharded else 1
+        uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
+        self.plan = together(
+            comm,
+            lambda: plan_memory(
+                config, model, ops, ranks=comm.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
+                sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
+            ).check(),
+        )  # fmt: skip
+        self.model = Llama(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
+        self.model.arena.reserve(self.plan.arena)
+        self.model.arena.fix()
+        shapes, groups = model.parameter_shapes(), model.fused_groups()
+        self.gradients = Parameters(shapes, "float32", groups, ops.zeros, multiple)
+        self.parallel = DataParallel(
+            comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=BUCKET_BYTES,
+            sharded=self.sharded,
+        )  # fmt: skip
+        master = Shard(self.gradients, self.parallel.parts()) if self.sharded else self.gradients.like()
+        copy = self.gradients.like(config.dtype) if self.sharded or config.dtype != "float32" else None
+        self.weights: Any = master if copy is None else copy  # what passes read
+        self.optimizer = CudaAdamW(
+            ops, master, copy, config.make_schedule(), betas=(config.beta1, config.beta2), eps=config.eps,
+            weight_decay=config.weight_decay, grad_clip=config.grad_clip, skip_outliers=config.skip_outliers,
+        )  # fmt: skip
+        self.feed = Feed(data, rounds, ops)
+        # What a rank knows after a step: whether it was asked to stop, and its losses.
+        self._mine = ops.zeros(1 + len(rounds), np.float64)
+        self._all = self._mine if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
+        self._rounds, self._micro_batches = len(rounds), comm.size * len(rounds)
+        self._graph: Graph | None = None
+        self._eager_steps = 0
+        self._late = [_Late(self._all, self.optimizer.state) for _ in range(2)]
+        self._finished = 0.0
+
+    def _make_ops(self, device: int) -> CudaOps:
+        driver.set_device(device)
+        return CudaOps(device)
+
+    def describe(self) -> str:
+        about = device_info(self.ops.device)
+        how = "one CUDA graph a step" if self.config.graph else "no graph"
+        return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
+
+    def measures(self, tokens_per_second: float) -> dict[str, float]:
+        free, total = call(cu.cuMemGetInfo)
+        each = tokens_per_second / self.comm.size
+        columns = {"tokens_per_second_per_gpu": each, "memory_bytes": int(total - free)}
+        peak = peak_flops(device_info(self.ops.device).name) if self.config.dtype == "bfloat16" else None
+        if peak:
+            flops = self.model.config.flops_per_token(self.config.seq_len)
+            columns |= {f"mfu_{name}": each * per_token / peak for name, per_token in flops._asdict().items()}
+        return columns
+
+    # --- state ---------------------------------------------------------------------------------------
+
+    def new_state(self) -> AdamW:
+        return AdamW(Parameters(self.gradients.shapes, groups=self.gradients.groups))
+
+    def _states(self, host: AdamW | None) -> list[tuple[Parameters | Shard, np.ndarray | None]]:
+        """Weights and moments, each here and as rank 0 has it on the host."""
+        device = (self.optimizer.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
+        if host is None:
+            return [(part, None) for part in device]
+        return list(zip(device, (host.weights.flat, host.exp_avg.flat, host.exp_avg_sq.flat), strict=True))
+
+    def load(self, state: AdamW | None) -> None:
+        stream, whole = self.ops.stream, self.gradients.flat  # idle between steps, and as large as they
+        step = self.comm.all_gather_bytes(str(state.step_count if state else 0).encode())[0]
+        for target, source in self._states(state):
+            if source is not None:
+                whole[: source.size].copy_from(source, stream)
+            if self.comm.size > 1:
+                self.comm.broadcast(whole, 0)
+            for part, local in target.parts():
+                target.flat[local].copy_from(whole[part], stream)
+        self.optimizer.step_count = int(step)
+        self.optimizer.refresh_copy()
+
+    def state(self) -> AdamW | None:
+        whole = self.gradients.flat
+        state = self.new_state() if self.comm.rank == 0 else None
+        for source, target in self._states(state):
+            for part, local in source.parts():
+                whole[part].copy_from(source.flat[local], self.ops.stream)
+            if self.sharded:
+                for bucket, part in zip(self.parallel.buckets, self.parallel.parts(), strict=True):
+                    self.comm.all_gather(whole[part], whole[bucket])
+            if target is not None:
+                whole[: target.size].copy_to(target, self.ops.stream)
+        if state is not None:
+            state.step_count = self.optimizer.step_count
+        return state
+
+    def _whole_weights(self) -> Weights:
+        """The weights that passes read; of ZeRO-1 those that each rank has made are gathered first."""
+        return self.parallel.gather(self.weights) if self.sharded else self.weights
+
+    # --- steps ---------------------------------------------------------------------------------------
+
+    def start_step(self, step: int, stop: bool) -> None:
+        stream, late = self.ops.stream, self._late[step % 2]
+        driver.set_device(self.ops.device)
+        late.began = time.perf_counter()
+        late.asked[0] = stop
+        self.feed.take(step)
+        self._mine[:1].copy_from(late.asked, stream)
+        if self._graph is None and self.config.graph and self._eager_steps:
+            with capture(stream) as self._graph:  # the step before has loaded all kernels and met all ranks
+                self._queue_step()
+        if self._graph is not None:
+            self._graph.replay(stream)
+        else:
+            self._queue_step()
+            self._eager_steps += 1
+        late.fetch(self._all, self.optimizer.state, stream)
+        if step + 1 < self.config.steps:
+            self.feed.fetch(step + 1)
+
+    def _queue_step(self) -> None:
+        self._queue_gradients()
+        if self.comm.size > 1:
+            self.comm.all_gather(self._mine, self._all)
+        self._queue_norm()
+        self.optimizer.queue_update(self.gradients, 1 / self._micro_batches)
+
+    def _queue_gradients(self) -> None:
+        """Forward and backward of every micro-batch of this rank, and the sums over all."""
+        weights = self._whole_weights()
+        for index in range(self._rounds):
+            last = index + 1 == self._rounds
+            tokens, targets = self.feed.batch[index][0], self.feed.batch[index][1]
+            with self.ops.step(self.model.arena):
+                self.model.queue_loss_and_gradients(
+                    weights, tokens, targets, self.gradients, self._mine[1 + index : 2 + index],
+                    accumulate=self.parallel.accumulates(index),
+                    on_gradient=self.parallel.gradient_ready if last else None,
+                )  # fmt: skip
+            self.parallel.finish_round(index, self._rounds)
+
+    def _queue_norm(self) -> None:
+        self.optimizer.queue_norm(self.gradients, self.comm.all_reduce if self.sharded else None)
+
+    def finish_step(self, step: int) -> StepResult:
+        late = self._late[step % 2]
+        deadline = time.monotonic() + self.config.timeout
+        while not late.there.done():
+            if self.comm.size > 1 and time.monotonic() > deadline:
+                raise CollectiveTimeout(f"step {step + 1}: not over on the GPU after {self.config.timeout:g} s")
+            time.sleep(_LOOK_EVERY)
+        now = time.perf_counter()
+        seconds, self._finished = now - max(self._finished, late.began), now
+        answers = late.answers.reshape(self.comm.size, -1)
+        after = dict(zip(STATE, map(float, late.state), strict=True))
+        loss = float(answers[:, 1:].sum()) / self._micro_batches
+        if math.isfinite(loss):
+            loss = math.fsum(answers[:, 1:].flat) / self._micro_batches
+        return StepResult(loss, after["norm"], after["lr"], seconds, bool(answers[:, 0].any()))
+
+    def not_finite(self, step: int) -> str | None:
+        self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
+        self._queue_gradients()
+        self._queue_norm()
+        return self.optimizer.not_finite()
+
+    # --- between steps -------------------------------------------------------------------------------
+
+    def evaluate(self) -> float:
+        batches, mine = self.data.val_batches(), []
+        weights, most = self._whole_weights(), self.config.micro_batch_size or 1
+        for index in range(self.comm.rank, len(batches), self.comm.size):
+            tokens, targets = batches[index]
+            loss = 0.0
+            for start in range(0, len(tokens), most):
+                rows = slice(start, start + most)
+                loss += self.model.loss(weights, tokens[rows], targets[rows]) * len(tokens[rows]) / len(tokens)
+            mine.append(loss)
+        said = self.comm.all_gather_bytes(np.array(mine, np.float64).tobytes())
+        return math.fsum(np.frombuffer(b"".join(said), np.float64)) / len(batches)
+
+    def sampler(self) -> tuple[Llama, Weights]:
+        return Llama(self.model.config, self.ops), self._whole_weights()
+
+
+class _Late:
+    """What the host sends and gets of every other step, in pinned memory, while the device goes on."""
+
+    def __init__(self, answers: Array, state: Array) -> None:
+        device = answers.device
+        self.asked, self.answers, self.state = (
+            pinned_empty(shape, np.float64, device) for shape in (1, answers.shape, state.shape)
+        )
+        self.there = Event(device)
+        self.began = 0.0
+
+    def fetch(self, answers: Array, state: Array, stream: object) -> None:
+        """Queue the copies."""
+        answers.copy_to(self.answers, stream)
+        state.copy_to(self.state, stream)
+        self.there.record(stream)

@@ -1,0 +1,134 @@
+"""What a training step will need of a GPU's memory, before anything of it is allocated."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.cuda.driver import call, cu
+from kos.cuda.graphs import capture, relaxed_capture
+from kos.dtypes import DTYPES
+from kos.errors import ConfigError
+from kos.memory.arena import ALIGNMENT, Arena
+from kos.memory.array import Array
+from kos.train.config import TrainConfig
+from kos.train.llama_config import LlamaConfig
+from kos.train.model import Llama
+from kos.train.ops import cublaslt
+from kos.train.ops.cuda import CudaOps
+from kos.train.parameters import Parameters
+
+RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
+GIB = 1 << 30
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes by what they are for, and how many are free; ``arena`` of them are for activations."""
+
+    uses: dict[str, int]
+    arena: int
+    free: int
+    device: str
+    knobs: list[str]
+
+    @property
+    def total(self) -> int:
+        return sum(self.uses.values())
+
+    def check(self) -> MemoryPlan:
+        """This plan; ConfigError, with the options that would help, where it does not fit."""
+        if self.total <= self.free:
+            return self
+        largest = sorted(self.uses.items(), key=lambda use: -use[1])[:4]
+        raise ConfigError(
+            f"memory: expected at most {self.free / GIB:.2f} GiB, which are free on {self.device}, "
+            f"got {self.total / GIB:.2f} GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)}; "
+            f"less takes {' or '.join(self.knobs) or 'a smaller model'}"
+        )
+
+    def __str__(self) -> str:
+        rows = [f"  {name:<34}{size / GIB:>9.2f} GiB" for name, size in self.uses.items()]
+        rows.append(f"  {'total':<34}{self.total / GIB:>9.2f} GiB of {self.free / GIB:.2f} free on {self.device}")
+        return "\n".join(rows)
+
+
+def plan_memory(
+    config: TrainConfig, model: LlamaConfig, ops: CudaOps, *, ranks: int, head_rows: int, multiple: int,
+    rounds: int, sharing: int = 1, carry: bool = False,
+) -> MemoryPlan:  # fmt: skip
+    """The plan of one rank.  ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic)."""
+    assert config.micro_batch_size is not None
+    count = -(-model.num_parameters() // multiple) * multiple
+    itemsize = DTYPES[config.dtype].itemsize
+    sharded = config.zero == 1 and ranks > 1
+    held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
+    has_copy = sharded or config.dtype != "float32"
+    rows = min(head_rows, config.micro_batch_size * config.seq_len)
+    logits = rows * model.vocab_size * itemsize
+    arena = _peak(config, model, ops, head_rows)
+    uses = {
+        f"weights, {config.dtype}": count * itemsize if has_copy else 0,
+        f"master weights, float32{share}": 4 * held,
+        f"both Adam moments, float32{share}": 8 * held,
+        "gradients, float32": 4 * count * (2 if carry else 1),
+        f"activations, recompute {config.recompute}": arena - logits,
+        f"logits of {rows} tokens": logits,
+        "tokens, cuBLASLt's workspace": 3 * 8 * rounds * config.micro_batch_size * config.seq_len + cublaslt.WORKSPACE,
+        "kernels, graph, communication": RESERVE,
+    }
+    knobs = []
+    if config.micro_batch_size > 1:
+        knobs.append(f"a --micro-batch-size below {config.micro_batch_size}")
+    if config.recompute != "block":
+        knobs.append(f"--recompute {'norms or block' if config.recompute == 'none' else 'block'}")
+    if not config.zero and ranks > 1:
+        knobs.append("--zero 1")
+    free, _ = call(cu.cuMemGetInfo)
+    name = f"cuda:{ops.device}"
+    return MemoryPlan({use: size for use, size in uses.items() if size}, arena, free // sharing, name, knobs)
+
+
+def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int) -> int:
+    """Bytes that a pass, or a validation, takes from the arena at most."""
+    sizing = _Sizing(ops)
+    llama = Llama(model, sizing, head_rows=head_rows, recompute=config.recompute)
+    weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), sizing.zeros)
+    gradients = weights.like("float32")
+    assert config.micro_batch_size is not None
+    tokens = sizing.zeros((config.micro_batch_size, config.seq_len), np.int32)
+    loss = sizing.zeros(1, np.float64)
+    with relaxed_capture(), capture(ops.stream) as graph:
+        with sizing.step(llama.arena):
+            llama.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=False)
+        llama.loss(weights, tokens, tokens)
+    graph.close()
+    return llama.arena.peak + 4 * tokens.nbytes + ALIGNMENT * 4  # validation brings its tokens from the host
+
+
+class _Sizing(CudaOps):
+    """Operations recorded for a graph that never runs, on arrays without memory: what they take is counted."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        super().__init__(ops.device, ops.stream)
+        self._ground = Array.empty(1 << 16, np.uint8, ops.device, stream=ops.stream, label="memory plan")
+
+    def make_arena(self) -> Arena:
+        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
+
+    def zeros(self, shape: Any, dtype: Any) -> Array:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        return Array(self._ground.pointer, shape, dtype, self.device, stream=self.stream)
+
+    def rope_tables(self, frequencies: Any, positions: Any, dtype: Any) -> tuple[Array, Array]:
+        shape = (len(positions), len(frequencies))
+        return self.zeros(shape, np.float32), self.zeros(shape, np.float32)
+
+    def copy(self, source: Array, out: Array) -> None:
+        pass
+
+    def zero(self, out: Array) -> None:
+        pass
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        return np.zeros(array.shape, array.dtype.numpy)

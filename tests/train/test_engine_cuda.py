@@ -1,0 +1,148 @@
+"""Whole runs on GPUs: beside the CPU's, replayed and resumed bit for bit, over ranks, with and without ZeRO-1."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.train import checkpoint
+from kos.train.metrics import read_metrics
+
+GPUS = len(cuda.visible_devices())
+MPIRUN = shutil.which("mpirun")
+SECONDS = 90
+MODEL = """--hidden-size 256 --num-hidden-layers 3 --num-attention-heads 4 --num-key-value-heads 2 --intermediate-size 512
+--batch-size 16 --seq-len 64 --lr 3e-3 --warmup-steps 10 --eval-batches 2 --eval-every 10 --sample-tokens 0
+--steps 20 --save-every 10 --timeout 30""".split()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+
+def needs(gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(GPUS < gpus or MPIRUN is None, reason=f"needs {gpus} GPUs and mpirun, has {GPUS}")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    words = ["ring ", "tree ", "one shot ", "two shot ", "all reduce\n", "barrier ", "rank "]
+    path = tmp_path_factory.mktemp("data") / "words.txt"
+    path.write_text("".join(rng.choice(words, 20_000)))
+    return path
+
+
+def run(text: Path, out: Path, *flags: object, ranks: int = 1, error: str = "", **environment: str) -> str:
+    """What a run says; with ``error``, what it is refused with."""
+    launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
+    command = [*launcher, sys.executable, "-m", "kos.train", "--data", text, "--out", out, *MODEL, *flags]
+    done = subprocess.run(
+        list(map(str, command)), env={**os.environ, **environment}, capture_output=True, text=True, timeout=SECONDS
+    )
+    if error:
+        said = [line for line in done.stderr.splitlines() if line.startswith("kos: error:")]
+        assert done.returncode and len(said) == 1 and error in said[0], done.stderr[-1500:]
+        return said[0]
+    assert done.returncode == 0, done.stderr[-1500:] + done.stdout[-500:]
+    return done.stdout
+
+
+def column(out: Path, name: str = "loss") -> list[float]:
+    return [row[name] for row in read_metrics(out / "metrics.jsonl")]
+
+
+def state(out: Path) -> bytes:
+    found = checkpoint.find(out)
+    return b"".join((found.path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def one(text, tmp_path_factory):
+    """The run that others are held against: one GPU, bf16, a graph, four micro-batches a step."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    said = run(text, out, "--device", "cuda", "--micro-batch-size", 4)
+    for expected in ("one CUDA graph a step; memory of each rank", "activations, recompute none", " MFU ", " GiB"):
+        assert expected in said, said[:2000]
+    return out
+
+
+def test_float32_is_the_cpu(text, tmp_path):
+    flags = ["--steps", 50, "--micro-batch-size", 8]
+    run(text, tmp_path / "cpu", "--device", "cpu", *flags)
+    run(text, tmp_path / "gpu", "--device", "cuda", "--dtype", "float32", *flags)
+    for name, tolerance in (("loss", 1e-4), ("grad_norm", 1e-2), ("lr", 1e-12)):
+        np.testing.assert_allclose(column(tmp_path / "gpu", name), column(tmp_path / "cpu", name), rtol=tolerance)
+
+
+def test_it_learns_and_repeats_bit_for_bit(one, text, tmp_path):
+    losses = column(one)
+    assert losses[-1] < 0.6 * losses[0]
+    run(text, tmp_path / "again", "--device", "cuda", "--micro-batch-size", 4)
+    assert column(tmp_path / "again") == losses and state(tmp_path / "again") == state(one)
+
+
+def test_without_the_graph_bit_for_bit(one, text, tmp_path):
+    run(text, tmp_path / "run", "--device", "cuda", "--micro-batch-size", 4, "--no-graph")
+    for name in ("loss", "grad_norm"):
+        assert column(tmp_path / "run", name) == column(one, name)
+    assert state(tmp_path / "run") == state(one)
+
+
+@pytest.mark.parametrize("recompute", ["norms", "block"])
+def test_recompute_bit_for_bit(one, text, tmp_path, recompute):
+    run(text, tmp_path / "run", "--device", "cuda", "--micro-batch-size", 4, "--recompute", recompute)
+    assert column(tmp_path / "run") == column(one) and state(tmp_path / "run") == state(one)
+
+
+def test_resume_bit_for_bit_and_on_the_cpu(one, text, tmp_path):
+    middle = one / "checkpoints" / "step-10"
+    run(text, tmp_path / "gpu", "--device", "cuda", "--micro-batch-size", 4, "--resume", middle)
+    assert column(tmp_path / "gpu") == column(one)[10:] and state(tmp_path / "gpu") == state(one)
+    run(text, tmp_path / "cpu", "--device", "cpu", "--micro-batch-size", 4, "--resume", middle)
+    np.testing.assert_allclose(column(tmp_path / "cpu"), column(one)[10:], rtol=2e-2)
+
+
+def test_what_is_refused(text, tmp_path):
+    run(text, tmp_path, "--device", "cuda", error="expected a GPU for every rank, got none", CUDA_VISIBLE_DEVICES="")
+    said = run(
+        text, tmp_path, "--device", "cuda", "--intermediate-size", 100_000_000, error="memory: expected at most"
+    )
+    assert "--micro-batch-size" in said and "--recompute" in said
+    run(text, tmp_path, "--device", "cuda", "--lr", "1e30", "--min-lr", "1", error="first in the gradient of")
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))])
+def test_ranks(one, text, tmp_path, ranks):
+    """Losses agree with those of one; ZeRO-1's, its graph and its resumption are those of its own layout."""
+    flags = ["--device", "cuda", "--micro-batch-size", 4]
+    run(text, tmp_path / "zero0", *flags, ranks=ranks)
+    np.testing.assert_allclose(column(tmp_path / "zero0"), column(one), rtol=5e-3)
+    run(text, tmp_path / "zero1", *flags, "--zero", 1, ranks=ranks)
+    np.testing.assert_allclose(column(tmp_path / "zero1"), column(tmp_path / "zero0"), rtol=5e-3)
+    run(text, tmp_path / "eager", *flags, "--zero", 1, "--no-graph", ranks=ranks)
+    assert column(tmp_path / "eager") == column(tmp_path / "zero1")
+    middle = tmp_path / "zero1" / "checkpoints" / "step-10"
+    run(text, tmp_path / "rest", *flags, "--zero", 1, "--resume", middle, ranks=ranks)
+    assert column(tmp_path / "rest") == column(tmp_path / "zero1")[10:]
+    assert state(tmp_path / "rest") == state(tmp_path / "zero1") == state(tmp_path / "eager")
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))])
+def test_deterministic_for_any_number_of_ranks(text, tmp_path, ranks):
+    flags = ["--device", "cuda", "--deterministic"]
+    run(text, tmp_path / "one", *flags)
+    run(text, tmp_path / "zero0", *flags, ranks=ranks)
+    run(text, tmp_path / "zero1", *flags, "--zero", 1, ranks=ranks)
+    for name in ("zero0", "zero1"):
+        assert column(tmp_path / name) == column(tmp_path / "one")
+        assert column(tmp_path / name, "grad_norm") == column(tmp_path / "one", "grad_norm")
+        assert state(tmp_path / name) == state(tmp_path / "one")
