@@ -18,9 +18,11 @@ from kos.train.metrics import read_metrics
 GPUS = len(cuda.visible_devices())
 MPIRUN = shutil.which("mpirun")
 SECONDS = 90
-MODEL = """--hidden-size 256 --num-hidden-layers 3 --num-attention-heads 4 --num-key-value-heads 2 --intermediate-size 512
+MODEL = """
+--hidden-size 256 --num-hidden-layers 3 --num-attention-heads 4 --num-key-value-heads 2 --intermediate-size 512
 --batch-size 16 --seq-len 64 --lr 3e-3 --warmup-steps 10 --eval-batches 2 --eval-every 10 --sample-tokens 0
---steps 20 --save-every 10 --timeout 30""".split()
+--steps 20 --save-every 10 --timeout 30
+""".split()  # noqa: SIM905 (as it is typed)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +31,7 @@ pytestmark = [
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(GPUS < gpus or MPIRUN is None, reason=f"needs {gpus} GPUs and mpirun, has {GPUS}")
+    return pytest.mark.skipif(gpus > GPUS or MPIRUN is None, reason=f"needs {gpus} GPUs and mpirun, has {GPUS}")
 
 
 @pytest.fixture(scope="module")
