@@ -321,7 +321,6 @@ def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.
 
     with no_gpu(monkeypatch):
         threads = ThreadGroup(ranks)
-        monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
         monkeypatch.setattr("kos.cuda.load_kernel", lambda path, name, device: StandIn(name))
         monkeypatch.setattr(driver.cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
         rows, other = spawn(run, ranks)

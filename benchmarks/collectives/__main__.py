@@ -97,7 +97,7 @@ class Benchmark:
             yield Ours(comm, name, algorithm)
         if "auto" in self.options.algorithm:
             yield Ours(comm, name, persistent=True)
-            if name == "kos-nccl":
+            if self.stream is not None:
                 windows = OursInWindows(comm, name)
                 windows.stream = self.stream
                 yield windows

@@ -103,7 +103,7 @@ class Ours(Implementation):
 
 
 class OursInWindows(Ours):
-    """Ours, on arrays from ``Communicator.allocate``."""
+    """Ours, on symmetric arrays from ``Communicator.allocate``."""
 
     def __init__(self, comm: kos.Communicator, backend: str) -> None:
         super().__init__(comm, backend)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import enum
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,11 +64,24 @@ _ALLOWED: dict[str, frozenset[ReduceOp]] = {
 }
 
 
+class _Quiet(threading.local):
+    """For each thread a context where overflow and NaN are results, as on any other carrier of a reduction.
+
+    ``np.errstate`` would do, and costs more than adding a few thousand numbers.
+    """
+
+    def __init__(self) -> None:
+        context = contextvars.copy_context()
+        context.run(np.seterr, all="ignore")
+        self.run = context.run
+
+
+_quiet = _Quiet()
+
+
 def _combine(ufunc: np.ufunc) -> Combine:
     def combine(dst: Array, src: Array, out: Array | None = None) -> None:
-        # Overflow and NaN are results here, as on any other carrier of a reduction.
-        with np.errstate(all="ignore"):
-            ufunc(dst, src, out=dst if out is None else out)
+        _quiet.run(ufunc, dst, src, out=dst if out is None else out)
 
     return combine
 
@@ -101,7 +116,8 @@ class Reduction:
         if out is not x:
             np.copyto(out, x, casting="unsafe")
         if self.op is ReduceOp.PREMUL_SUM:
-            np.multiply(out, self.carrier.type(self.factor), out=out)
+            parts = out.view(out.real.dtype)  # of complex numbers: NumPy's products of those round differently
+            np.multiply(parts, parts.dtype.type(self.factor), out=parts)
         return out
 
     def finish(self, reduced: Array, out: Array) -> None:

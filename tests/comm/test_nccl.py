@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp, cuda
+from kos.comm.schedules import algorithms, collectives
 from kos.cuda import streams
 from kos.dtypes import dtype_of
 from kos.errors import (
@@ -25,6 +27,7 @@ from kos.errors import (
     KosError,
 )
 from kos.memory.array import Array
+from kos.testing import spawn
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import ALL_DTYPES, assert_bits, assert_same_on_all_ranks, inputs, poison
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
@@ -126,6 +129,67 @@ def test_deterministic_is_in_rank_order(ranks: GPURanks, seed: int, dtype: np.dt
         xs = inputs(seed, n, 33 * n, dtype)
         part = gpu.reduce_scatter(xs[me], op=mine, deterministic=True)
         assert_bits(part, in_rank_order(xs, op, factors)[33 * me : 33 * me + 33], "reduce_scatter")
+
+    ranks.run(body)
+
+
+REDUCTIONS = [
+    (BF16, ReduceOp.SUM), (np.float16, PremulSum(0.3)), (np.float32, ReduceOp.AVG), (np.float64, ReduceOp.PROD),
+    (np.float32, ReduceOp.MAX), (np.int16, ReduceOp.SUM), (np.bool_, ReduceOp.BOR), (np.complex64, ReduceOp.SUM),
+    (ml_dtypes.float8_e5m2, ReduceOp.SUM), (np.complex128, PremulSum(1.5)), (np.float16, ReduceOp.AVG),
+]  # fmt: skip
+CHUNKED = 2_100_003  # float32 elements: two chunks
+
+
+def by_schedules(comm: Any, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """What this rank gets of every schedule there is, and what is told of it."""
+    n, me = comm.size, comm.rank
+    root = n - 1
+    for name in collectives():
+        for algorithm in algorithms(name):
+            cases = REDUCTIONS[: None if algorithm == "ring" else 3] if "reduce" in name else [(np.int16, None)]
+            large = [(REDUCTIONS[2], CHUNKED)] if name in ("all_reduce", "broadcast") else []
+            for (dtype, op), count in [*product(cases, (1, 997)), *large]:
+                count += -count % n if name in ("all_to_all", "reduce_scatter") else 0
+                xs = inputs(seed, n, count, dtype)
+                x, out = xs[me].copy(), poison(count // n if name == "reduce_scatter" else count, dtype)
+                match name:
+                    case "all_reduce":
+                        got = [comm.all_reduce(x, op, out=out, algorithm=algorithm), x]
+                        got.append(comm.all_reduce(x.copy(), op, algorithm=algorithm))
+                    case "reduce":
+                        comm.reduce(x, root, op, out=out if me == root else None, algorithm=algorithm)
+                        got = [out, x]
+                    case "reduce_scatter":
+                        got = [comm.reduce_scatter(x, out, op, algorithm=algorithm), x]
+                        part = x.size // n
+                        mine = x[me * part : me * part + part]
+                        got.append(comm.reduce_scatter(x, mine, op, algorithm=algorithm))
+                        got[2] = got[2].copy()
+                    case "broadcast":
+                        got = [comm.broadcast(x, root, out=out, algorithm=algorithm)]
+                    case "all_gather":
+                        got = [comm.all_gather(x, algorithm=algorithm)]
+                    case "all_to_all":
+                        got = [comm.all_to_all(x, out, algorithm=algorithm)]
+                    case "gather":
+                        got = [comm.gather(x, root, algorithm=algorithm)]
+                    case "scatter":
+                        whole = np.concatenate(xs) if me == root else None
+                        got = [comm.scatter(whole, out, root, algorithm=algorithm)]
+                for k, array in enumerate(got):
+                    if array is not None:
+                        yield f"{name} {algorithm} of {count} {np.dtype(dtype)} by {op}, array {k}", array
+
+
+def test_schedules_add_as_on_the_host(ranks: GPURanks, seed: int) -> None:
+    """Every schedule, bit for bit what the same one gives on the host."""
+    size = ranks.size
+    expected = spawn(lambda comm: list(by_schedules(comm, seed)), size, timeout=60)
+
+    def body(gpu: Any) -> None:
+        for (what, got), (_, right) in zip(by_schedules(gpu, seed), expected[gpu.rank], strict=True):
+            assert_bits(got, right, what)
 
     ranks.run(body)
 

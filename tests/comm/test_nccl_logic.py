@@ -40,6 +40,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_deterministic_is_in_rank_order,
     test_messages,
     test_minimum_keeps_nan,
+    test_schedules_add_as_on_the_host,
     test_several_communicators,
 )
 

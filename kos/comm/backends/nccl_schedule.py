@@ -68,15 +68,16 @@ class ScheduledCollective:
                 self._widen = self._load("scale", own, travels, op)
             if travels != own or reduction.op is ReduceOp.AVG:
                 self._finish = self._load("finish", travels, own, op)
-        self._itemsize = DTYPES[travels].itemsize
-        self._x, self._x_count = (send.pointer, send.count * per) if send else (0, 0)
-        self._out, self._out_count = (recv.pointer, recv.count * per) if recv else (0, 0)
+        # Complex numbers are cut between elements, and added by their two parts.
+        self._part, self._per, self._itemsize = DTYPES[travels].itemsize, per, per * DTYPES[travels].itemsize
+        self._x, self._x_count = (send.pointer, send.count) if send else (0, 0)
+        self._out, self._out_count = (recv.pointer, recv.count) if recv else (0, 0)
 
         # Where the schedule's spaces lie: in the arrays themselves as far as possible.
         out = self._out if travels == own else 0
         self._loaded: _Place | None = None  # what x is brought to first
         if o.name in IN_PLACE:
-            spaces = {"data": self._home(out, buffer.count * per)}
+            spaces = {"data": self._home(out, buffer.count)}
             if o.name != "broadcast" or backend.rank == o.root:
                 self._loaded = spaces["data"]
         else:
@@ -88,7 +89,7 @@ class ScheduledCollective:
                 spaces["input"] = _Place(False, self._x)
         self._result = spaces.get("data") or spaces["output"]
 
-        elements = {"data": buffer.count * per, "input": self._x_count, "output": self._out_count}
+        elements = {"data": buffer.count, "input": self._x_count, "output": self._out_count}
         schedule = build(o.name, o.algorithm, backend.size, root=o.root or 0)
         unit = next(elements[space] // schedule.units[space] for space in schedule.spaces(backend.rank))
         chunks = max(1, min(_MOST_CHUNKS, unit * self._itemsize // _CHUNK_BYTES))
@@ -146,16 +147,16 @@ class ScheduledCollective:
         return rounds
 
     def __call__(self, stream: int) -> None:
-        backend, size = self._backend, self._itemsize
+        backend = self._backend
         scratch = backend.scratch(self._scratch, stream) if self._scratch else 0
         with driver.on_device(backend.device):
             queue = as_stream(stream)
             if self._loaded is not None and self._x_count:
-                target, count = self._loaded.at(scratch), self._x_count
+                target, count = self._loaded.at(scratch), self._x_count * self._per
                 if self._widen is not None:
                     self._widen(queue, blocks(count), THREADS, self._x, target, count, np.float64(self._factor))
                 elif target != self._x:
-                    call(cu.cuMemcpyAsync, target, self._x, count * size, stream)
+                    call(cu.cuMemcpyAsync, target, self._x, count * self._part, stream)
             for sends, recvs, local in self._rounds:
                 if sends or recvs:
                     backend.messages(
@@ -164,11 +165,11 @@ class ScheduledCollective:
                         stream,
                     )
                 for adds, target, source in local:
-                    ends, count = (target.at(scratch), source.at(scratch)), target.nbytes // size
+                    ends, count = (target.at(scratch), source.at(scratch)), target.nbytes // self._part
                     if adds:
                         self._combine(queue, blocks(count), THREADS, *ends, count)
                     elif ends[0] != ends[1]:
                         call(cu.cuMemcpyAsync, *ends, target.nbytes, stream)
             if self._finish is not None and self._out_count:
-                result, count = self._result.at(scratch), self._out_count
+                result, count = self._result.at(scratch), self._out_count * self._per
                 self._finish(queue, blocks(count), THREADS, result, self._out, count)
