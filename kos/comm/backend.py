@@ -9,9 +9,10 @@ every operation has one meaning.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,10 +23,11 @@ from kos.comm.schedules import build
 from kos.comm.schedules.execute import execute
 from kos.comm.staging import Staging
 from kos.comm.work import Engine, Idle, Steps, Work
-from kos.errors import CollectiveError, KosError
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
-
+Key = TypeVar("Key")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,8 @@ class Backend(ABC):
         if not isinstance(error, KosError):
             cause, error = error, CollectiveError(f"{operation}: {type(error).__name__}: {error}")
             error.__cause__ = cause
+        elif isinstance(error, CollectiveMismatch | RankLost) and f"{operation.name} #" not in str(error):
+            error = type(error)(f"{operation}: {error}")  # a transport does not know whose message it was
         if operation.collective and self.broken is None:
             self.broken = str(error)
         return error
@@ -164,10 +168,10 @@ class Backend(ABC):
         if everybody_came is None:
             yield from _CARRIERS[o.name](self, o)
             return
+        while not everybody_came():  # calls are compared before a byte moves: lengths that differ are not MPI's to meet
+            yield
         for _ in _CARRIERS[o.name](self, o):
             everybody_came()  # raises where waiting would not end
-            yield
-        while not everybody_came():
             yield
 
     def _carry(self, o: Operation, collective: str, **spaces: Array) -> Steps:
@@ -256,6 +260,8 @@ class Backend(ABC):
     def _all_to_all_v(self, o: Operation) -> Steps:
         assert o.send is not None and o.recv is not None
         yield from self._exchange(o, _pieces(o.send.flat, o.send_counts), _pieces(o.recv.flat, o.recv_counts))
+        # Two ranks alone know whether their counts agree: nobody goes on before all have found that they do.
+        yield from self._meet(self._tag(o))
 
     def _reduce_scatter_v(self, o: Operation) -> Steps:
         x, out, reduction = _reducing(o)
@@ -267,12 +273,12 @@ class Backend(ABC):
         reduction.finish(parts[0], out)
 
     def _barrier(self, o: Operation) -> Steps:
-        """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
         native = self.native(o, {}, "barrier") if self.size > 1 else None
-        if native is not None:
-            yield from native
-            return
-        empty, distance, tag = np.empty(0, np.uint8), 1, self._tag(o)
+        yield from self._meet(self._tag(o)) if native is None else native
+
+    def _meet(self, tag: int) -> Steps:
+        """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
+        empty, distance = np.empty(0, np.uint8), 1
         while distance < self.size:
             send = self.transport.isend(empty, (self.rank + distance) % self.size, tag)
             recv = self.transport.irecv(empty, (self.rank - distance) % self.size, tag)
@@ -296,10 +302,13 @@ class Backend(ABC):
             raise
 
     def _exchange(self, o: Operation, send: list[Array], recv: list[Array]) -> Steps:
-        """Send piece j to rank j and receive piece j from rank j, all at once; empty pieces do not travel."""
+        """Send piece j to rank j and receive piece j from rank j, all at once.
+
+        Empty pieces travel too: the other side may expect something.
+        """
         tag, transport = self._tag(o), self.transport
-        requests = [transport.irecv(recv[peer], peer, tag) for peer in self._peers() if recv[peer].size]
-        requests += [transport.isend(send[peer], peer, tag) for peer in self._peers() if send[peer].size]
+        requests = [transport.irecv(recv[peer], peer, tag) for peer in self._peers()]
+        requests += [transport.isend(send[peer], peer, tag) for peer in self._peers()]
         np.copyto(recv[self.rank], send[self.rank].copy())
         yield from self._wait_for(*requests)
 
@@ -346,6 +355,34 @@ def _pieces(x: Array, counts: Sequence[int] | None) -> list[Array]:
     assert counts is not None
     ends = np.cumsum(counts)
     return [x[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def take(queues: dict[Key, deque[T]], key: Key) -> T | None:
+    """The first entry of that key's queue; an empty queue is not kept."""
+    queue = queues.get(key)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[key]
+    return first
+
+
+def drop(queues: dict[Key, deque[T]], given_up: Callable[[T], bool]) -> None:
+    """Take those entries out of the queues."""
+    for key in list(queues):
+        kept = deque(entry for entry in queues[key] if not given_up(entry))
+        if kept:
+            queues[key] = kept
+        else:
+            del queues[key]
+
+
+def wrong_length(receiver: int, expected: int, sender: int, got: int, dtype: np.dtype[Any]) -> CollectiveMismatch:
+    """The error of both ends of a message of ``got`` bytes where ``expected`` were expected."""
+    size = dtype.itemsize
+    what, more = (f"{n // size} elements of {dtype}" if n % size == 0 else f"{n} bytes" for n in (expected, got))
+    return CollectiveMismatch(f"rank {receiver} expected {what} from rank {sender}, got {more}")
 
 
 def _no_reduction(dst: Array, src: Array) -> None:

@@ -99,9 +99,9 @@ def load_mpi() -> Any:
 
 
 class Backoff:
-    """How a polling loop waits: spins first, then yields the core, then sleeps.
+    """How a polling loop waits where nothing tells it what happened: spins, then yields the core, then sleeps.
 
-    Ranks often outnumber cores, so a rank that waits must let the one it waits for run.
+    Ranks often outnumber cores, so a rank that waits must let the one it waits for run.  It is an ``Idle``.
     """
 
     __slots__ = ("_polls", "_sleep_at")
@@ -111,7 +111,10 @@ class Backoff:
         self._polls = 0
         self._sleep_at = 0.0
 
-    def pause(self) -> None:
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
         self._polls += 1
         if self._polls <= self.SPINS:
             return
@@ -125,6 +128,13 @@ class Backoff:
             os.sched_yield()
         else:
             time.sleep(self.SLEEP)
+
+
+class CrowdedBackoff(Backoff):
+    """For more ranks than cores: to spin is to keep the one that is waited for from running."""
+
+    __slots__ = ()
+    SPINS = 0
 
 
 def wait_request(request: Any, timeout: float | None) -> bool:

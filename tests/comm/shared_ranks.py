@@ -10,20 +10,10 @@ import kos
 from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
 from kos.comm.communicator import Communicator
-from kos.comm.mpi_job import Backoff
+from kos.comm.mpi_job import CrowdedBackoff
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
 
 TIMEOUT = 20.0  # seconds
-
-
-class _Poll(Backoff):
-    SPINS = 0
-
-    def mark(self) -> int:
-        return 0
-
-    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        super().pause()
 
 
 class SharedOnly(HostBackend):
@@ -36,7 +26,7 @@ class SharedOnly(HostBackend):
         return Probe(True, "a test")
 
     def idle(self) -> Any:
-        return _Poll()
+        return CrowdedBackoff()
 
 
 def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) -> list[Any]:

@@ -116,17 +116,61 @@ def test_message_of_another_size_or_dtype() -> None:
 
 
 @pytest.mark.mpi
-def test_message_of_another_size_on_mpi(ranks_of_mpi: Any) -> None:
+@pytest.mark.parametrize("posted", ["before", "after"])
+def test_message_of_another_size_on_mpi(ranks_of_mpi: Any, posted: str) -> None:
+    """Nothing is written beside what the receive was given: Open MPI would, of longer messages within a host."""
+
     def body(comm: kos.Communicator) -> None:
-        for count in (3, 5):
+        for sent, expected in [(3, 4), (5, 4), (0, 2), (2, 0), (100_000, 2000), (10**6, 0), (2000, 10**6)]:
+            memory = np.zeros(2 * 10**6, np.float32)
+            if comm.rank == 1 and posted == "before":
+                work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
+                work.done()
+            comm.rendezvous.barrier()
             if comm.rank == 0:
-                comm.send(np.zeros(count, np.float32), 1, async_op=True)
+                comm.send(np.ones(sent, np.float32), 1)
             elif comm.rank == 1:
-                with pytest.raises(CollectiveMismatch, match="rank 0"):
-                    comm.recv(F4(), 0)
+                if posted == "after":
+                    work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
+                with pytest.raises(CollectiveMismatch, match=r"recv #\d") as caught:
+                    work.wait()
+                message = f"rank 1 expected {expected} elements of float32 from rank 0, got {sent} elements"
+                assert message in str(caught.value)
+                assert not memory.any()
         comm.barrier()
 
     ranks_of_mpi.run(body)
+
+
+def disagree_about_counts(comm: kos.Communicator, sent: int, expected: int) -> None:
+    """Rank 1 sends rank 0 something else than that one expects: all ranks say so, and the same."""
+    n, me = comm.size, comm.rank
+    matrix = np.full((n, n), 2)
+    comm.all_to_all_v(np.zeros(2 * n), matrix[me], matrix[:, me])
+    matrix[1, 0] = sent if me == 1 else expected
+    x = np.zeros(int(matrix[me].sum()))
+    with pytest.raises(CollectiveMismatch) as caught:
+        comm.all_to_all_v(x, matrix[me], matrix[:, me], timeout=10)
+    message = f"rank 0 expected {expected} elements of float64 from rank 1, got {sent} elements of float64"
+    assert message in str(caught.value)
+    assert "all_to_all_v #1" in str(caught.value)
+    with pytest.raises(CollectiveError, match="failed before"):
+        comm.barrier()
+
+
+COUNTS = [(0, 3), (3, 0), (2, 3), (300_000, 0), (0, 300_000), (300_000, 299_999)]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+def test_counts_of_two_ranks_that_disagree(size: int, counts: tuple[int, int]) -> None:
+    spawn(lambda comm: disagree_about_counts(comm, *counts), size, timeout=20)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_counts_of_two_ranks_that_disagree_on_mpi(ranks_of_mpi: Any, counts: tuple[int, int]) -> None:
+    ranks_of_mpi.run(lambda comm: disagree_about_counts(comm, *counts))
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
@@ -291,7 +335,7 @@ def test_a_message_sent_before_leaving_arrives() -> None:
 @pytest.mark.parametrize("name", ["all_reduce", "recv"])
 def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     interrupts: list[KeyboardInterrupt] = []
-    over = threading.Event()
+    came, over = threading.Event(), threading.Event()
     done = mock._Receive.done
 
     def interrupted(self: mock._Receive) -> bool:
@@ -301,10 +345,15 @@ def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatc
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 1:
-            over.wait(20)  # it never comes
+            if name == "all_reduce":
+                comm.all_reduce(np.ones(4), algorithm="ring", async_op=True)
+            came.set()
+            over.wait(20)  # it comes, and does nothing more
+            comm.abort()
             return
         try:
             x = np.ones(4)
+            came.wait(20)
             if name == "all_reduce":
                 work = comm.all_reduce(x, algorithm="ring", async_op=True)
             else:

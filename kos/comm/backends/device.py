@@ -109,7 +109,7 @@ class DeviceBackend(HostBackend):
         return None
 
     def idle(self) -> Idle:
-        return _Poll()
+        return mpi_job.Backoff()
 
     def prepare(self, o: Operation) -> None:
         """Refuse arrays that are elsewhere, and arrays of two orders; subclasses go on from here."""
@@ -362,18 +362,6 @@ class _Event:
 
     def __del__(self) -> None:
         self._free.append(self.handle)
-
-
-class _Poll(mpi_job.Backoff):
-    """The GPU tells nobody that it is done: waiting is polling."""
-
-    __slots__ = ()
-
-    def mark(self) -> int:
-        return 0
-
-    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        super().pause()
 
 
 def is_captured(stream: int) -> bool:

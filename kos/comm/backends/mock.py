@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Backend, Probe, Request
+from kos.comm.backend import Backend, Probe, Request, drop, take
 from kos.comm.faults import SENT, FaultyTransport
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
@@ -21,9 +21,6 @@ from kos.comm.work import Engine, Idle, Work
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
-
-
 Key = tuple[int, int, int]  # source, destination, tag
 
 
@@ -135,7 +132,7 @@ class _Mailboxes:
         group, key = self._group, (self._rank, peer, tag)
         with group.world.lock:
             group.raise_failure()
-            receive = _take(self._room.posted, key)
+            receive = take(self._room.posted, key)
             if receive is not None:
                 receive.deliver(array)
             else:
@@ -147,7 +144,7 @@ class _Mailboxes:
         key = (peer, self._rank, tag)
         receive = _Receive(self._group, self._room, key, array)
         with self._group.world.lock:
-            message = _take(self._room.sent, key)
+            message = take(self._room.sent, key)
             if message is not None:
                 receive.deliver(message)
             else:
@@ -162,37 +159,25 @@ class _Mailboxes:
     def forget(self, tag: int) -> None:
         """Nobody waits any more for messages to this rank with that tag: their memory is given back."""
         with self._group.world.lock:
-            for key in [key for key in self._room.posted if key[1:] == (self._rank, tag)]:
-                del self._room.posted[key]
-
-
-def _take(queues: dict[Key, deque[T]], key: Key) -> T | None:
-    """The first entry of that key's queue; an empty queue is not kept."""
-    queue = queues.get(key)
-    if queue is None:
-        return None
-    first = queue.popleft()
-    if not queue:
-        del queues[key]
-    return first
+            drop(self._room.posted, lambda receive: receive.key[1:] == (self._rank, tag))
 
 
 class _Receive:
-    __slots__ = ("_array", "_done", "_group", "_key", "_room")
+    __slots__ = ("_array", "_done", "_group", "_room", "key")
 
     def __init__(self, group: ThreadGroup, room: _Room, key: Key, array: Array) -> None:
-        self._group, self._room, self._key, self._array = group, room, key, array
+        self._group, self._room, self.key, self._array = group, room, key, array
         self._done = False
 
     def deliver(self, message: Array) -> None:
         """Take the message; the caller holds the lock of the world."""
         array = self._array
         if message.dtype != array.dtype or message.size != array.size:
-            src, dst, _ = self._key
+            src, dst, _ = self.key
             self._group.fail(
                 CollectiveMismatch,
                 f"rank {dst} expected {array.size} elements of {array.dtype} from rank {src}, "
-                f"got {message.size} of {message.dtype}",
+                f"got {message.size} elements of {message.dtype}",
             )
             return  # the receiver raises: the sender is done with its message
         np.copyto(array, message)
@@ -201,7 +186,7 @@ class _Receive:
     def done(self) -> bool:
         if self._done:
             return True
-        group, src = self._group, self._key[0]
+        group, src = self._group, self.key[0]
         with group.world.lock:
             if self._done:
                 return True
@@ -212,11 +197,7 @@ class _Receive:
 
     def forget(self) -> None:
         with self._group.world.lock:
-            posted = self._room.posted
-            if self in (queue := posted.get(self._key, deque())):
-                queue.remove(self)
-                if not queue:
-                    del posted[self._key]
+            drop(self._room.posted, lambda receive: receive is self)
 
 
 class _WakeUp:
@@ -239,6 +220,4 @@ def _mismatch(first: tuple[int, str, dict[str, Any]], second: tuple[int, str, di
     """One line that names two ranks, their calls, and what differs between them."""
     keys = [key for key in {**first[2], **second[2]} if first[2].get(key) != second[2].get(key)]
     what = ", ".join(f"{key} {first[2].get(key)} against {second[2].get(key)}" for key in keys)
-    return (
-        f"rank {first[0]} called {first[1]} but rank {second[0]} called {second[1]}: they differ in {what}"
-    )
+    return f"rank {first[0]} called {first[1]} but rank {second[0]} called {second[1]}: they differ in {what}"

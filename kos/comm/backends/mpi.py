@@ -8,13 +8,14 @@ depends on the order of its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import Probe, Request
+from kos.comm.backend import Probe, Request, drop, take, wrong_length
 from kos.comm.backends.host import HostBackend
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import ReduceOp
@@ -69,7 +70,7 @@ class MPIBackend(HostBackend):
         return Probe(True, MPI.Get_library_version().split(",")[0].strip())
 
     def idle(self) -> Idle:
-        return _CrowdedPoll() if self.crowded else _Poll()
+        return mpi_job.CrowdedBackoff() if self.crowded else mpi_job.Backoff()
 
     def close(self) -> None:
         super().close()
@@ -83,7 +84,7 @@ class MPIBackend(HostBackend):
         for request in self._requests.values():
             mpi_job.keep_unfinished(request)
         self._requests.clear()
-        self._messages.forget(None)
+        self._messages.forget(lambda message: True)
 
     def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if operation.deterministic or operation.algorithm != "auto":
@@ -135,7 +136,8 @@ class MPIBackend(HostBackend):
             request = self._requests.pop(operation.sequence, None)
             if request is not None:
                 mpi_job.keep_unfinished(request)
-            self._messages.forget(self._tag(operation))
+            tag = self._tag(operation)
+            self._messages.forget(lambda message: message.tag == tag)
         MPI = self._MPI
         if isinstance(error, MPI.Exception):
             named: KosError = CollectiveError(f"{operation}: MPI: {error.Get_error_string()}")
@@ -163,88 +165,84 @@ def _as_bytes(array: Array, MPI: Any) -> list[Any]:
 
 
 class _Messages:
-    """The transport: Isend and Irecv of bytes; knows what is in flight, to name and to forget it."""
+    """The transport: bytes; knows what is in flight, to name and to forget it.
+
+    A receive meets a message that has come (MPI_Improbe) before MPI gets its memory: where they differ in
+    length, Open MPI 5.0.11 writes past the end of what it was given (within a host, from 4 KiB on).  So a
+    receive that is given up before never was MPI's.
+    """
 
     def __init__(self, MPI: Any, comm: Any) -> None:
-        self._MPI, self._comm = MPI, comm
-        self._flying: set[_Message] = set()
+        self._MPI, self._comm, self._status = MPI, comm, MPI.Status()
+        self.flying: set[_Message] = set()
+        self._posted: dict[tuple[int, int], deque[_Message]] = {}  # receives that nothing has met, by peer and tag
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        request = self._comm.Isend(_as_bytes(array, self._MPI), peer, tag)
-        return self._fly(_Message(self._flying, request, peer, tag))
+        message = _Message(self, array, peer, tag)
+        message.fly(self._comm.Isend(_as_bytes(array, self._MPI), peer, tag))
+        return message
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        request = self._comm.Irecv(_as_bytes(array, self._MPI), peer, tag)
-        return self._fly(_Message(self._flying, request, peer, tag, array.nbytes, self._MPI.Status()))
-
-    def _fly(self, message: _Message) -> _Message:
-        self._flying.add(message)
+        message = _Message(self, array, peer, tag)
+        self._posted.setdefault((peer, tag), deque()).append(message)
         return message
+
+    def match(self, message: _Message) -> None:
+        """Give a receive to MPI if what it is for has come."""
+        key = message.peer, message.tag
+        posted = self._posted.get(key)
+        if posted is None or posted[0] is not message or (came := self._comm.Improbe(*key, self._status)) is None:
+            return
+        take(self._posted, key)
+        array, nbytes = message.array, self._status.Get_count()
+        if nbytes == array.nbytes:
+            message.fly(came.Irecv(_as_bytes(array, self._MPI)))
+        else:
+            mpi_job.keep_unfinished(came.Irecv([np.empty(nbytes, np.uint8), self._MPI.BYTE]))
+            message.error = wrong_length(self._comm.rank, array.nbytes, message.peer, nbytes, array.dtype)
 
     def awaited(self, tag: int) -> list[int]:
         """Peers of the messages in flight with that tag."""
-        return sorted({message.peer for message in self._flying if message.tag == tag})
+        flying = {message.peer for message in self.flying if message.tag == tag}
+        return sorted(flying | {peer for peer, posted in self._posted if posted == tag})
 
-    def forget(self, tag: int | None) -> None:
-        """Nobody waits any more for messages with that tag (None: any); MPI keeps their memory."""
-        for message in [m for m in self._flying if tag is None or m.tag == tag]:
-            message.forget()
+    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+        """Nobody waits for these messages any more; MPI keeps the memory that it has."""
+        drop(self._posted, given_up)
+        for message in [message for message in self.flying if given_up(message)]:
+            mpi_job.keep_unfinished(message.request)
+            self.flying.discard(message)
 
 
 class _Message:
-    __slots__ = ("_flying", "_status", "expected", "peer", "request", "tag")
+    __slots__ = ("_transport", "array", "complete", "error", "peer", "request", "tag")
 
-    def __init__(
-        self,
-        flying: set[_Message],
-        request: Any,
-        peer: int,
-        tag: int,
-        expected: int | None = None,
-        status: Any = None,
-    ) -> None:
-        self._flying, self.request, self.peer, self.tag = flying, request, peer, tag
-        self.expected, self._status = expected, status  # bytes, for a receive
+    def __init__(self, transport: _Messages, array: Array, peer: int, tag: int) -> None:
+        self._transport, self.array, self.peer, self.tag = transport, array, peer, tag
+        self.request: Any = None  # while MPI has it
+        self.complete = False
+        self.error: CollectiveMismatch | None = None
+
+    def fly(self, request: Any) -> None:
+        self.request = request
+        self._transport.flying.add(self)
 
     def done(self) -> bool:
+        if self.request is None and not self.complete:
+            self._transport.match(self)
+        if self.error is not None:
+            raise self.error
         if self.request is None:
-            return True
+            return self.complete
         try:
-            if not self.request.Test(self._status):
-                return False
+            self.complete = self.request.Test()
         except Exception:
-            self._flying.discard(self)  # MPI has ended and freed it
+            self._transport.flying.discard(self)  # MPI has ended and freed it
             raise
-        self.request = None
-        self._flying.discard(self)
-        if self.expected is not None and (got := self._status.Get_count()) != self.expected:
-            raise CollectiveMismatch(
-                f"expected {self.expected} bytes from rank {self.peer} with tag {self.tag}, got {got}"
-            )
-        return True
+        if self.complete:
+            self.request = None
+            self._transport.flying.discard(self)
+        return self.complete
 
     def forget(self) -> None:
-        if self in self._flying:
-            if self.expected is not None:
-                self.request.Cancel()
-            mpi_job.keep_unfinished(self.request)
-            self._flying.discard(self)
-
-
-class _Poll(mpi_job.Backoff):
-    """MPI tells nobody that a message came: waiting is polling."""
-
-    __slots__ = ()
-
-    def mark(self) -> int:
-        return 0
-
-    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        super().pause()
-
-
-class _CrowdedPoll(_Poll):
-    """More ranks than cores: to spin is to keep the one that is waited for from running."""
-
-    __slots__ = ()
-    SPINS = 0
+        self._transport.forget(lambda message: message is self)
