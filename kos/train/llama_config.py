@@ -6,8 +6,10 @@ Field names, tensor names and layouts (linears are (out, in)) are Hugging Face's
 from __future__ import annotations
 
 import math
+import os
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -182,15 +184,19 @@ class LlamaConfig:
     def init_weights(self, weights: Mapping[str, np.ndarray], seed: int) -> None:
         """Norms at 1, the rest normal(0, initializer_range); o_proj and down_proj over sqrt(2 L), as GPT-2.
 
-        A tensor's values depend on ``seed``, its name and its shape alone.
+        A tensor's values depend on ``seed``, its name and its shape alone; tensors are drawn side by side.
         """
-        residual = (".o_proj.weight", ".down_proj.weight")
-        for name, shape in self.parameter_shapes().items():
-            if len(shape) == 1:
+
+        def draw(name: str) -> None:
+            if weights[name].ndim == 1:
                 weights[name][...] = 1
-                continue
+                return
             std = self.initializer_range
-            if name.endswith(residual):
+            if name.endswith((".o_proj.weight", ".down_proj.weight")):
                 std /= math.sqrt(2 * self.num_hidden_layers)
             rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-            weights[name][...] = std * rng.standard_normal(shape, np.float32)
+            rng.standard_normal(out=weights[name], dtype=np.float32)
+            weights[name][...] *= std
+
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            list(pool.map(draw, sorted(self.parameter_shapes(), key=lambda name: -weights[name].size)))
