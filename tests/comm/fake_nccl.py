@@ -89,11 +89,16 @@ class FakeNCCL:
         comm.group.barrier.abort()
 
     def group_start(self) -> None:
-        assert getattr(self._local, "pending", None) is None, "a group in a group"
-        self._local.pending = []
-        self.groups += 1
+        """Groups nest: what is called in them runs at the end of the outermost."""
+        depth = self._local.depth = getattr(self._local, "depth", 0) + 1
+        if depth == 1:
+            self._local.pending = []
+            self.groups += 1
 
     def group_end(self) -> None:
+        self._local.depth -= 1
+        if self._local.depth:
+            return
         pending, self._local.pending = self._local.pending, None
         for kind in ("send", "recv", "collective"):
             for each, run in pending:

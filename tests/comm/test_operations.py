@@ -17,9 +17,12 @@ from kos.comm.operation import POINT_TO_POINT
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms, collectives
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost, RendezvousError
+from kos.memory.array import Array
 from kos.testing import spawn
+from tests.comm.fake_nccl import no_gpu
 from tests.comm.ranks import assert_bits, inputs, poison
 from tests.comm.tcp_ranks import run_ranks
+from tests.comm.test_nccl_logic import FakeRanks
 
 COLLECTIVES = (
     "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v",
@@ -88,25 +91,27 @@ def test_every_schedule_by_name(name: str, size: int, seed: int) -> None:
     spawn(body, size, timeout=20)
 
 
-def persistent_and_eager(comm: kos.Communicator) -> dict[str, tuple[Any, Callable[[], Any], np.ndarray, Any]]:
-    """Of each operation: a persistent form, the eager call into other memory, its input, where the result comes."""
+Form = tuple[Any, Callable[[], Any], Any, Any]
+
+
+def forms_of(comm: kos.Communicator, new: Callable[[int], Any]) -> dict[str, Form]:
+    """Of each operation: its persistent form, a call alike into other memory, its input, where its result comes.
+
+    ``new(count)`` makes an array of float64.
+    """
     n, me = comm.size, comm.rank
     right, left, root = (me + 1) % n, (me - 1) % n, n - 1
-    x, counts = np.zeros(6 * n), [k % 3 + 1 for k in range(n)]
-    uneven, mine = np.zeros(sum(counts)), np.zeros(counts[me])
+    x, counts = new(6 * n), [k % 3 + 1 for k in range(n)]
+    uneven, mine = new(sum(counts)), new(counts[me])
     pairs = [[(i + j) % 3 for j in range(n)] for i in range(n)]  # elements from i to j
     to, come = pairs[me], [pairs[i][me] for i in range(n)]
-    spread = np.zeros(sum(to))
-
-    def new(like: int) -> np.ndarray:
-        return poison(like, np.float64)
-
+    spread = new(sum(to))
     whole = x if me == root else None
     out = {name: new(6 * n) for name in OPERATIONS}
     out |= {"all_gather": new(6 * n * n), "all_gather_v": new(sum(counts)), "all_to_all_v": new(sum(come))}
     out |= {"reduce_scatter": new(6), "reduce_scatter_v": new(counts[me]), "scatter": new(6)}
     gathered = new(6 * n * n) if me == root else None
-    return {
+    forms: dict[str, Form] = {
         "all_reduce": (comm.all_reduce_init(x, ReduceOp.MAX, out=out["all_reduce"]),
                        lambda: comm.all_reduce(x, ReduceOp.MAX, out=new(x.size)), x, out["all_reduce"]),
         "reduce": (comm.reduce_init(x, root, out=out["reduce"]),
@@ -128,36 +133,67 @@ def persistent_and_eager(comm: kos.Communicator) -> dict[str, tuple[Any, Callabl
         "scatter": (comm.scatter_init(whole, out["scatter"], root),
                     lambda: comm.scatter(whole, new(6), root), x, out["scatter"]),
         "barrier": (comm.barrier_init(), comm.barrier, x, None),
-        "send_recv": (comm.send_recv_init(x, out["send_recv"], right, left),
-                      lambda: comm.send_recv(x, new(x.size), right, left), x, out["send_recv"]),
     }  # fmt: skip
+    if n > 1:
+        forms["send_recv"] = (
+            comm.send_recv_init(x, out["send_recv"], right, left),
+            lambda: comm.send_recv(x, new(x.size), right, left), x, out["send_recv"],
+        )  # fmt: skip
+    return forms
+
+
+def check_persistent_forms(
+    comm: kos.Communicator,
+    seed: int,
+    together: bool,
+    new: Callable[[int], Any] = lambda count: poison(count, np.float64),
+    fill: Callable[[Any, np.ndarray], Any] = lambda array, values: np.copyto(array, values),
+    read: Callable[[Any], np.ndarray] = np.asarray,
+) -> None:
+    """Started again and again, alone or in a batch, they do what the calls do; ``fill`` and ``read`` their arrays."""
+    rng = np.random.default_rng([seed, comm.rank])
+    forms = forms_of(comm, new)
+    for _ in range(3):
+        for x in {id(x): x for _, _, x, _ in forms.values()}.values():
+            fill(x, rng.integers(-9, 9, x.size).astype(np.float64))
+        for *_, out in forms.values():
+            if out is not None:
+                fill(out, np.full(out.size, np.nan))
+        expected = {name: call() for name, (_, call, _, _) in forms.items()}
+        if together:
+            with comm.batch() as batch:
+                given = [operation.start() for operation, *_ in forms.values()]
+            assert len(batch.works) == len(forms)
+            assert all(g is out or out is None for g, (*_, out) in zip(given, forms.values(), strict=True))
+        else:
+            for operation, *_ in forms.values():
+                operation.start().wait()
+        for name, (*_, out) in forms.items():
+            if out is not None:
+                assert_bits(read(out).reshape(-1), read(expected[name]).reshape(-1), name)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
-def test_persistent_forms_do_what_the_calls_do(seed: int, together: bool) -> None:
-    def body(comm: kos.Communicator) -> None:
-        rng = np.random.default_rng([seed, comm.rank])
-        forms = persistent_and_eager(comm)
-        for _ in range(3):
-            for x in {id(x): x for _, _, x, _ in forms.values()}.values():
-                x[:] = rng.integers(-9, 9, x.size)
-            for _, _, _, out in forms.values():
-                if out is not None:
-                    out[:] = np.nan
-            expected = {name: call() for name, (_, call, _, _) in forms.items()}
-            if together:
-                with comm.batch() as batch:
-                    given = [operation.start() for operation, *_ in forms.values()]
-                assert len(batch.works) == len(forms)
-                assert [g is out or out is None for g, (*_, out) in zip(given, forms.values(), strict=True)]
-            else:
-                for operation, *_ in forms.values():
-                    operation.start().wait()
-            for name, (*_, out) in forms.items():
-                if out is not None:
-                    assert_bits(out.reshape(-1), np.asarray(expected[name]).reshape(-1), name)
+def test_persistent_forms_do_what_the_calls_do(ranks: Any, seed: int, together: bool) -> None:
+    ranks.run(lambda comm: check_persistent_forms(comm, seed, together))
 
-    spawn(body, 4, timeout=20)
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
+def test_persistent_forms_on_stand_ins_for_gpus(seed: int, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(gpu: Any) -> None:
+        check_persistent_forms(gpu.comm, seed, together, *on_gpu(0))
+
+    with no_gpu(monkeypatch):
+        FakeRanks(3).run(body)
+
+
+def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
+    """``new``, ``fill`` and ``read`` for arrays on a GPU."""
+    return (
+        lambda count: Array.from_numpy(poison(count, np.float64), device),
+        lambda array, values: array.copy_from(values),
+        lambda array: array.numpy(),
+    )
 
 
 def test_persistent_messages() -> None:

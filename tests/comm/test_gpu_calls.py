@@ -1,6 +1,6 @@
-"""Calls on GPUs that do not belong together: named on all ranks, at a wait or by the calls that follow.
+"""Calls on GPUs: persistent forms, and calls that do not belong together, named on all ranks.
 
-mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_mismatch.py
+mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_calls.py
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from kos import ReduceOp, cuda
 from kos.errors import CollectiveMismatch, KosError
 from kos.memory.array import Array
 from tests.comm.test_nccl import on_gpu
+from tests.comm.test_operations import check_persistent_forms
+from tests.comm.test_operations import on_gpu as arrays_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -82,6 +84,12 @@ def comm(world: kos.Communicator, mpi_world: kos.Communicator) -> Iterator[kos.C
     comm.close()
     mpi_world.barrier()
     assert (world.all_reduce(ones(world)).numpy() == world.size).all(), "the GPU is not fit any more"
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
+def test_persistent_forms(world: kos.Communicator, seed: int, together: bool) -> None:
+    assert world.device is not None
+    check_persistent_forms(world, seed, together, *arrays_on(world.device))
 
 
 def alike(mpi_world: kos.Communicator, error: pytest.ExceptionInfo[CollectiveMismatch]) -> None:
