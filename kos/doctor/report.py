@@ -93,12 +93,13 @@ def draw(matrix: Matrix, path: Path) -> None:
     rows = [[float("nan") if value is None else value for value in row] for row in matrix.gigabytes_per_second]
     size = max(4.0, 1.0 + 0.8 * len(rows))
     figure, axes = pyplot.subplots(figsize=(size + 1, size), layout="constrained")
-    image = axes.imshow(rows, vmin=0)
+    image = axes.imshow(rows, vmin=0, cmap="Blues")
     figure.colorbar(image, label="GB/s", shrink=0.8)
     for i, row in enumerate(rows):
         for j, value in enumerate(row):
-            if i != j:
-                axes.text(j, i, f"{value:.3g}", ha="center", va="center", color="w", fontsize=8)
+            if value == value:
+                color = "w" if value > 0.6 * image.norm.vmax else "k"
+                axes.text(j, i, f"{value:.3g}", ha="center", va="center", color=color, fontsize=8)
     places = range(len(rows))
     axes.set_xticks(places, matrix.labels, rotation=45, ha="right")
     axes.set_yticks(places, matrix.labels)

@@ -87,7 +87,7 @@ class AutoBackend(Backend):
         if o.name in _BY_OUTPUT and o.recv is not None:
             buffer = o.recv
         choice = choices[bisect_left(limits, buffer.count)]
-        return choice if isinstance(choice, DeviceBackend) else self._look_closer(o, buffer, choice)
+        return self._look_closer(o, buffer, choice) if isinstance(choice, dict) else choice
 
     def _learn(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
         """Elements up to which, and the choice up to there; one more choice for all above."""
