@@ -175,6 +175,24 @@ def test_calls_that_differ_are_told_later(fake: FakeNCCL, monkeypatch: pytest.Mo
     FakeRanks(SIZE).run(body)
 
 
+def test_one_rank_may_run_far_ahead(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What neither side has on record any more is not compared."""
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+
+    def body(gpu: Any) -> None:
+        comm, xs = gpu.comm, [Array.zeros(count, np.float32, 0) for count in (5, 6, 7)]
+        for _ in range(2):
+            if comm.rank:
+                comm.rendezvous.barrier()
+            for turn in range(2500):  # no multiple of 3 is a power of two
+                comm.all_reduce(xs[turn % 3])
+            if not comm.rank:
+                comm.rendezvous.barrier()
+        comm.synchronize()
+
+    FakeRanks(SIZE).run(body)
+
+
 def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     from kos.comm.backends import device
 

@@ -130,7 +130,7 @@ class Calls:
         through = end
         for local, line, ring in self._peers:
             came = words[line + ARRIVED]
-            at = max(first, came - RING + 1)  # it may have begun so many more that older ones are overwritten
+            at = max(first, came - RING + 1, end - RING)  # older ones are overwritten, theirs or ours
             until = min(came, end)
             while at < until:
                 a = at % RING
