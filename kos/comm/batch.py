@@ -37,6 +37,7 @@ class Persistent:
             raise InvalidArgument(f"start: expected the previous start to be done, got {o}")
         if comm._batch is not None:
             return comm._batch.add(o, self)
+        o.overlap = False  # as a batch may have left it
         self._work = comm._launch(o, depth=3)
         return self._work
 

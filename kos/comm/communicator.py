@@ -135,16 +135,13 @@ class Communicator(Operations):
         largest = (1 << 31) - 1  # a C int, for MPI
         color = None if color is None else number_in("color", color, 0, largest, " or None")
         key = number_in("key", key, -largest - 1, largest)
-        self._drain()
+        self.synchronize()
         name = self._group.next_split()
         rendezvous = self.rendezvous.split(color, key)
         backend = self.backend.split(rendezvous, color, key)
         if rendezvous is None or backend is None:
             return None
-        mine = str(self._group.ranks[self.rank]).encode()
-        ranks = [int(rank) for rank in rendezvous.allgather(mine)]
-        group = Group(self._recorder, f"{name}:{color}", ranks, rendezvous.rank, backend.name)
-        return Communicator(backend, rendezvous, self.probes, self._timeout, group)
+        return self._descendant(f"{name}:{color}", rendezvous, backend)
 
     def duplicate(self) -> Communicator:
         """Another communicator over the same ranks, whose operations never meet this one's.  Collective."""
@@ -161,26 +158,30 @@ class Communicator(Operations):
         """
         self._check_open()
         self.rendezvous.check_shrink()
-        name, mine = self._group.next_split(), str(self._group.ranks[self.rank]).encode()
+        name = self._group.next_split()
         self._give_up(self.backend.broken or "it shrinks the communicator")
         rendezvous = self.rendezvous.shrink()
         backend = self.backend.split(rendezvous, 0, rendezvous.rank)
         assert backend is not None
+        return self._descendant(f"{name}:shrunk", rendezvous, backend)
+
+    def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
+        mine = str(self._group.ranks[self.rank]).encode()
         ranks = [int(rank) for rank in rendezvous.allgather(mine)]
-        group = Group(self._recorder, f"{name}:shrunk", ranks, rendezvous.rank, backend.name)
+        group = Group(self._recorder, name, ranks, rendezvous.rank, backend.name)
         return Communicator(backend, rendezvous, self.probes, self._timeout, group)
 
     def synchronize(self, timeout: float | None = None, stream: Any = None) -> None:
-        """Wait on the host for all operations of this communicator, at most ``timeout`` seconds.
+        """Wait on the host for all operations of this communicator, at most ``timeout`` seconds for each.
 
         This is where failures of operations on a GPU are learned of, besides the waits of a Work and the next
         call.  ``stream``: wait for everything on that stream instead, replays of captured graphs included.
         """
-        timeout = self._timeout if timeout is None else check_timeout(timeout)
+        limit = self._timeout if timeout is None else check_timeout(timeout)
         for work in self.backend.engine.outstanding():
             if self.backend.owns(work):
                 work.wait(timeout)
-        self.backend.synchronize(timeout, None if stream is None else streams.handle(stream))
+        self.backend.synchronize(limit, None if stream is None else streams.handle(stream))
 
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves best.  Collective, with one size.
@@ -211,7 +212,7 @@ class Communicator(Operations):
             self._give_up(self.backend.broken)  # ranks out of step cannot close together
             return
         self._recorder.close(self._group)
-        self._drain()
+        self.synchronize()
         self._closed = True
         self.backend.close()
         self.rendezvous.close()
@@ -295,12 +296,6 @@ class Communicator(Operations):
         else:
             operation.sequence = self._messages
             self._messages += 1
-
-    def _drain(self) -> None:
-        for work in self.backend.engine.outstanding():
-            if self.backend.owns(work):
-                work.wait()
-        self.backend.synchronize(self._timeout)
 
     def _check_open(self) -> None:
         if self._closed:

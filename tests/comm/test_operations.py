@@ -187,6 +187,20 @@ def test_persistent_forms_on_stand_ins_for_gpus(seed: int, together: bool, monke
         FakeRanks(3).run(body)
 
 
+def test_a_start_after_a_batch_is_in_the_order_of_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only in an asynchronous batch it runs beside the stream of its arrays."""
+
+    def body(gpu: Any) -> None:
+        operation = gpu.comm.all_reduce_init(Array.zeros(3, np.float32, 0))
+        with gpu.comm.batch(async_op=True) as batch:
+            operation.start()
+        assert batch.works[0].event is not None
+        assert operation.start().event is None
+
+    with no_gpu(monkeypatch):
+        FakeRanks(1).run(body)
+
+
 def on_gpu(device: int) -> tuple[Callable[..., Any], ...]:
     """``new``, ``fill`` and ``read`` for arrays on a GPU."""
     return (
