@@ -8,7 +8,7 @@ import logging
 from kos.comm.arguments import check_timeout, whole_number
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
-from kos.comm.backends.device import DeviceBackend
+from kos.comm.backends.device import DeviceBackend, device_of
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.mpi import MPIBackend
 from kos.comm.backends.nccl import NCCLBackend
@@ -19,6 +19,7 @@ from kos.comm.communicator import Communicator
 from kos.comm.recorder.on_signal import listen
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.rendezvous import MPIRendezvous, Rendezvous, default_rendezvous
+from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
 
@@ -45,9 +46,9 @@ def init(
     environment where torchrun, srun or a shell says which rank this is, a group of one otherwise.
     ``timeout`` in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where
     it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto": for
-    host memory the first that every rank can use, for GPUs the faster one of each call (``Communicator.explain``
-    says why).  Raises BackendUnavailable where the backend asked for cannot run, with the reason;
-    RendezvousError where the ranks do not find each other.
+    host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster
+    at (``Communicator.explain`` says what and why).  Raises BackendUnavailable where the backend asked for
+    cannot run, with the reason; RendezvousError where the ranks do not find each other.
 
     Under mpirun an uncaught exception on one rank ends the whole job from here on.
     """
@@ -77,10 +78,15 @@ def init(
 
 
 def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBackend]:
-    """Every backend for GPUs that all ranks can use (one is enough for a group of one)."""
+    """The backends for GPUs that all ranks can use: peer too where a table says what it is faster at."""
     made: list[DeviceBackend] = []
     for name, kind in BACKENDS.items():
-        if not probes[name].usable or not issubclass(kind, DeviceBackend) or (made and rendezvous.size == 1):
+        probe = probes[name]
+        if not probe.usable or not issubclass(kind, DeviceBackend):
+            continue
+        if name == "peer" and not for_group(rendezvous, device_of(rendezvous).index).routes:
+            reason = f"{probe.reason}; not in auto before it was measured here: python -m kos.comm.tune"
+            probes[name] = Probe(True, reason)
             continue
         try:
             made.append(kind(rendezvous))

@@ -19,13 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import kos
-from kos import cuda
 from kos.comm import Communicator, init, nccl_binding
 from kos.comm.backends.peer import PeerBackend
 from kos.comm.launches import Launch, Launches
 from kos.comm.tuning import Key, Route, Table, machine, parse, pick, user_path
-from kos.cuda import streams
+from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.cuda.driver import call, cu
 from kos.errors import InvalidArgument, KosError
 from kos.memory.array import Array
@@ -94,13 +92,13 @@ class Tuner:
         self.rank, self.size = peer.rank, peer.size
         self.sizes = [SMALLEST << i for i in range((largest // SMALLEST).bit_length())]
         self.device = peer.device or 0
-        cuda.set_device(self.device)
-        self.stream = cuda.create_stream(self.device)
+        set_device(self.device)
+        self.stream = create_stream(self.device)
         self.ordinary = [Array.zeros(largest, "uint8", self.device) for _ in range(2)]
         self.symmetric = [peer.allocate(largest, "uint8") for _ in range(2)]
         for buffer in self.symmetric:
             buffer.fill_bytes(0)
-        cuda.synchronize(self.device)
+        driver.synchronize(self.device)
         self.measured: list[dict[str, Any]] = []
 
     def bind(self, comm: Communicator, operation: str, nbytes: int, dtype: str, symmetric: bool) -> Callable[[], Any]:
@@ -141,7 +139,7 @@ class Tuner:
         return max(map(json.loads, everybody))
 
     def _in_graph(self, start: Callable[[], Any], depth: int, turns: int) -> list[float]:
-        with cuda.capture(self.stream) as graph:
+        with capture(self.stream) as graph:
             for _ in range(depth):
                 start()
         begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
@@ -269,7 +267,7 @@ def provenance() -> dict[str, Any]:
         "date": datetime.now(UTC).date().isoformat(),
         "driver": ".".join(map(str, system.get_kernel_mode_driver_version())),
         "NCCL": nccl_binding.version(),
-        "kos": kos.__version__,
+        "CUDA": ".".join(map(str, system.get_user_mode_driver_version())),
         "commit": os.environ.get("KOS_COMMIT", ""),
         "command": " ".join(["python -m kos.comm.tune", *sys.argv[1:]]),
     }

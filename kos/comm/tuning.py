@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 SHIPPED = Path(__file__).with_name("tables")
 BACKENDS = ("peer", "nccl")
-UNMEASURED = ((1 << 20, "peer"), (None, "nccl"))
-"""The route of what a table does not name: latency is where peer leads."""
+UNMEASURED = ((None, "nccl"),)
+"""The route of what a table does not name."""
 _LIKE = {
     "all_to_all_v": "all_to_all", "all_gather_v": "all_gather", "reduce_scatter_v": "reduce_scatter",
     "send": "send_recv", "recv": "send_recv",
@@ -61,7 +61,8 @@ class Table:
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
         """By which backend the operation goes, by its bytes; what was not measured goes as what is most like it."""
-        others = itertools.product((_LIKE.get(operation, operation),), (wide, not wide), (symmetric, not symmetric), (graph, not graph))
+        flags = itertools.product((wide, not wide), (symmetric, not symmetric), (graph, not graph))
+        others = [(_LIKE.get(operation, operation), *each) for each in flags]
         return next((self.routes[key] for key in others if key in self.routes), UNMEASURED)
 
     def explain(self, *, routes: bool) -> list[tuple[str, str]]:
@@ -218,8 +219,7 @@ def load(gpu: str, link: str, ranks: int) -> Table:
                 if str(path) not in _told:
                     _told.add(str(path))
                     log.warning("the tuning table %s is not used: %s", path, error)
-    near = sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other))
-    for other in near:
+    for other in sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other)) if ranks > 1 else ():
         path = SHIPPED / _file(gpu, other)
         if path.exists():
             try:

@@ -13,6 +13,7 @@ import pytest
 
 import kos
 from kos.comm import nccl_binding
+from kos.comm.backend import Probe
 from kos.comm.backends import auto
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.mock import MockBackend
@@ -20,7 +21,7 @@ from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse
-from kos.errors import CollectiveError, CollectiveTimeout
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
@@ -306,6 +307,32 @@ def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> No
         assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
 
     run(body)
+
+
+@pytest.mark.parametrize(
+    ("routes", "broken", "taken", "why"),
+    [
+        (ROUTES, "", ["nccl", "peer"], "peer works"),
+        ({}, "", ["nccl"], "peer works; not in auto before it was measured here: python -m kos.comm.tune"),
+        (ROUTES, "rank 1 reads other bytes than rank 0 wrote", ["nccl"], "rank 1 reads other bytes than rank 0 wrote"),
+    ],
+    ids=["measured", "not measured", "does not work"],
+)
+def test_peer_takes_part_where_it_was_measured(
+    monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], broken: str, taken: list[str], why: str
+) -> None:
+    class Some(NCCLBackend):
+        def __init__(self, rendezvous: Any) -> None:
+            if self.name == "peer" and broken:
+                raise BackendUnavailable(broken)
+
+    kinds = {name: type(name, (Some,), {"name": name}) for name in ("nccl", "peer")}
+    monkeypatch.setattr(kos.comm, "BACKENDS", {"mock": MockBackend, **kinds})
+    monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
+    monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
+    probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
+    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes)] == taken  # type: ignore[arg-type]
+    assert probes["peer"] == Probe(not broken, why)
 
 
 def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:

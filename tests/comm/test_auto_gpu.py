@@ -1,0 +1,137 @@
+"""``auto`` on GPUs with a table that changes backends at every turn: the conformance suite, batches, graphs, failures.
+
+mpirun -n 4 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_auto_gpu.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import ReduceOp, cuda
+from kos.comm import launches, tuning
+from kos.memory.array import Array
+from tests.comm.gpu_ranks import GPURanks
+from tests.comm.ranks import SUMS_IN_16_BITS
+from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
+    test_all_gather,
+    test_all_gather_v,
+    test_all_reduce,
+    test_all_to_all,
+    test_all_to_all_v,
+    test_broadcast,
+    test_gather_and_scatter,
+    test_large,
+    test_reduce,
+    test_reduce_scatter,
+    test_reduce_scatter_v,
+    test_shapes_and_scalars,
+)
+from tests.comm.test_nccl import (  # noqa: F401 -- collected here
+    TIMEOUT,
+    test_a_rank_that_does_not_come,
+    test_async_operations_and_their_order,
+    test_batch_and_persistent,
+    test_deterministic_is_in_rank_order,
+    test_graph_capture_and_replay,
+    test_messages,
+    test_mismatch_raises_on_all_ranks,
+    test_several_communicators,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+
+TURNS = ((64, "peer"), (1024, "nccl"), (16 << 10, "peer"), (256 << 10, "nccl"), (4 << 20, "peer"), (None, "nccl"))
+OPERATIONS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
+
+
+@pytest.fixture(scope="session")
+def worlds(mpi_world: kos.Communicator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[kos.Communicator]]:
+    for name in ("peer", "nccl"):
+        if not mpi_world.probes[name].usable or mpi_world.size == 1:
+            pytest.skip(f"needs two ranks or more, with a GPU each: {name}: {mpi_world.probes[name].reason}")
+    gpu, link = tuning.machine(mpi_world.local_rank)
+    routes: dict[tuning.Key, tuning.Route] = {(name, False, False, True): TURNS for name in OPERATIONS}
+    routes["send_recv", False, False, True] = ((None, "peer"),)
+    table = tuning.Table(gpu, link, mpi_world.size, "the test", launches.DEFAULT, routes)
+    before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), str(tmp_path_factory.mktemp("cache"))
+    path = tuning.user_path(gpu, mpi_world.size)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(table.to_json()))
+    worlds: list[kos.Communicator] = []
+    yield worlds
+    worlds[-1].close()
+    os.environ.pop("XDG_CACHE_HOME") if before is None else os.environ.update(XDG_CACHE_HOME=before)
+
+
+@pytest.fixture
+def gpu_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
+    """The communicator of all ranks, shared by the tests until one of them breaks it."""
+    fit = bool(worlds) and worlds[-1].backend.broken is None
+    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
+        if worlds:
+            worlds[-1].abort()
+        worlds.append(kos.init(timeout=TIMEOUT))
+        assert worlds[-1].backend_name == "nccl+peer+mpi", worlds[-1].explain()
+        cuda.set_device(worlds[-1].device)
+    return worlds[-1]
+
+
+@pytest.fixture
+def ranks(
+    request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world: kos.Communicator
+) -> Iterator[GPURanks]:
+    case = getattr(request.node, "callspec", None)
+    if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
+        pytest.skip("products of complex numbers are refused by name")
+    token = SUMS_IN_16_BITS.set(True)  # where nccl adds them
+    yield GPURanks(gpu_world, mpi_world)
+    SUMS_IN_16_BITS.reset(token)
+
+
+def test_backends_alternate_on_one_stream(ranks: GPURanks, seed: int) -> None:
+    """Each call's input is the last one's output, eager and in a graph: their order is the stream's."""
+
+    def body(gpu: Any) -> None:
+        comm, rng = gpu.comm, np.random.default_rng(seed)
+        stream = cuda.create_stream(comm.device)
+        counts = rng.integers(1, 1 << 20, 40)
+        x = Array.from_numpy(np.full(1 << 20, 1, np.int32), comm.device)
+        cuda.synchronize(comm.device)
+        used = set()
+
+        def calls() -> None:
+            for count in counts:
+                comm.all_reduce(x[: int(count)], op=ReduceOp.MAX, stream=stream)
+                comm.all_reduce(x[: int(count)], stream=stream)
+                comm.reduce_scatter(x[: comm.size], x[comm.rank : comm.rank + 1], stream=stream)
+                comm.all_gather(x[comm.rank : comm.rank + 1], x[: comm.size], stream=stream)
+
+        backend: Any = comm.backend
+        way = backend.of
+        backend.of = lambda o: used.add(part := way(o)) or part
+        try:
+            calls()
+            comm.synchronize(TIMEOUT, stream=stream)
+            with cuda.capture(stream, keep=[x]) as graph:
+                calls()
+            graph.replay(stream)
+            comm.synchronize(TIMEOUT, stream=stream)
+        finally:
+            del backend.of
+        assert {part.name for part in used} == {"nccl", "peer"}
+        expected = np.full(1 << 20, 1, np.int32)
+        with np.errstate(over="ignore"):
+            for _ in range(2):
+                for count in counts:
+                    expected[:count] *= comm.size
+                    expected[: comm.size] *= comm.size
+        assert (x.numpy() == expected).all()
+
+    ranks.run(body)
