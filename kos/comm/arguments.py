@@ -63,7 +63,10 @@ def check_peer(what: str, rank: Any, me: int, size: int) -> int:
 
 def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | None = None) -> list[int]:
     """A number of elements for each rank; as many in all as ``total`` has, if that is given."""
-    counts = [whole_number(what, count) for count in counts]
+    try:
+        counts = [whole_number(what, count) for count in counts]
+    except TypeError:  # not a sequence
+        raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {counts!r}") from None
     if len(counts) != size or min(counts) < 0:
         raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {counts}")
     if total is not None and sum(counts) != total.count:

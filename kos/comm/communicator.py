@@ -109,8 +109,15 @@ class Communicator(Operations):
         """All ranks' ``data``, of any lengths, in rank order: for small things that steer a program."""
         if self._batch is not None:
             raise InvalidArgument("all_gather_bytes: expected a call outside of a batch, got one inside")
-        if self.device is not None:
-            return self.rendezvous.allgather(data)  # bytes of the host
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
+        if isinstance(self.backend, DeviceBackend):  # which does not carry bytes of the host
+            rendezvous, usual = self.rendezvous, self.rendezvous.timeout
+            rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
+            try:
+                return rendezvous.allgather(bytes(data))
+            finally:
+                rendezvous.timeout = usual
         x = np.frombuffer(bytes(data), np.uint8)
         counts = self.all_gather(np.array(x.size, np.int64), timeout=timeout).tolist()
         joined = self.all_gather_v(x, counts, timeout=timeout)

@@ -112,6 +112,9 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "timeout": (lambda c: c.barrier(timeout=0), "timeout: expected a positive number of seconds, got 0"),
     "timeout type": (lambda c: c.barrier(timeout="1"), "timeout: expected a positive number .* got '1'"),
     "counts": (lambda c: c.all_gather_v(F, [4]), r"counts: expected 2 numbers from 0 on, got \[4\]"),
+    "counts of no sequence": (lambda c: c.all_gather_v(F, 4), "counts: expected 2 numbers from 0 on, got 4"),
+    "counts of fractions": (lambda c: c.all_gather_v(F, [2.5, 4]), "counts: expected a whole number, got 2.5"),
+    "negative counts": (lambda c: c.all_gather_v(F, [4, -1]), r"counts: expected 2 numbers from 0 on, got \[4, -1\]"),
     "counts mine": (lambda c: c.all_gather_v(F, [3, 4]), r"expected counts\[0\] = 3 elements, got 4"),
     "counts sum": (lambda c: c.reduce_scatter_v(F, [3, 2]), "counts: expected a sum of 4, .* got 5"),
     "counts self": (
@@ -127,6 +130,8 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "color": (lambda c: c.split(-1), "color: expected a number from 0 to 2147483647 or None, got -1"),
     "color of more than 31 bits": (lambda c: c.split(1 << 31), "color: expected .* got 2147483648"),
     "key of more than 32 bits": (lambda c: c.split(0, 1 << 31), "key: expected .* got 2147483648"),
+    "no bytes": (lambda c: c.all_gather_bytes("abc"), "data: expected bytes, got str"),
+    "a number for bytes": (lambda c: c.all_gather_bytes(5), "data: expected bytes, got int"),
     "bytes in a batch": (_bytes_in_a_batch, "all_gather_bytes: expected a call outside of a batch"),
 }
 

@@ -329,6 +329,24 @@ def test_a_timeout_that_is_set_is_followed() -> None:
     spawn(body, 2, timeout=20)
 
 
+def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = threading.Event()
+
+    def body(gpu: Any) -> None:
+        if gpu.rank == 1:
+            late.wait(20)
+            return
+        try:
+            with pytest.raises(RendezvousError, match=r"ranks \[1\] did not come within 0.2 s"):
+                gpu.comm.all_gather_bytes(b"x", timeout=0.2)
+            assert gpu.comm.rendezvous.timeout == gpu.comm.timeout > 1
+        finally:
+            late.set()
+
+    with no_gpu(monkeypatch):
+        FakeRanks(2).run(body)
+
+
 def test_the_hub_follows_too() -> None:
     """Over TCP the hub beside rank 0 names who is missing, at the timeout that was set."""
     released = threading.Event()
