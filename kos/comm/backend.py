@@ -101,6 +101,16 @@ class Backend(ABC):
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
+    def withdraw(self, reason: str) -> None:
+        """``abort`` before ``shrink``, which may build upon what this leaves."""
+        self.abort(reason)
+
+    def shrink(self, rendezvous: Rendezvous) -> Backend:
+        """The backend of the ranks of ``rendezvous``, which are left of this one's.  Collective, after ``withdraw``."""
+        backend = self.split(rendezvous, 0, rendezvous.rank)
+        assert backend is not None
+        return backend
+
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
         """Give back what the backend holds.  Collective; nothing may be in flight."""
 

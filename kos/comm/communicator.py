@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -166,10 +166,9 @@ class Communicator(Operations):
         self._check_open()
         self.rendezvous.check_shrink()
         name = self._group.next_split()
-        self._give_up(self.backend.broken or "it shrinks the communicator")
+        self._give_up(self.backend.broken or "it shrinks the communicator", self.backend.withdraw)
         rendezvous = self.rendezvous.shrink()
-        backend = self.backend.split(rendezvous, 0, rendezvous.rank)
-        assert backend is not None
+        backend = self.backend.shrink(rendezvous)
         return self._descendant(f"{name}:shrunk", rendezvous, backend)
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
@@ -234,9 +233,9 @@ class Communicator(Operations):
             self._give_up(reason)
             self.rendezvous.abandon(code)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
         self._closed = True
-        self.backend.abort(reason)  # first: what the others hear is the reason
+        (end or self.backend.abort)(reason)  # first: what the others hear is the reason
         for work in self.backend.engine.outstanding():
             if self.backend.owns(work):
                 work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))

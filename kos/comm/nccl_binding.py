@@ -20,7 +20,7 @@ _NO_COLOR = -1
 _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _HOST_IMMEDIATE = 1
-_VERSIONED_NAMES = {"shrink": 22700, "window": 22700}
+_VERSIONED_NAMES = {"revoke": 22807, "window": 22700}
 """The version of NCCL, as 22809 for 2.28.9, that brought what older ones lack."""
 
 SUM, PROD, MAX, MIN, AVG = range(5)
@@ -52,10 +52,15 @@ def version() -> str:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
+def has(feature: str) -> bool:
+    """Whether libnccl is new enough for ``feature``."""
+    return bool(library().get_version() >= _VERSIONED_NAMES[feature])
+
+
 def require(feature: str) -> None:
     """Raise BackendUnavailable unless libnccl is new enough for ``feature``."""
-    needed = _VERSIONED_NAMES[feature]
-    if library().get_version() < needed:
+    if not has(feature):
+        needed = _VERSIONED_NAMES[feature]
         wanted = f"{needed // 10000}.{needed // 100 % 100}"
         raise BackendUnavailable(f"nccl: {feature}: expected NCCL {wanted} or newer, got {version()}")
 
@@ -78,9 +83,14 @@ def split(comm: Any, color: int | None, key: int, name: str) -> Any:
     return None if color is None else part
 
 
+def revoke(comm: Any) -> None:
+    """End everything that ``comm`` has in flight; only ``shrink`` and ``abort`` come after it."""
+    require("revoke")
+    library().comm_revoke(comm, 0)
+
+
 def shrink(comm: Any, excluded: Sequence[int], name: str) -> Any:
-    """``comm`` without some of its ranks, which do not call this."""
-    require("shrink")
+    """``comm``, which was revoked, without some of its ranks, which do not call this."""
     config = _config(name)
     return library().comm_shrink(comm, list(excluded), len(excluded), config.ptr, 0)
 

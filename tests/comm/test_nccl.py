@@ -16,6 +16,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp, cuda
+from kos.comm import nccl_binding
 from kos.comm.schedules import algorithms, collectives
 from kos.cuda import streams
 from kos.dtypes import dtype_of
@@ -507,17 +508,27 @@ def test_a_rank_that_does_not_come(mpi_world: kos.Communicator, gpu_world: kos.C
     assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"
 
 
-def test_shrink(mpi_world: kos.Communicator, gpu_world: kos.Communicator) -> None:
-    """NCCL's own shrink, without the last rank."""
-    if mpi_world.size < 3:
-        pytest.skip("needs three ranks or more")
+@pytest.mark.parametrize("own", [True, False])
+def test_shrink(mpi_world: kos.Communicator, gpu_world: kos.Communicator, own: bool) -> None:
+    """Without the last rank, by NCCL's own shrink or by meeting anew."""
+    if mpi_world.size < 2:
+        pytest.skip("needs two ranks or more")
+    if own and not nccl_binding.has("revoke"):
+        pytest.skip("needs NCCL 2.28.7 or newer")
     comm = gpu_world.duplicate()
+    comm.backend._outlives = own
+    comm.all_reduce(on_gpu(comm, np.ones(7, np.float32)))
+    comm.synchronize()
     last = comm.size - 1
     rest = mpi_world.rendezvous.split(None if comm.rank == last else 0)
-    if rest is not None:
-        smaller = kos.Communicator(comm.backend.shrink(rest, [last]), rest, comm.probes, TIMEOUT)
+    if rest is None:
+        comm.abort()
+    else:
+        comm.backend.withdraw("a test")
+        smaller = kos.Communicator(comm.backend.shrink(rest), rest, comm.probes, TIMEOUT)
         x = on_gpu(comm, np.ones(7, np.float32))
         assert (smaller.all_reduce(x).numpy() == last).all()
         smaller.close()
     mpi_world.barrier()
-    comm.close()
+    x = on_gpu(gpu_world, np.ones(1000, np.float32))
+    assert (gpu_world.all_reduce(x).numpy() == gpu_world.size).all(), "the GPU is not fit any more"

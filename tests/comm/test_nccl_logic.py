@@ -17,7 +17,7 @@ from kos.comm import nccl_binding
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
-from tests.comm.fake_nccl import FakeNCCL, Group, Memory, communicator, no_gpu
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, communicator, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_gather,
@@ -213,22 +213,52 @@ def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.M
     FakeRanks(1).run(body)
 
 
-def test_what_was_aborted_is_split_anew(fake: FakeNCCL) -> None:
-    """As after the loss of a rank: the ranks that are left meet once more, by their rendezvous."""
+@pytest.mark.parametrize("how", ["by NCCL", "too old", "NCCL fails", "one was aborted"])
+def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """By NCCL's own shrink where that is possible on all ranks, else they meet anew by their rendezvous."""
+    called: list[Any] = []
+    whole = threading.Event()
+    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: called.append(("revoke", comm.rank)))
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: called.append(("abort", comm.rank, comm.group.size)))
+    if how == "too old":
+        monkeypatch.setattr(fake, "get_version", lambda: 22806)
+
+    def shrink(comm: Any, excluded: list[int], name: str) -> Any:
+        assert excluded == [1]
+        if how == "NCCL fails" and comm.rank == 2:
+            raise CollectiveError("no")
+        with comm.group.lock:
+            child = comm.group.children.setdefault("shrunk", Group(comm.group.size - 1))
+        return Comm(child, [0, 2].index(comm.rank))
+
+    monkeypatch.setattr(nccl_binding, "shrink", shrink)
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
-        comm.backend.abort("a rank was lost")
-        rendezvous = comm.rendezvous.split(0 if comm.rank else None)
-        backend = comm.backend.split(rendezvous, 0 if comm.rank else None)
-        assert (backend is None) == (comm.rank == 0)
-        if rendezvous is not None:
-            rest = kos.Communicator(backend, rendezvous, {}, 20.0)
-            assert (rest.all_reduce(Array.zeros(3, np.int32, 0)).numpy() == 0).all()
-            assert rest.all_gather(Array.zeros(2, np.int8, 0)).shape == (SIZE - 1, 2)
-            rest.close()
+        group = comm.backend._comm.group
+        comm.all_reduce(Array.zeros(3, np.int32, 0))
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            comm.rendezvous.threads.world.depart(1, "it is dead")
+            whole.wait(20)
+            comm._closed = True
+            return
+        if how == "one was aborted" and comm.rank == 2:
+            comm.backend._outlives = False
+        rest = comm.shrink()
+        assert rest.size == 2 and rest.rank == comm.rank // 2
+        assert (rest.backend._comm.group is group.children.get("shrunk")) == (how == "by NCCL")
+        x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)
+        assert (rest.all_reduce(x).numpy() == 4).all()
+        assert rest.all_gather(Array.zeros(2, np.int8, 0)).shape == (2, 2)
+        rest.close()
+        whole.set()
 
     FakeRanks(SIZE).run(body)
+    aborts = sorted(call[1:] for call in called if call[0] == "abort")
+    assert aborts == [(0, 2)] * (how == "NCCL fails") + [(0, 3), (2, 3)], "something was left"
+    revokes = {"too old": [], "one was aborted": [("revoke", 0)]}.get(how, [("revoke", 0), ("revoke", 2)])
+    assert sorted(call for call in called if call[0] == "revoke") == revokes
 
 
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

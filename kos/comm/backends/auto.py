@@ -151,6 +151,10 @@ class AutoBackend(Backend):
             return None
         return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
 
+    def shrink(self, rendezvous: Rendezvous) -> Backend:
+        host, parts = self.host.shrink(rendezvous), [gpu.shrink(rendezvous) for gpu in self.gpus]
+        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
+
     def close(self) -> None:
         for part in (*self.gpus, self.host):
             part.close()
@@ -158,6 +162,10 @@ class AutoBackend(Backend):
     def abort(self, reason: str) -> None:
         for part in (*self.gpus, self.host):
             part.abort(reason)
+
+    def withdraw(self, reason: str) -> None:
+        for part in (*self.gpus, self.host):
+            part.withdraw(reason)
 
     def routes(self) -> list[tuple[str, str]]:
         """What ``Communicator.explain`` says of it: which operation goes by which part up to which size."""

@@ -9,6 +9,7 @@ exchanges (``nccl_ordered``).  Results are bit-identical on all ranks in either 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,6 +59,8 @@ class NCCLBackend(DeviceBackend):
         super().__init__(rendezvous, device)
         self._nccl = binding.library()
         self._comm = self._join(rendezvous) if comm is None else comm
+        self._revoked: Any = None  # the communicator after a failure
+        self._outlives = _outlives_ranks(rendezvous)
         self._known: dict[tuple[Any, ...], tuple[Launch, int]] = {}  # and the call's fingerprint
         self._met: set[tuple[str, int, str]] = set()  # kinds of calls that have connected to the others
         self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
@@ -113,13 +116,26 @@ class NCCLBackend(DeviceBackend):
         comm = self._bounded_init(lambda: binding.split(self._comm, color, key, "kos"))
         return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm)
 
-    def shrink(self, rendezvous: Rendezvous, excluded: Sequence[int]) -> NCCLBackend:
-        """This group, still whole, without ``excluded``, whose ranks do not call; ``rendezvous`` is the others'.
+    def withdraw(self, reason: str) -> None:
+        super().abort(reason)
 
-        After a failure ``split`` it is, since what was aborted cannot be built upon.
-        """
-        comm = self._bounded_init(lambda: binding.shrink(self._comm, excluded, "kos"))
-        return NCCLBackend(rendezvous, self.device, comm)
+    def shrink(self, rendezvous: Rendezvous) -> NCCLBackend:
+        """By NCCL's own shrink where every rank that is left holds a revoked communicator; else they meet anew."""
+        revoked, self._revoked, comm = self._revoked, None, None
+        mine = json.dumps([self.rank, revoked is not None])
+        left = [json.loads(theirs) for theirs in rendezvous.allgather(mine.encode())]
+        excluded = sorted(set(range(self.size)) - {rank for rank, _ in left})
+        if excluded and all(able for _, able in left):
+            try:
+                comm = self._bounded_init(lambda: binding.shrink(revoked, excluded, "kos"))
+            except KosError as error:
+                log.warning("rank %d: NCCL did not shrink the group, which meets anew: %s", self.rank, error)
+        agreed = b"" not in rendezvous.allgather(b"" if comm is None else b"1")
+        if revoked is not None:
+            self._end(binding.abort, revoked)
+        if comm is not None and not agreed:
+            self._end(binding.abort, comm)
+        return NCCLBackend(rendezvous, self.device, comm if agreed else None)
 
     def close(self) -> None:
         comm, self._comm = self._comm, None
@@ -129,15 +145,32 @@ class NCCLBackend(DeviceBackend):
         super().close()
 
     def halt(self) -> None:
+        """Where ranks can be lost and the others go on, NCCL only revokes: ``shrink`` builds upon that."""
         comm, self._comm = self._comm, None
         if comm is None:
             return
+        if self._outlives and binding.has("revoke") and self._end(binding.revoke, comm):
+            self._revoked = comm
+        else:
+            self._end(binding.abort, comm)
+
+    def abort(self, reason: str) -> None:
+        self.withdraw(reason)
+        revoked, self._revoked = self._revoked, None
+        if revoked is not None:
+            self._end(binding.abort, revoked)
+
+    def _end(self, function: Callable[[Any], None], comm: Any) -> bool:
+        """Whether ``function`` has ended what ``comm`` has in flight."""
         try:
-            self.bounded(lambda: binding.abort(comm), _ABORT_SECONDS, "nccl: abort")
+            self.bounded(lambda: function(comm), _ABORT_SECONDS, f"nccl: {function.__name__}")
         except CollectiveTimeout:
             log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
         except Exception as error:
-            log.warning("rank %d: abort of NCCL: %s", self.rank, error)
+            log.warning("rank %d: %s of NCCL: %s", self.rank, function.__name__, error)
+        else:
+            return True
+        return False
 
     def _free(self) -> None:
         for pieces in self._scratch.values():
@@ -427,6 +460,14 @@ def _native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
 def _part_of(dtype: DType) -> DType:
     """The type of a complex number's two parts; any other type itself."""
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
+
+
+def _outlives_ranks(rendezvous: Rendezvous) -> bool:
+    try:
+        rendezvous.check_shrink()
+    except BackendUnavailable:
+        return False
+    return rendezvous.size > 1
 
 
 def _bare(launch: Any) -> Any:

@@ -1,0 +1,63 @@
+"""A rank of nccl is killed in the middle of collectives: the others raise in time, shrink and go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kos import cuda
+from tests.comm.test_jobs import needs_mpirun
+from tests.comm.test_shared_failures import ULFM, job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+PROGRAM = """
+import logging
+from kos.memory.array import Array
+logging.basicConfig(level=logging.WARNING)
+begun = time.monotonic()
+with kos.init("nccl", timeout=8) as comm:
+    me, size, killed = comm.rank, comm.size, comm.size - 1 if {last} else 0
+    kos.cuda.set_device(comm.device)
+    x = Array.from_numpy(np.ones(1 << 22, np.float32), comm.device)
+    comm.all_reduce(x)
+    comm.synchronize()
+    if me == killed:
+        comm.all_reduce(x)
+        os.kill(os.getpid(), 9)
+    killing = time.monotonic()
+    try:
+        while True:
+            comm.all_reduce(x{call})
+            comm.synchronize()
+    except (kos.errors.RankLost, kos.errors.CollectiveTimeout) as error:
+        took = time.monotonic() - killing
+        assert took < 12, took
+        assert isinstance(error, kos.errors.CollectiveTimeout) or f"rank {{killed}} is gone" in str(error), error
+    with comm.shrink() as rest:
+        left = [rank for rank in range(size) if rank != killed]
+        assert rest.size == size - 1
+        y = Array.from_numpy(np.full(1 << 20, float(me), np.float32), comm.device)
+        for turn in range(3):
+            out = rest.all_reduce(y, out=Array.empty(1 << 20, np.float32, comm.device)).numpy()
+            assert (out == sum(left)).all()
+        assert rest.all_gather(y[:1]).numpy().reshape(-1).tolist() == left
+        print(type(rest).__name__, rest.size, flush=True)
+        rest.barrier()
+        os._exit(0)  # MPI_Finalize of Open MPI 5.0.11 now and then waits for the dead
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("call", ["", ", algorithm='ring'"])
+def test_a_killed_rank(tmp_path: Path, last: bool, call: str) -> None:
+    ranks = len(cuda.visible_devices())
+    if ranks < 2:
+        pytest.skip("needs two GPUs or more")
+    text = PROGRAM.format(last=last, call=call)
+    assert job(tmp_path, ranks, text, *ULFM) == [f"Communicator {ranks - 1}"] * (ranks - 1)
