@@ -86,6 +86,11 @@ def _combine(ufunc: np.ufunc) -> Combine:
     return combine
 
 
+def _complex_product(dst: Array, src: Array, out: Array | None = None) -> None:
+    # In an array apart: where its output is an input, NumPy rounds the product of one complex number otherwise.
+    np.copyto(dst if out is None else out, _quiet.run(np.multiply, dst, src))
+
+
 _COMBINE: dict[ReduceOp, Combine] = {op: _combine(ufunc) for op, ufunc in _UFUNC.items()}
 
 
@@ -103,11 +108,7 @@ class Reduction:
     factor: float
     carrier: np.dtype[Any]
     combine: Combine
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a contribution takes part as it is, without being scaled or converted first."""
-        return self.carrier == self.dtype.numpy and self.op is not ReduceOp.PREMUL_SUM
+    is_plain: bool  # a contribution takes part as it is, without being scaled or converted first
 
     def stage(self, x: Array, out: Array | None) -> Array:
         """A writable copy of the 1-D ``x`` in the carrier type: in ``out`` if that has it, else new."""
@@ -156,4 +157,6 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
         names = ", ".join(o.name for o in ReduceOp if o in allowed)
         raise InvalidArgument(f"op: expected one of {names} for {dtype.name}, got {op.name}")
     carrier = dtype.accumulate if op in _ACCUMULATING else dtype.numpy
-    return Reduction(op, dtype, size, factor, carrier, _COMBINE[op])
+    combine = _complex_product if op is ReduceOp.PROD and dtype.kind == "complex" else _COMBINE[op]
+    plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM
+    return Reduction(op, dtype, size, factor, carrier, combine, plain)

@@ -41,6 +41,7 @@ REDUCTIONS = [
     (np.uint16, ReduceOp.BXOR),
     (np.int64, ReduceOp.MIN),
     (np.complex128, ReduceOp.SUM),
+    (np.complex128, ReduceOp.PROD),
     (np.bool_, ReduceOp.BOR),
 ]
 
@@ -102,16 +103,31 @@ def test_movements(seed: int, size: int, dtype: Any) -> None:
     run(body, size)
 
 
+def test_overflow_is_a_result_whatever_numpy_is_told_of_errors() -> None:
+    def body(comm: kos.Communicator) -> None:
+        with np.errstate(all="raise"):
+            assert np.isinf(comm.all_reduce(np.full(5, 3e38, np.float32))).all()
+            with pytest.raises(FloatingPointError):
+                np.full(5, 3e38, np.float32) * np.float32(10)
+
+    run(body, 2)
+
+
 def test_slots_as_large_as_they_are(seed: int) -> None:
     count = 3 * segments.BLOCK_BYTES // 4 + 13
 
-    def body(comm: kos.Communicator) -> np.ndarray:
-        return comm.all_reduce(inputs(seed, comm.size, count, F32)[comm.rank], deterministic=True)
+    def body(comm: kos.Communicator) -> list[np.ndarray]:
+        x = inputs(seed, comm.size, count, F32)[comm.rank]
+        kinds = ReduceOp.SUM, PremulSum(1 + comm.rank), ReduceOp.SUM
+        return [comm.all_reduce(x, op, out=poison(count, F32), deterministic=True) for op in kinds]
 
     for size in (2, 3):
-        expected = inputs(seed, size, count, F32)
+        xs = inputs(seed, size, count, F32)
+        plain = sum(xs[1:], xs[0].copy())
+        scaled = sum((np.float32(1 + r) * x for r, x in enumerate(xs[1:], 1)), xs[0].copy())
         for got in run(body, size):
-            assert_bits(got, sum(expected[1:], expected[0].copy()))
+            for a, b in zip(got, (plain, scaled, plain), strict=True):
+                assert_bits(a, b)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.operation import Operation
+from kos.comm.reduction import Reduction
 from kos.comm.shared.calls import Calls, Wait
 from kos.comm.shared.plans import Plan, Plans
 from kos.comm.shared.segment import DEPTH, GOT, PUT, REDUCED
@@ -48,9 +49,10 @@ class SharedCollectives:
     def start(self, o: Operation) -> Steps | None:
         """Say that this rank begins ``o``, and how it goes on; None if it is not carried here."""
         if o.name == "all_reduce" and o.algorithm == "auto":
-            assert o.send is not None and o.reduction is not None
-            if o.send.nbytes <= self._plans.one_shot_bytes and o.reduction.is_plain:
-                return self._one_shot(o, self._calls.publish(o))
+            assert o.send is not None and o.recv is not None and o.reduction is not None
+            if o.send.flat.nbytes <= self._plans.block and o.reduction.is_plain:
+                self._calls.announce(o)
+                return self._once(o, o.send.flat, o.recv.flat, o.reduction)
         plan = self._plans.make(o)
         return self._run(o, self._calls.publish(o), plan) if plan is not None else None
 
@@ -76,7 +78,7 @@ class SharedCollectives:
                 waiting = self._laggard(GOT, first + filled + 1 - DEPTH, self._peers) is not None
                 if waiting and first + filled > stage:
                     break  # no need to wait for it yet
-                if waiting:
+                if waiting and not self._reached(GOT, first + filled + 1 - DEPTH, self._peers):
                     yield from self._until(o, GOT, first + filled + 1 - DEPTH, self._peers)
                 at = filled * per_stage
                 put((first + filled) % DEPTH, at, min(at + per_stage, count))
@@ -91,12 +93,12 @@ class SharedCollectives:
                     elif crowded:
                         sched_yield()
             slot, end = stage % DEPTH, min(start + per_stage, count)
-            if self._laggard(PUT, stage + 1, sources) is not None:
+            if not self._reached(PUT, stage + 1, sources):
                 yield from self._until(o, PUT, stage + 1, sources)
             if reduce is not None:
                 reduce(slot, start, end)
                 words[mine + REDUCED] = stage + 1
-                if self._laggard(REDUCED, stage + 1, self._peers) is not None:
+                if not self._reached(REDUCED, stage + 1, self._peers):
                     yield from self._until(o, REDUCED, stage + 1, self._peers)
             if get is not None:
                 get(slot, start, end)
@@ -107,39 +109,51 @@ class SharedCollectives:
                 yield
         self._served += 1
 
-    def _one_shot(self, o: Operation, came: Came) -> Steps:
-        """A small all_reduce in one stage, as ``_run`` would do it, with little between the lines."""
-        assert o.send is not None and o.recv is not None and o.reduction is not None
-        x, out, reduction = o.send.flat, o.recv.flat, o.reduction
-        words, mine, slots, count = self._words, self._mine, self._plans.typed(x.dtype), x.size
-        spins, crowded = self._spins, self._crowded
-        turn = self._issued
-        self._issued = turn + 1
+    def _once(self, o: Operation, x: Array, out: Array, reduction: Reduction) -> Steps:
+        """A plain all_reduce of one stage, as ``_run`` would do it, with little between the lines."""
+        words, mine, peers = self._words, self._mine, self._peers
+        turn, self._issued = self._issued, self._issued + 1
         while self._served != turn:
-            came()
+            self._calls.raise_failure(o.sequence)
             yield
         stage = self._stage
         self._stage = stage + 1
-        slot = stage % DEPTH
-        if self._laggard(GOT, stage + 1 - DEPTH, self._peers) is not None:
-            yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
-        slots[self.rank][slot][:count] = x
+        own, puts, contributions, result, gets = self._plans.parts(reduction, x.size)[stage % DEPTH]
+        if not self._reached(GOT, stage + 1 - DEPTH, peers):
+            yield from self._until(o, GOT, stage + 1 - DEPTH, peers)
+        for view, where in puts:
+            view[...] = x[where]
         words[mine + PUT] = stage + 1
-        while not came():
-            spins -= 1
-            if spins < 0:
-                yield
-            elif crowded:
-                sched_yield()
-        if self._laggard(PUT, stage + 1, self._peers) is not None:
-            yield from self._until(o, PUT, stage + 1, self._peers)
-        combine = reduction.combine
-        combine(slots[0][slot][:count], slots[1][slot][:count], out)
-        for r in range(2, self.size):
-            combine(out, slots[r][slot][:count])
-        reduction.finish(out, out)
+        contributions = contributions.copy()
+        contributions[self.rank] = part = x[own]
+        if out is not x:
+            part = out[own]
+        if not self._reached(PUT, stage + 1, peers):
+            yield from self._until(o, PUT, stage + 1, peers)
+        self._calls.check(o)
+        self._plans.sum(reduction, contributions, part)
+        if result is not None:
+            result[...] = part
+            words[mine + REDUCED] = stage + 1
+            if not self._reached(REDUCED, stage + 1, peers):
+                yield from self._until(o, REDUCED, stage + 1, peers)
+            for view, where in gets:
+                out[where] = view
         words[mine + GOT] = stage + 1
         self._served = turn + 1
+
+    def _reached(self, word: int, value: int, ranks: Sequence[int]) -> bool:
+        """Spin for a while until that word of those ranks has reached ``value``: whether it has."""
+        words, lines, spins, crowded = self._words, self._lines, self._spins, self._crowded
+        for rank in ranks:
+            at = lines[rank] + word
+            while words[at] < value:
+                if spins == 0:
+                    return False
+                spins -= 1
+                if crowded:
+                    sched_yield()
+        return True
 
     def _laggard(self, word: int, value: int, ranks: Sequence[int]) -> int | None:
         """The first of those ranks whose word has not reached ``value``."""
@@ -152,11 +166,7 @@ class SharedCollectives:
     def _until(self, o: Operation, word: int, value: int, ranks: Sequence[int]) -> Steps:
         """Wait until that word of those ranks has reached ``value``."""
         self._awaited = word, value, ranks
-        spins, wait = self._spins, Wait(self._calls, o)
+        wait = Wait(self._calls, o)
         while (rank := self._laggard(word, value, ranks)) is not None:
-            spins -= 1
-            if spins < 0:
-                wait.look(rank)
-                yield
-            elif self._crowded:
-                sched_yield()
+            wait.look(rank)
+            yield

@@ -18,8 +18,10 @@ from kos.comm.shared.segment import DEPTH, Segment
 Array = np.ndarray[Any, Any]
 Step = Callable[[int, int, int], None]  # slot, first element, end
 
-ONE_SHOT_BYTES = 192 * 1024
-"""Bytes of others up to which a rank of three or more reads and reduces everything itself."""
+ONE_SHOT_BYTES = 64 * 1024
+"""The largest all_reduce that every rank reads from all others and reduces itself, with one wait less."""
+MOST_PARTS = 64
+"""Divisions of a stage that are kept."""
 _ALIGN = 64
 """Bytes: ranks write to cache lines of their own."""
 
@@ -35,18 +37,29 @@ class Plan(NamedTuple):
     get: Step | None = None
 
 
+class Parts(NamedTuple):
+    """What one stage of an all_reduce does with one slot: views of it, and slices of the stage's elements.
+
+    A stage in one shot has no result: every rank reduces everything itself.
+    """
+
+    own: slice  # what this rank reduces
+    put: list[tuple[Array, slice]]  # where it puts what others reduce
+    contributions: list[Array]  # to what it reduces, by rank
+    result: Array | None  # where it puts that
+    get: list[tuple[Array, slice]]  # where it gets what others reduced
+
+
 class Plans:
     """Makes the plans of one rank; they work from the user's input to the user's output."""
 
     def __init__(self, segment: Segment) -> None:
-        self._data, self._block, self._ranks = segment.data, segment.layout.block, segment.ranks
+        self._data, self.block, self._ranks = segment.data, segment.layout.block, segment.ranks
         self.rank, self.size = segment.rank, segment.size
         self.peers = [rank for rank in range(self.size) if rank != self.rank]
-        # Every rank may reduce everything itself, with one wait less, where the bytes that it then reads of
-        # others are few.  Between two ranks they are not more than in two steps.
-        few = self._block if self.size == 2 else ONE_SHOT_BYTES // (self.size - 1)
-        self.one_shot_bytes = min(few, self._block)
+        self.one_shot_bytes = min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1), self.block)
         self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._parts: dict[Any, list[Parts]] = {}
         self._scratch = np.empty(0, np.uint8)
 
     def make(self, o: Operation) -> Plan | None:
@@ -58,25 +71,53 @@ class Plans:
         """The slots as arrays of ``dtype``: by rank, the result slots last, and by stage % DEPTH."""
         slots = self._slots.get(dtype)
         if slots is None:
-            typed = self._data.view(dtype).reshape(self.size + 1, DEPTH, self._block // dtype.itemsize)
+            typed = self._data.view(dtype).reshape(self.size + 1, DEPTH, self.block // dtype.itemsize)
             slots = self._slots[dtype] = [list(slots) for slots in typed]
         return slots
 
-    def _accumulator(self, reduction: Reduction, result: Array) -> Array:
-        """Where the carrier values of ``result`` are added up: there, if it has their type."""
-        if result.dtype == reduction.carrier:
-            return result
-        if self._scratch.size < self._block:
-            self._scratch = np.empty(self._block, np.uint8)
-        return self._scratch.view(reduction.carrier)[: result.size]
+    def sum(self, reduction: Reduction, contributions: list[Array], result: Array) -> None:
+        """Reduce contributions, in rank order, and finish; ``result`` may be the memory of one of them."""
+        combine, total, last = reduction.combine, contributions[0], contributions[-1]
+        same = result.dtype == reduction.carrier
+        if len(contributions) == 2 and same:
+            combine(total, last, result)
+            reduction.finish(result, result)
+            return
+        if self._scratch.size < self.block:
+            self._scratch = np.empty(self.block, np.uint8)
+        scratch = self._scratch[: total.nbytes].view(reduction.carrier)
+        for contribution in contributions[1:-1]:
+            combine(total, contribution, scratch)
+            total = scratch
+        reduced = result if same else scratch
+        combine(total, last, reduced)
+        reduction.finish(reduced, result)
 
-    def _sum(self, reduction: Reduction, contributions: list[Array], result: Array) -> None:
-        """Reduce contributions, in rank order, and finish the reduction, into ``result``."""
-        total = self._accumulator(reduction, result)
-        reduction.combine(contributions[0], contributions[1], total)
-        for contribution in contributions[2:]:
-            reduction.combine(total, contribution)
-        reduction.finish(total, result)
+    def parts(self, reduction: Reduction, length: int) -> list[Parts]:
+        """How all_reduce divides a stage of ``length`` elements, by slot."""
+        key = reduction.carrier, reduction.dtype, reduction.is_plain, length
+        parts = self._parts.get(key)
+        if parts is None:
+            if len(self._parts) == MOST_PARTS:
+                self._parts.clear()
+            slots = self.typed(reduction.carrier)[: self.size]
+            results = self.typed(reduction.dtype.numpy)[self.size]
+            parts = [self._divide(reduction, length, *slot) for slot in zip(results, *slots, strict=True)]
+            self._parts[key] = parts
+        return parts
+
+    def _divide(self, reduction: Reduction, length: int, results: Array, *slots: Array) -> Parts:
+        mine = slots[self.rank]
+        if length * reduction.dtype.itemsize <= self.one_shot_bytes:
+            everything = slice(0, length)
+            return Parts(everything, [(mine[:length], everything)], [s[:length] for s in slots], None, [])
+        line = _ALIGN // reduction.dtype.itemsize
+        step = -(-length // (self.size * line)) * line
+        parts = [slice(min(r * step, length), min((r + 1) * step, length)) for r in range(self.size)]
+        own = parts[self.rank]
+        others = [part for part in (slice(0, own.start), slice(own.stop, length)) if part.stop > part.start]
+        put = [(mine[part], part) for part in (others if reduction.is_plain else [slice(0, length)])]
+        return Parts(own, put, [s[own] for s in slots], results[own], [(results[part], part) for part in others])
 
     # The operations.
 
@@ -84,50 +125,38 @@ class Plans:
         assert o.send is not None and o.reduction is not None
         x, reduction, rank = o.send.flat, o.reduction, self.rank
         out = (o.recv or o.send).flat if o.root is None or o.root == self._ranks[rank] else None
-        itemsize, plain = reduction.carrier.itemsize, reduction.is_plain
-        slots, results = self.typed(reduction.carrier), self.typed(reduction.dtype.numpy)[self.size]
-
-        def put_all(slot: int, a: int, b: int) -> None:
-            reduction.stage(x[a:b], slots[rank][slot][: b - a])
-
-        def get_all(slot: int, a: int, b: int) -> None:
-            if out is not None:
-                self._sum(reduction, [slots[r][slot][: b - a] for r in range(self.size)], out[a:b])
-
-        if self.size == 2 or x.size * itemsize <= self.one_shot_bytes:
-            return Plan(x.size, self._block // itemsize, self.peers, put=put_all, get=get_all)
-
-        def part(length: int) -> tuple[int, int]:
-            step = -(-length * itemsize // (self.size * _ALIGN)) * _ALIGN // itemsize
-            return min(rank * step, length), min((rank + 1) * step, length)
+        per_stage, plain = self.block // reduction.carrier.itemsize, reduction.is_plain
+        target = np.empty(min(x.size, per_stage), x.dtype) if out is None else out
 
         def put(slot: int, a: int, b: int) -> None:
-            if not plain:
-                put_all(slot, a, b)
-                return
-            mine, (first, end) = slots[rank][slot], part(b - a)
-            mine[:first] = x[a : a + first]
-            mine[end : b - a] = x[a + end : b]
+            for view, where in self.parts(reduction, b - a)[slot].put:
+                reduction.stage(x[a:b][where], view)
 
         def reduce(slot: int, a: int, b: int) -> None:
-            first, end = part(b - a)
-            contributions = [slots[r][slot][first:end] for r in range(self.size)]
+            own, _, contributions, result, _ = self.parts(reduction, b - a)[slot]
             if plain:
-                contributions[rank] = x[a + first : a + end]
-            self._sum(reduction, contributions, results[slot][first:end])
+                contributions = contributions.copy()
+                contributions[rank] = x[a:b][own]
+            mine = target[a:b][own] if out is not None else target[own]
+            self.sum(reduction, contributions, mine)
+            if result is not None:
+                result[...] = mine
 
         def get(slot: int, a: int, b: int) -> None:
             if out is not None:
-                out[a:b] = results[slot][: b - a]
+                for view, where in self.parts(reduction, b - a)[slot].get:
+                    out[a:b][where] = view
 
-        return Plan(x.size, self._block // itemsize, self.peers, put, reduce, get)
+        if x.nbytes <= self.one_shot_bytes:
+            return Plan(x.size, per_stage, self.peers, put=put, get=reduce if out is not None else None)
+        return Plan(x.size, per_stage, self.peers, put, reduce, get)
 
     def _reduce_scatter(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None and o.reduction is not None
         x, out, reduction, rank = o.send.flat, o.recv.flat, o.reduction, self.rank
         count, slots = out.size, self.typed(reduction.carrier)
         per_stage = self._per_part(reduction.carrier.itemsize)
-        plain = reduction.is_plain and not np.may_share_memory(x, out)
+        plain = reduction.is_plain
 
         def put(slot: int, a: int, b: int) -> None:
             for r in self.peers if plain else range(self.size):
@@ -139,7 +168,7 @@ class Plans:
             contributions = [slots[r][slot][at : at + b - a] for r in range(self.size)]
             if plain:
                 contributions[rank] = x[rank * count + a : rank * count + b]
-            self._sum(reduction, contributions, out[a:b])
+            self.sum(reduction, contributions, out[a:b])
 
         return Plan(count, per_stage, self.peers, put=put, get=get)
 
@@ -156,7 +185,7 @@ class Plans:
         def get(slot: int, a: int, b: int) -> None:
             out[a:b] = slots[slot][: b - a]
 
-        per_stage = self._block // x.itemsize
+        per_stage = self.block // x.itemsize
         if self.rank == root:
             return Plan(x.size, per_stage, (), put=put)
         return Plan(x.size, per_stage, (root,), get=get)
@@ -176,7 +205,7 @@ class Plans:
             for r in self.peers:
                 out[r, a:b] = slots[r][slot][: b - a]
 
-        per_stage = self._block // x.itemsize
+        per_stage = self.block // x.itemsize
         if out is None:
             return Plan(x.size, per_stage, (), put=put)
         return Plan(x.size, per_stage, self.peers, put=put, get=get)
@@ -213,7 +242,7 @@ class Plans:
 
     def _per_part(self, itemsize: int) -> int:
         """Elements of each rank's part of a slot, of whole cache lines where they fit."""
-        part = self._block // self.size
+        part = self.block // self.size
         return max(part // _ALIGN * _ALIGN, itemsize) // itemsize
 
 
