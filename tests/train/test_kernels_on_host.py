@@ -51,6 +51,16 @@ def test_rms_norm(ops, side, rng, arena, n, d):
     on_ops.test_rms_norm(ops, side, rng, arena, n, d)
 
 
+@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (5, 4104)])
+def test_layer_norm(ops, side, rng, arena, n, d):
+    on_ops.test_layer_norm(ops, side, rng, arena, n, d)
+
+
+@pytest.mark.parametrize(("n", "d"), [(13, 11), (300, 520)])
+def test_sum_rows(ops, side, rng, arena, n, d):
+    on_ops.test_sum_rows(ops, side, rng, arena, n, d)
+
+
 @pytest.mark.parametrize(("head_dim", "heads", "others", "length"), [(6, 3, 1, 5), (64, 5, 2, 33)])
 def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
     on_ops.test_rope(ops, side, rng, arena, head_dim, heads, others, length)
@@ -59,6 +69,11 @@ def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
 @pytest.mark.parametrize(("n", "f"), [(13, 7), (20, 344)])
 def test_swiglu(ops, side, rng, arena, n, f):
     on_ops.test_swiglu(ops, side, rng, arena, n, f)
+
+
+def test_gelu(ops, side, rng, arena):
+    on_ops.test_gelu(ops, side, rng, arena, 13, 7)
+    on_ops.test_gelu_stands_large_inputs(ops, side, arena)
 
 
 @pytest.mark.parametrize(("n", "vocabulary"), [(5, 65), (5, 10_008)])

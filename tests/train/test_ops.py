@@ -111,6 +111,8 @@ def test_linear(rng, arena, order):
     residual, added = rng.normal(size=(13, 9)), order(nan(13, 9))
     ops.linear(x, weight, added, residual)
     np.testing.assert_allclose(added, out + residual, rtol=1e-12, atol=1e-12)
+    ops.linear(x, weight, added, residual, bias := rng.normal(size=9))
+    np.testing.assert_allclose(added, out + residual + bias, rtol=1e-12, atol=1e-12)
     d_out, dx = order(rng.normal(size=out.shape)), order(nan(13, 5))
     d_weight = both_ways(lambda d, add: ops.linear_backward(d_out, x, weight, dx, d, add, arena), (9, 5), rng)
     check_gradients(rng, formula, (x, weight), (dx, d_weight), d_out)
@@ -133,6 +135,40 @@ def test_rms_norm(rng, arena):
 
     d_weight = both_ways(backward, (11,), rng)
     check_gradients(rng, formula, (x, weight), (backward.dx - residual, d_weight), d_out)
+
+
+def test_sum_rows(rng, arena):
+    x = rng.normal(size=(13, 5))
+    for rows in (x, columns(x)):
+        got = both_ways(lambda d, add, rows=rows: ops.sum_rows(rows, d, add, arena), (5,), rng)
+        np.testing.assert_allclose(got, x.sum(axis=0), rtol=1e-12, atol=1e-12)
+
+
+def test_layer_norm(rng, arena):
+    x, weight, bias, eps = 2 + rng.normal(size=(13, 11)), rng.normal(size=11), rng.normal(size=11), 0.1
+    out, statistics = nan(13, 11), nan(2, 13)
+
+    def formula(x, weight, bias):
+        centered = x - x.mean(axis=1, keepdims=True)
+        return centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + eps) * weight + bias
+
+    ops.layer_norm(x, weight, bias, eps, out, statistics)
+    np.testing.assert_allclose(out, formula(x, weight, bias), rtol=1e-12, atol=1e-12)
+    d_out, residual, d_bias = rng.normal(size=out.shape), rng.normal(size=x.shape), rng.normal(size=11)
+    added = d_bias.copy()
+
+    def backward(d_weight, accumulate):
+        backward.dx = residual.copy()
+        ops.layer_norm_backward(
+            d_out.copy(), x, weight, statistics, backward.dx, d_weight, added if accumulate else backward.d_bias,
+            accumulate, arena,
+        )  # fmt: skip
+
+    backward.d_bias = nan(11)
+    d_weight = both_ways(backward, (11,), rng)
+    np.testing.assert_allclose(added, d_bias + backward.d_bias, rtol=1e-12)
+    gradients = (backward.dx - residual, d_weight, backward.d_bias)
+    check_gradients(rng, formula, (x, weight, bias), gradients, d_out)
 
 
 def rotated(x, frequencies, length, head_dim, heads):
@@ -222,6 +258,20 @@ def test_swiglu(rng, arena):
     d_out, d_gate_up = rng.normal(size=out.shape), nan_columns(13, 14)
     ops.swiglu_backward(columns(d_out), columns(gate_up), out, d_gate_up, arena)
     check_gradients(rng, formula, (gate_up,), (d_gate_up,), d_out)
+
+
+def test_gelu(rng, arena):
+    x = rng.normal(size=(13, 7)) * 2
+
+    def formula(x):
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    out, dx = nan_columns(13, 7), nan_columns(13, 7)
+    ops.gelu(columns(x), out, arena)
+    np.testing.assert_allclose(out, formula(x), rtol=1e-10, atol=1e-14)
+    d_out = rng.normal(size=x.shape)
+    ops.gelu_backward(columns(d_out), columns(x), dx, arena)
+    check_gradients(rng, formula, (x,), (dx,), d_out)
 
 
 def test_swiglu_stands_large_gates(arena):

@@ -154,6 +154,10 @@ def test_linear(ops, side, rng, arena, n, d, f):
     side.close(out, x64 @ weight64.T, 4)
     ops.linear(x, weight, out, residual)
     side.close(out, x64 @ weight64.T + residual64, 4)
+    for _ in range(2):  # a plan is used again with another bias
+        bias, bias64 = side.put(3 * rng.normal(size=f))
+        ops.linear(x, weight, out, residual, bias)
+        side.close(out, x64 @ weight64.T + residual64 + bias64, 4)
     d_out, d_out64 = side.put(rng.normal(size=(n, f)))
     dx = side.nan(n, d)
 
@@ -188,6 +192,39 @@ def test_rms_norm(ops, side, rng, arena, n, d):
 
     weight_gradients(side, rng, (d,), d_weight64, backward, 12)
     side.close(dx, dx64, 4)
+
+
+@pytest.mark.parametrize(
+    ("n", "d"), [(1, 8), (13, 11), (67, 384), (300, 768), (1030, 1600), (5, 4096), (600, 4097), (9, 8192)]
+)
+def test_layer_norm(ops, side, rng, arena, n, d):
+    x, x64 = side.put(2 + rng.normal(size=(n, d)))
+    (weight, weight64), (bias, bias64) = side.put(1 + rng.normal(size=d)), side.put(rng.normal(size=d))
+    d_out, d_out64 = side.put(rng.normal(size=(n, d)))
+    start, start64 = side.put(rng.normal(size=(n, d)))
+    out, statistics, dx = side.nan(n, d), side.nan(2, n, dtype="float32"), side.nan(n, d)
+    ops.layer_norm(x, weight, bias, 0.1, out, statistics)
+    expected, statistics64 = np.full((n, d), np.nan), np.full((2, n), np.nan)
+    reference.layer_norm(x64, weight64, bias64, 0.1, expected, statistics64)
+    side.close(out, expected, 4)
+    side.close(statistics, statistics64, 8, "float32")
+    d_weight64, d_bias64, dx64 = np.full(d, np.nan), np.full(d, np.nan), start64.copy()
+    reference.layer_norm_backward(
+        d_out64.copy(), x64, weight64, statistics64, dx64, d_weight64, d_bias64, False, Arena()
+    )
+
+    def backward(d_both, add):
+        ops.copy(start, dx)
+        ops.layer_norm_backward(d_out, x, weight, statistics, dx, d_both[0], d_both[1], add, arena)
+
+    weight_gradients(side, rng, (2, d), np.stack([d_weight64, d_bias64]), backward, 16)
+    side.close(dx, dx64, 4)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 8), (13, 11), (100, 257), (4099, 768), (3, 70_000)])
+def test_sum_rows(ops, side, rng, arena, n, d):
+    x, x64 = side.put(rng.normal(size=(n, d)))
+    weight_gradients(side, rng, (d,), x64.sum(0), lambda out, add: ops.sum_rows(x, out, add, arena), 16)
 
 
 @pytest.mark.parametrize(("head_dim", "heads", "others", "length"), [(6, 3, 1, 5), (64, 5, 2, 33), (128, 4, 1, 9)])
@@ -235,6 +272,29 @@ def test_swiglu(ops, side, rng, arena, n, f):
     reference.swiglu_backward(columns(d_out64), columns(gate_up64), out64, d_gate_up64, Arena())
     side.close(out, out64, 3)
     side.close(d_gate_up, d_gate_up64, 3)
+
+
+@pytest.mark.parametrize(("n", "f"), [(13, 7), (200, 344)])
+def test_gelu(ops, side, rng, arena, n, f):
+    (x, x64), (d_out, d_out64) = side.put(2 * rng.normal(size=(n, f))), side.put(rng.normal(size=(n, f)))
+    out, dx = side.nan(n, f), side.nan(n, f)
+    ops.gelu(x, out, arena)
+    ops.gelu_backward(d_out, x, dx, arena)
+    out64, dx64 = columns(np.empty((n, f))), columns(np.empty((n, f)))
+    reference.gelu(columns(x64), out64, Arena())
+    reference.gelu_backward(columns(d_out64), columns(x64), dx64, Arena())
+    side.close(out, out64, 3)
+    side.close(dx, dx64, 4)
+
+
+def test_gelu_stands_large_inputs(ops, side, arena):
+    x, _ = side.put([[-1e4, -300.0], [300.0, 1e4]])
+    ones, _ = side.put(np.ones((2, 2)))
+    out, dx = side.nan(2, 2), side.nan(2, 2)
+    ops.gelu(x, out, arena)
+    ops.gelu_backward(ones, x, dx, arena)
+    assert np.array_equal(side.get(out), [[0, 0], side.get(x)[1]])
+    assert np.array_equal(side.get(dx), [[0, 0], [1, 1]])
 
 
 def test_swiglu_stands_large_gates(ops, side, arena):

@@ -1,4 +1,4 @@
-// add, cast, swiglu and its backward: one pass, 16-byte accesses, nothing kept.
+// add, cast, swiglu, gelu and their backward: one pass, 16-byte accesses, nothing kept.
 //
 // -DDTYPE (activations) -DWIDTH -DCOLUMNS (swiglu's F, a constant so that rows and columns of an index cost
 // no division) -DSOURCE (cast's input).  Grids cover all packs of WIDTH elements; `packs` is their number.
@@ -67,4 +67,33 @@ extern "C" __global__ void swiglu_backward(const T* d_out, const T* gate_up, T* 
     }
     store(d_gate_up + at, gate);
     store(d_gate_up + at + COLUMNS, up);
+}
+
+// GPT-2's gelu: x s with s = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3).
+constexpr float SCALE = 0.7978845608028654f, CUBE = 0.044715f;
+__device__ __forceinline__ float gelu_sigmoid(float x) { return sigmoid(2 * SCALE * x * (1 + CUBE * x * x)); }
+
+extern "C" __global__ void gelu(const T* in, T* out, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    float x[W];
+    load(x, in + i * W);
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] *= gelu_sigmoid(x[j]);
+    store(out + i * W, x);
+}
+
+// dx = d_out s (1 + x (1 - s) 2 u').
+extern "C" __global__ void gelu_backward(const T* d_out, const T* in, T* dx, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    float x[W], d[W];
+    load(d, d_out + i * W);
+    load(x, in + i * W);
+#pragma unroll
+    for (int j = 0; j < W; ++j) {
+        const float s = gelu_sigmoid(x[j]);
+        d[j] *= s * (1 + x[j] * (1 - s) * 2 * SCALE * (1 + 3 * CUBE * x[j] * x[j]));
+    }
+    store(dx + i * W, d);
 }

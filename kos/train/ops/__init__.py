@@ -64,8 +64,10 @@ class Ops(Protocol):
     def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
         """d_table (V, D): sums of the rows of ``d_out`` (N, D) by token."""
 
-    def linear(self, x: Array, weight: Array, out: Array, residual: Array | None = None) -> None:
-        """out (N, F) = x (N, D) weight^T + residual (N, F), weight (F, D)."""
+    def linear(
+        self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        """out (N, F) = x (N, D) weight^T + residual (N, F) + bias (F,), weight (F, D)."""
 
     def linear_backward(
         self,
@@ -78,6 +80,9 @@ class Ops(Protocol):
         arena: Arena,
     ) -> None:
         """dx (N, D) = d_out (N, F) weight; d_weight (F, D) = d_out^T x."""
+
+    def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
+        """out (F,) = sum of the rows of x (N, F): a bias's gradient."""
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
         """out (N, D) = x rstd weight, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward."""
@@ -94,6 +99,23 @@ class Ops(Protocol):
         arena: Arena,
     ) -> None:
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
+
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
+        """out (N, D) = (x - mean) rstd weight + bias; ``statistics`` (2, N): rstd, mean, kept for the backward."""
+
+    def layer_norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        statistics: Array,
+        dx: Array,
+        d_weight: Array,
+        d_bias: Array,
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
+        """ADDS to dx (N, D), the gradient of the residual stream; d_weight, d_bias (D,).  Overwrites ``d_out``."""
 
     def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
         """cos and sin (T, d / 2) of position x frequency, in radians a token; ``rope`` takes the first T rows."""
@@ -129,6 +151,12 @@ class Ops(Protocol):
 
     def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
         """d_gate_up (N, 2F) from d_out (N, F); ``out`` is what the forward wrote."""
+
+    def gelu(self, x: Array, out: Array, arena: Arena) -> None:
+        """out (N, F) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3): GPT-2's approximation by tanh."""
+
+    def gelu_backward(self, d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
+        """dx (N, F) from d_out (N, F), which is overwritten."""
 
     def count_targets(self, targets: Array, out: Array) -> None:
         """out (1,) = how many of ``targets`` (N,) are not ignored (-1), at least 1."""

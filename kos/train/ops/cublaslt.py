@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 class Matmul:
-    """out (M, N) = op(a) op(b) + c, in the order of one stream; fp32 inside, whatever the operands are."""
+    """out (M, N) = op(a) op(b) + c + bias, in the order of one stream; fp32 inside, whatever the operands are."""
 
     def __init__(self, device: int, stream: Any, *, search: bool = False) -> None:
         self.device = device
@@ -66,15 +66,22 @@ class Matmul:
         transpose_a: bool = False,
         transpose_b: bool = False,
         c: Array | None = None,
+        bias: Array | None = None,
     ) -> None:
-        """``a`` (M, K), or (K, M) if transposed; ``b`` (K, N) likewise; ``c`` like ``out``, and may be it."""
+        """``a`` (M, K), or (K, M) if transposed; ``b`` (K, N) likewise; ``c`` like ``out``, and may be it.
+
+        ``bias`` (N,), of the dtype of ``out``, is added to each row.
+        """
         if not out.size:
             return
         key = (a.shape, b.shape, a.dtype, out.dtype, transpose_a, transpose_b, c is not None,
-               *(_alignment(x) for x in (a, b, out if c is None else c, out)))  # fmt: skip
+               *(_alignment(x) for x in (a, b, out if c is None else c, out)),
+               *(() if bias is None else ("bias",)))  # fmt: skip
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c)
+            plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c, bias)
+        elif bias is not None:
+            self._set(plan.operation, "BIAS_POINTER", bias.pointer, np.uint64)
         self._run(plan, plan.algorithm.ctypes.data, a, b, c, out)
 
     def _run(self, plan: Plan, algorithm: int, a: Array, b: Array, c: Array | None, out: Array) -> None:
@@ -86,6 +93,11 @@ class Matmul:
             out.pointer, result, algorithm, self.workspace.pointer, WORKSPACE, self.stream,
         )  # fmt: skip
 
+    def _set(self, operation: int, name: str, value: int, kind: Any) -> None:
+        content: np.ndarray[Any, Any] = np.array([value], kind)
+        attribute = getattr(self.lt.MatmulDescAttribute, name)
+        self.lt.matmul_desc_set_attribute(operation, attribute, content.ctypes.data, content.nbytes)
+
     def _plan(
         self,
         key: tuple[Any, ...],
@@ -95,6 +107,7 @@ class Matmul:
         transpose_a: bool,
         transpose_b: bool,
         c: Array | None,
+        bias: Array | None,
     ) -> Plan:
         m, k = reversed(a.shape) if transpose_a else a.shape
         k_of_b, n = reversed(b.shape) if transpose_b else b.shape
@@ -107,10 +120,13 @@ class Matmul:
             raise InvalidArgument(f"matmul: expected float32 or bfloat16, got {a.dtype}, {b.dtype} -> {out.dtype}")
         lt = self.lt
         operation = lt.matmul_desc_create(_COMPUTE_32F, _SCALE_32F)
-        for name, transposed in (("TRANSA", transpose_b), ("TRANSB", transpose_a)):
-            value = np.array([transposed], np.int32)
-            attribute = getattr(lt.MatmulDescAttribute, name)
-            lt.matmul_desc_set_attribute(operation, attribute, value.ctypes.data, value.nbytes)
+        self._set(operation, "TRANSA", transpose_b, np.int32)
+        self._set(operation, "TRANSB", transpose_a, np.int32)
+        if bias is not None:
+            if (bias.shape, bias.dtype) != ((n,), out.dtype):
+                raise InvalidArgument(f"matmul: expected a bias {out.dtype}({n},), got {bias.dtype}{bias.shape}")
+            self._set(operation, "EPILOGUE", lt.Epilogue.BIAS, np.uint32)
+            self._set(operation, "BIAS_POINTER", bias.pointer, np.uint64)
         first, second, result = (
             lt.matrix_layout_create(_DATA_TYPES[x.dtype.name], x.shape[1], x.shape[0], x.shape[1]) for x in (b, a, out)
         )

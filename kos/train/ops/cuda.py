@@ -131,6 +131,14 @@ class CudaOps:
             DTYPE=d_out.dtype.name, WIDTH=width, COLUMNS=columns,
         )  # fmt: skip
 
+    def gelu(self, x: Array, out: Array, arena: Arena) -> None:
+        width = _width(out.size, x, out)
+        self._elementwise("gelu", out.size // width, x, out, DTYPE=out.dtype.name, WIDTH=width)
+
+    def gelu_backward(self, d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
+        width = _width(dx.size, d_out, x, dx)
+        self._elementwise("gelu_backward", dx.size // width, d_out, x, dx, DTYPE=dx.dtype.name, WIDTH=width)
+
     def _elementwise(self, name: str, packs: int, *arguments: Any, **defines: str | int) -> None:
         if packs:
             every: dict[str, Any] = {"COLUMNS": defines["WIDTH"], "SOURCE": "float32", **defines}
@@ -182,8 +190,10 @@ class CudaOps:
 
     # --- linear --------------------------------------------------------------------------------------
 
-    def linear(self, x: Array, weight: Array, out: Array, residual: Array | None = None) -> None:
-        self.matmul(x, weight, out, transpose_b=True, c=residual)
+    def linear(
+        self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        self.matmul(x, weight, out, transpose_b=True, c=residual, bias=bias)
 
     def linear_backward(
         self, d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
@@ -191,20 +201,23 @@ class CudaOps:
         self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
         self.matmul(d_out, weight, dx)
 
-    # --- rms_norm ------------------------------------------------------------------------------------
+    def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
+        rows, columns = x.shape
+        width = _width(columns, x)
+        across = -(-columns // (32 * width))
+        blocks = max(1, min(-(-rows // 8), 4 * self.multiprocessors // across))
+        with arena.scope():
+            partial = arena.take((blocks, columns), FLOAT32)
+            self._norms("sum_rows", x, (across, blocks), 256, x, partial, rows, WIDTH=width)
+            self._add_partials(partial, 0, out, x, GRADIENT=out.dtype.name, ACCUMULATE=int(accumulate))
+
+    # --- rms_norm and layer_norm ---------------------------------------------------------------------
 
     def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
-        rows, columns = x.shape
-        width = _width(columns, x, weight, out)
-        threads = _row_threads(columns, width, 32)
-        together = max(1, BLOCK // threads)
-        blocks = min(-(-rows // together), self.multiprocessors * max(1, 768 // (threads * together)))
-        self.launch(
-            "rms_norm.cu", "rms_norm", blocks, threads * together,
-            x, weight, np.float32(eps), out, rstd, rows,
-            DTYPE=x.dtype.name, WIDTH=width, COLUMNS=columns, THREADS=threads, ROWS=together,
-            GRADIENT="float32", ACCUMULATE=0,
-        )  # fmt: skip
+        self._norm(x, weight, None, eps, out, rstd)
+
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
+        self._norm(x, weight, bias, eps, out, statistics)
 
     def rms_norm_backward(
         self,
@@ -217,6 +230,45 @@ class CudaOps:
         accumulate: bool,
         arena: Arena,
     ) -> None:
+        self._norm_backward(d_out, x, weight, rstd, dx, [d_weight], accumulate, arena)
+
+    def layer_norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        statistics: Array,
+        dx: Array,
+        d_weight: Array,
+        d_bias: Array,
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
+        self._norm_backward(d_out, x, weight, statistics, dx, [d_weight, d_bias], accumulate, arena)
+
+    def _norm(self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array, statistics: Array) -> None:
+        rows, columns = x.shape
+        bias = weight if bias is None else bias
+        width = _width(columns, x, weight, bias, out)
+        threads = _row_threads(columns, width, 32)
+        together = max(1, BLOCK // threads)
+        blocks = min(-(-rows // together), self.multiprocessors * max(1, 768 // (threads * together)))
+        self._norms(
+            "norm_forward", x, blocks, threads * together, x, weight, bias, np.float32(eps), out, statistics, rows,
+            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(bias is not weight),
+        )  # fmt: skip
+
+    def _norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        statistics: Array,
+        dx: Array,
+        gradients: list[Array],
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
         rows, columns = x.shape
         width = _width(columns, x, d_out, weight, dx)
         threads = _row_threads(columns, width, 16)
@@ -225,15 +277,27 @@ class CudaOps:
         together = max(1, min(most // threads, 12_288 // columns, 15))
         blocks = min(-(-rows // together), self.multiprocessors)
         defines: dict[str, Any]
-        defines = {"DTYPE": x.dtype.name, "WIDTH": width, "COLUMNS": columns, "THREADS": threads, "ROWS": together,
-                   "GRADIENT": d_weight.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
+        defines = {"WIDTH": width, "THREADS": threads, "ROWS": together, "CENTERED": len(gradients) - 1,
+                   "GRADIENT": gradients[0].dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
         with arena.scope():
-            partial = arena.take((blocks, columns), FLOAT32)
-            self.launch(
-                "rms_norm.cu", "rms_norm_backward", blocks, threads * together,
-                d_out, x, weight, rstd, dx, partial, rows, **defines,
+            partial = arena.take((blocks, len(gradients) * columns), FLOAT32)
+            self._norms(
+                "norm_backward", x, blocks, threads * together, d_out, x, weight, statistics, dx, partial, rows,
+                **defines,
             )  # fmt: skip
-            self.launch("rms_norm.cu", "sum_partials", -(-columns // 32), 256, partial, blocks, d_weight, **defines)
+            for index, gradient in enumerate(gradients):
+                self._add_partials(partial, index, gradient, x, **defines)
+
+    def _add_partials(self, partial: Array, index: int, out: Array, x: Array, **defines: str | int) -> None:
+        """out (D,) = or += the sum of the rows of part ``index`` of ``partial`` (blocks, parts D)."""
+        blocks, stride = partial.shape
+        at = partial.pointer + 4 * index * out.size
+        self._norms("sum_partials", x, -(-out.size // 32), 256, at, stride, blocks, out, **defines)
+
+    def _norms(self, name: str, x: Array, grid: Any, block: int, *arguments: Any, **defines: str | int) -> None:
+        every: dict[str, Any] = {"DTYPE": x.dtype.name, "WIDTH": 1, "COLUMNS": x.shape[1], "THREADS": 32, "ROWS": 1,
+                                 "CENTERED": 0, "GRADIENT": "float32", "ACCUMULATE": 0, **defines}  # fmt: skip
+        self.launch("norms.cu", name, grid, block, *arguments, **every)
 
     # --- rope ----------------------------------------------------------------------------------------
 

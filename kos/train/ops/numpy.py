@@ -113,10 +113,11 @@ def embedding_backward(d_out: Array, tokens: Array, d_table: Array, accumulate: 
 # --- linear ------------------------------------------------------------------------------------------
 
 
-def linear(x: Array, weight: Array, out: Array, residual: Array | None = None) -> None:
+def linear(x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None) -> None:
     np.matmul(x, weight.T, out=out)
-    if residual is not None:
-        np.add(out, residual, out=out)
+    for more in (bias, residual):
+        if more is not None:
+            np.add(out, more, out=out)
 
 
 def linear_backward(
@@ -130,6 +131,14 @@ def linear_backward(
             np.add(d_weight, fresh, out=d_weight)
     else:
         np.matmul(d_out.T, x, out=d_weight)
+
+
+def sum_rows(x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
+    with arena.scope():
+        fresh = arena.take(out.shape, out.dtype) if accumulate else out
+        np.matmul(_ones(len(x), x.dtype), x, out=fresh[None])  # a sum, at BLAS's speed
+        if accumulate:
+            np.add(out, fresh, out=out)
 
 
 # --- rms_norm ----------------------------------------------------------------------------------------
@@ -177,6 +186,59 @@ def rms_norm_backward(
             g *= weight
             np.multiply(x[rows], slope[rows, None], out=t)
             g += t
+            g *= rstd[rows, None]
+            dx[rows] += g
+
+
+# --- layer_norm --------------------------------------------------------------------------------------
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
+    rstd, mean = statistics
+    np.mean(x, axis=1, out=mean)
+    np.subtract(x, mean[:, None], out=out)
+    np.vecdot(out, out, out=rstd)
+    rstd *= 1 / x.shape[-1]
+    rstd += eps
+    np.sqrt(rstd, out=rstd)
+    np.reciprocal(rstd, out=rstd)
+    for rows in _blocks(*x.shape):
+        out[rows] *= rstd[rows, None]
+        out[rows] *= weight
+        out[rows] += bias
+
+
+def layer_norm_backward(
+    d_out: Array,
+    x: Array,
+    weight: Array,
+    statistics: Array,
+    dx: Array,
+    d_weight: Array,
+    d_bias: Array,
+    accumulate: bool,
+    arena: Arena,
+) -> None:
+    rstd, mean = statistics
+    width = x.shape[-1]
+    with arena.scope():
+        normed = arena.take(x.shape, x.dtype)
+        product = arena.take(x.shape, x.dtype)
+        shift = arena.take(rstd.shape, x.dtype)
+        slope = arena.take(rstd.shape, x.dtype)
+        np.subtract(x, mean[:, None], out=normed)
+        normed *= rstd[:, None]
+        np.multiply(d_out, normed, out=product)
+        sum_rows(product, d_weight, accumulate, arena)
+        sum_rows(d_out, d_bias, accumulate, arena)
+        np.matmul(product, weight, out=slope)
+        np.matmul(d_out, weight, out=shift)
+        for rows in _blocks(*x.shape):  # dx += rstd (d_out weight - mean(…) - normed mean(… normed))
+            g = d_out[rows]
+            g *= weight
+            g -= shift[rows, None] / width
+            normed[rows] *= slope[rows, None] / width
+            g -= normed[rows]
             g *= rstd[rows, None]
             dx[rows] += g
 
@@ -401,6 +463,50 @@ def swiglu_backward(d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, 
             d_gate *= s
             d_gate += h
             d_gate *= dh
+
+
+# --- gelu --------------------------------------------------------------------------------------------
+# GPT-2's: x s with s = sigmoid(2 u) = (1 + tanh(u)) / 2, u = GELU_SCALE (x + GELU_CUBE x^3); Hendrycks & Gimpel 2016,
+# arXiv:1606.08415.
+
+GELU_SCALE, GELU_CUBE = math.sqrt(2 / math.pi), 0.044715
+
+
+def _gelu_sigmoid(x: Array, out: Array) -> None:
+    np.multiply(x, x, out=out)
+    out *= GELU_SCALE * GELU_CUBE
+    out += GELU_SCALE
+    out *= x
+    np.tanh(out, out=out)
+    out *= 0.5
+    out += 0.5
+
+
+def gelu(x: Array, out: Array, arena: Arena) -> None:
+    inputs, outputs = _columns(x).reshape(-1), _columns(out).reshape(-1)
+    for block in _blocks(inputs.size):
+        _gelu_sigmoid(inputs[block], outputs[block])
+        outputs[block] *= inputs[block]
+
+
+def gelu_backward(d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
+    """dx = d_out s (1 + x (1 - s) 2 u')."""
+    inputs, d_outs, outputs = (_columns(y).reshape(-1) for y in (x, d_out, dx))
+    with arena.scope():
+        s_block = arena.take((BLOCK,), x.dtype)
+        for block in _blocks(inputs.size):
+            v, d, out = inputs[block], d_outs[block], outputs[block]
+            s = s_block[: v.size]
+            _gelu_sigmoid(v, s)
+            d *= s
+            np.multiply(v, v, out=out)
+            out *= 6 * GELU_SCALE * GELU_CUBE
+            out += 2 * GELU_SCALE
+            out *= v
+            np.subtract(1, s, out=s)
+            out *= s
+            out += 1
+            out *= d
 
 
 # --- cross_entropy -----------------------------------------------------------------------------------

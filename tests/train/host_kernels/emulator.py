@@ -127,11 +127,12 @@ class HostOps(CudaOps):
         converted = [kind(value) for kind, value in zip(types[name], values, strict=True)]
         getattr(code, f"run_{name}")(x, y, block, *converted)
 
-    def matmul(self, a, b, out, *, transpose_a=False, transpose_b=False, c=None):
+    def matmul(self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None):
         left, right = (x.numpy().astype(np.float32) for x in (a, b))
         result = (left.T if transpose_a else left) @ (right.T if transpose_b else right)
-        if c is not None:
-            result += c.numpy().astype(np.float32)
+        for more in (c, bias):
+            if more is not None:
+                result += more.numpy().astype(np.float32)
         out.copy_from(result.astype(out.dtype.numpy))
 
     def attention(self, qkv, heads, kv_heads, out, log_sum_exp, arena):

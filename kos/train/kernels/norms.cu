@@ -1,0 +1,224 @@
+// RMSNorm or LayerNorm (-DCENTERED=1) and its backward, at the speed of memory; the sum of rows, for biases.
+//
+// D is a constant of the compilation: every loop over a row is unrolled, and a row stays in registers, read
+// once.  THREADS threads (a warp or more) share a row, ROWS of these groups make a block, and a grid that fits
+// the GPU walks over all rows: while a group works on one row its loads of the next are under way.  Groups of
+// several warps meet at a barrier of their own.
+//
+// In the backward each thread also keeps the sums of d_weight (and d_bias) of its columns in registers; the groups
+// of a block are added in shared memory, the blocks by `sum_partials`, always in the same order.
+//
+// -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DCENTERED -DGRADIENT (dtype of d_weight) -DACCUMULATE
+#include "vectors.cuh"
+
+using T = DTYPE;
+constexpr int W = WIDTH, D = COLUMNS;
+constexpr int PACKS = (D / W + THREADS - 1) / THREADS;
+using Row = Raw<W, T>[PACKS];
+
+__device__ __forceinline__ int column(int pack) { return (pack * THREADS + int(threadIdx.x) % THREADS) * W; }
+
+__device__ __forceinline__ void load_row(Row& raw, const T* p, bool inside = true) {
+#pragma unroll
+    for (int p_ = 0; p_ < PACKS; ++p_)
+        if (inside && column(p_) < D) raw[p_].load(p + column(p_));
+}
+
+// The sum over the THREADS threads of a row; `turn` alternates, so that one barrier a call is enough.
+__device__ __forceinline__ float row_sum(float x, int turn) {
+    x = warp_sum(x);
+    if constexpr (THREADS > 32) {
+        constexpr int WARPS = THREADS / 32;
+        __shared__ float parts[2][ROWS][WARPS];
+        const int group = threadIdx.x / THREADS;
+        parts[turn][group][threadIdx.x % THREADS / 32] = x;
+        asm volatile("bar.sync %0, %1;" ::"r"(group + 1), "n"(THREADS) : "memory");
+        x = 0;
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) x += parts[turn][group][i];
+    }
+    return x;
+}
+
+// statistics: rstd (rows,), and with CENTERED the mean after it.
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS, 768 / (THREADS * ROWS) + (THREADS * ROWS > 768))
+norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias, float eps,
+     T* __restrict__ out, float* __restrict__ statistics, long rows) {
+    const long stride = long(gridDim.x) * ROWS;
+    long row = long(blockIdx.x) * ROWS + threadIdx.x / THREADS;
+    Row next;
+    load_row(next, x + row * D, row < rows);
+    for (int turn = 0; row < rows; row += stride, turn ^= 1) {
+        float v[PACKS][W];
+        float sum = 0, squares = 0, mean = 0;
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) {
+                next[p].floats(v[p]);
+#pragma unroll
+                for (int j = 0; j < W; ++j)
+                    if constexpr (CENTERED)
+                        sum += v[p][j];
+                    else
+                        squares += v[p][j] * v[p][j];
+            }
+        load_row(next, x + (row + stride) * D, row + stride < rows);
+        if constexpr (CENTERED) {
+            mean = row_sum(sum, 0) * (1.0f / D);
+#pragma unroll
+            for (int p = 0; p < PACKS; ++p)
+                if (column(p) < D) {
+#pragma unroll
+                    for (int j = 0; j < W; ++j) v[p][j] -= mean, squares += v[p][j] * v[p][j];
+                }
+        }
+        const float r = rsqrtf(row_sum(squares, CENTERED ? 1 : turn) * (1.0f / D) + eps);
+        if (threadIdx.x % THREADS == 0) {
+            statistics[row] = r;
+            if constexpr (CENTERED) statistics[rows + row] = mean;
+        }
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) {
+                float w[W];
+                load(w, weight + column(p));  // from the L1 cache
+#pragma unroll
+                for (int j = 0; j < W; ++j) v[p][j] *= r * w[j];
+                if constexpr (CENTERED) {
+                    load(w, bias + column(p));
+#pragma unroll
+                    for (int j = 0; j < W; ++j) v[p][j] += w[j];
+                }
+                store(out + row * D + column(p), v[p]);
+            }
+    }
+}
+
+// What the groups of a block have summed goes to out (D,).
+__device__ __forceinline__ void store_sums(const float (&sums)[PACKS][W], float* out) {
+    if constexpr (ROWS > 1) {
+        __shared__ float all[ROWS][D];
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) {
+#pragma unroll
+                for (int j = 0; j < W; ++j) all[threadIdx.x / THREADS][column(p) + j] = sums[p][j];
+            }
+        __syncthreads();
+        for (int i = threadIdx.x; i < D; i += THREADS * ROWS) {
+            float sum = 0;
+#pragma unroll
+            for (int k = 0; k < ROWS; ++k) sum += all[k][i];
+            out[i] = sum;
+        }
+    } else {
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) store(out + column(p), sums[p]);
+    }
+}
+
+// With n = (x - mean) rstd: dx += rstd (d_out weight - n mean(d_out weight n)), and with CENTERED - mean(d_out weight)
+// inside; partial (gridDim.x, 1 + CENTERED, D): sums of d_out n, and of d_out.
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS)
+norm_backward(const T* __restrict__ d_out, const T* __restrict__ x, const T* __restrict__ weight,
+              const float* __restrict__ statistics, T* __restrict__ dx, float* __restrict__ partial, long rows) {
+    const long stride = long(gridDim.x) * ROWS;
+    long row = long(blockIdx.x) * ROWS + threadIdx.x / THREADS;
+    Row w, g_next, x_next, d_next;
+    float r_next = row < rows ? statistics[row] : 0, mean = 0;
+    load_row(g_next, d_out + row * D, row < rows);
+    load_row(x_next, x + row * D, row < rows);
+    load_row(d_next, dx + row * D, row < rows);
+    load_row(w, weight);
+    float sums[PACKS][W] = {}, bias_sums[PACKS][W] = {};
+    for (int turn = 0; row < rows; row += stride, turn ^= 1) {
+        float g[PACKS][W], v[PACKS][W], d[PACKS][W];
+        const float r = r_next;
+        if constexpr (CENTERED) mean = statistics[rows + row];
+        float dot = 0, total = 0;
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) {
+                float scale[W];
+                g_next[p].floats(g[p]);
+                x_next[p].floats(v[p]);
+                d_next[p].floats(d[p]);
+                w[p].floats(scale);
+#pragma unroll
+                for (int j = 0; j < W; ++j) {
+                    if constexpr (CENTERED) v[p][j] -= mean, bias_sums[p][j] += g[p][j];
+                    v[p][j] *= r;
+                    sums[p][j] += g[p][j] * v[p][j];
+                    g[p][j] *= scale[j];
+                    dot += g[p][j] * v[p][j];
+                    if constexpr (CENTERED) total += g[p][j];
+                }
+            }
+        const long after = row + stride;
+        if (after < rows) r_next = statistics[after];
+        load_row(g_next, d_out + after * D, after < rows);
+        load_row(x_next, x + after * D, after < rows);
+        load_row(d_next, dx + after * D, after < rows);
+        if constexpr (CENTERED) {
+            total = row_sum(total, 0) * (-1.0f / D);
+#pragma unroll
+            for (int p = 0; p < PACKS; ++p)
+#pragma unroll
+                for (int j = 0; j < W; ++j) g[p][j] += total;
+        }
+        const float slope = row_sum(dot, CENTERED ? 1 : turn) * (-1.0f / D);
+#pragma unroll
+        for (int p = 0; p < PACKS; ++p)
+            if (column(p) < D) {
+#pragma unroll
+                for (int j = 0; j < W; ++j) d[p][j] += r * (g[p][j] + slope * v[p][j]);
+                store(dx + row * D + column(p), d[p]);
+            }
+    }
+    partial += long(blockIdx.x) * (1 + CENTERED) * D;
+    store_sums(sums, partial);
+    if constexpr (CENTERED) {
+        __syncthreads();
+        store_sums(bias_sums, partial + D);
+    }
+}
+
+// partial (gridDim.y, D): sums of every gridDim.y-th 8 rows; a block of 32 x 8 threads takes 32 WIDTH columns.
+extern "C" __global__ void sum_rows(const T* __restrict__ x, float* __restrict__ partial, long rows) {
+    __shared__ float all[8][32 * W];
+    const int lane = threadIdx.x % 32, group = threadIdx.x / 32, first = blockIdx.x * 32 * W, at = first + lane * W;
+    float sum[W] = {};
+    if (at < D)
+#pragma unroll 4
+        for (long row = long(blockIdx.y) * 8 + group; row < rows; row += long(gridDim.y) * 8) {
+            float v[W];
+            load(v, x + row * D + at);
+#pragma unroll
+            for (int j = 0; j < W; ++j) sum[j] += v[j];
+        }
+#pragma unroll
+    for (int j = 0; j < W; ++j) all[group][lane * W + j] = sum[j];
+    __syncthreads();
+    if (threadIdx.x >= 32 * W || first + int(threadIdx.x) >= D) return;
+    float whole = 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) whole += all[k][threadIdx.x];
+    partial[long(blockIdx.y) * D + first + threadIdx.x] = whole;
+}
+
+// d_weight (D,) = or += the sum of `blocks` rows of partial, `stride` apart; 32 x 8 threads take 32 columns.
+extern "C" __global__ void sum_partials(const float* partial, long stride, int blocks, GRADIENT* d_weight) {
+    __shared__ float parts[8][32];
+    const int x = threadIdx.x % 32, y = threadIdx.x / 32, i = blockIdx.x * 32 + x;
+    float sum = 0;
+    if (i < D)
+        for (int block = y; block < blocks; block += 8) sum += partial[block * stride + i];
+    parts[y][x] = sum;
+    __syncthreads();
+    if (y || i >= D) return;
+    sum = ACCUMULATE ? widen(d_weight[i]) : 0;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) sum += parts[k][x];
+    narrow(sum, d_weight[i]);
+}
