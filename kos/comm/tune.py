@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,7 +27,7 @@ from kos.comm.tuning import Key, Route, Table, machine, parse, pick, user_path
 from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.cuda.driver import call, cu
 from kos.errors import InvalidArgument, KosError
-from kos.memory.array import Array
+from kos.memory.array import Array, as_dtype
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = KB
@@ -101,9 +102,15 @@ class Tuner:
         driver.synchronize(self.device)
         self.measured: list[dict[str, Any]] = []
 
+    def buffers(self, dtype: str, symmetric: bool) -> list[Array]:
+        """Input and output, of as many elements as there is room for."""
+        count = self.largest // as_dtype(dtype).itemsize
+        both = self.symmetric if symmetric else self.ordinary
+        return [Array(each.pointer, (count,), as_dtype(dtype), self.device, owner=each) for each in both]
+
     def bind(self, comm: Communicator, operation: str, nbytes: int, dtype: str, symmetric: bool) -> Callable[[], Any]:
         """A function that launches the operation once more, by whose bytes ``auto`` will route it."""
-        x, y = (buffer.view(dtype) for buffer in (self.symmetric if symmetric else self.ordinary))
+        x, y = self.buffers(dtype, symmetric)
         n, size, at = nbytes // x.dtype.itemsize, self.size, {"stream": self.stream}
         first = self.rank == 0
         match operation:
@@ -130,7 +137,7 @@ class Tuner:
 
     def time(self, start: Callable[[], Any], nbytes: int, graph: bool) -> float:
         """Microseconds of one of several in a row: the median, on the slowest rank."""
-        depth = 50 if nbytes <= MB else 10 if nbytes <= 16 * MB else 3
+        depth = 50 if nbytes <= MB else 10 if nbytes <= 16 * MB else 3 if nbytes <= 256 * MB else 1
         start()  # what happens once: connections, kernels
         streams.synchronize(self.stream, self.device)
         turns = 6 if nbytes <= 16 * MB else 4
@@ -293,7 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
             if peer.size == 1:
                 raise InvalidArgument("tune: expected two ranks or more, got 1: start it by mpirun")
             tuner = Tuner(peer, nccl, options.largest)
-            table = tuner.table(print if peer.rank == 0 else lambda text: None)
+            table = tuner.table(partial(print, flush=True) if peer.rank == 0 else lambda text: None)
             if peer.rank == 0:
                 path = options.out or user_path(table.gpu, table.ranks)
                 write(path, {**table.to_json(), "provenance": provenance(), "measured": tuner.measured})

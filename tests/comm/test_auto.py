@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import nccl_binding
+from kos.comm import nccl_binding, tune
 from kos.comm.backend import Probe
 from kos.comm.backends import auto
 from kos.comm.backends.auto import AutoBackend
@@ -20,12 +21,12 @@ from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
-from kos.comm.tuning import parse
+from kos.comm.tuning import parse, read
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
-from tests.comm.test_tuning import changed
+from tests.comm.test_tuning import GPU, LINK, changed
 
 SIZE = 2
 ROUTES = {
@@ -343,3 +344,41 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
         assert "peer's all_reduce, symmetric buffers: one_shot to 64 KB, push above" in said
 
     run(body)
+
+
+def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``python -m kos.comm.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
+    launched: list[Any] = []
+    monkeypatch.setattr(tune, "PeerBackend", Peer)
+    monkeypatch.setattr(Peer, "use", lambda self, launches: launched.append(launches), raising=False)
+    monkeypatch.setattr(Peer, "allocate", lambda self, shape, dtype: zeros(shape, dtype))
+    monkeypatch.setattr(tune.Tuner, "_in_graph", tune.Tuner._eager)
+    monkeypatch.setattr(tune, "create_stream", lambda device: 7)
+    monkeypatch.setattr(tune, "set_device", lambda device: None)
+    monkeypatch.setattr(tune.driver, "synchronize", lambda device: None)
+    monkeypatch.setattr(tune, "machine", lambda device: (GPU, LINK))
+    threads, groups, tables = ThreadGroup(SIZE), {name: Group(SIZE) for name in ("nccl", "peer")}, {}
+
+    def rank(index: int) -> None:
+        rendezvous = ThreadRendezvous(threads, index, 20)
+        kinds = {"nccl": NCCLBackend, "peer": Peer}
+        nccl, peer = (
+            kos.Communicator(kinds[name](rendezvous, 0, Comm(groups[name], index)), rendezvous, {}, 20)
+            for name in ("nccl", "peer")
+        )
+        tuner = tune.Tuner(peer, nccl, 4096)
+        tables[index] = tuner.table(lambda text: None), tuner.measured
+
+    runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(SIZE)]
+    for runner in runners:
+        runner.start()
+    for runner in runners:
+        runner.join(60)
+    table, measured = tables[0]
+    assert table.fingerprint == tables[1][0].fingerprint  # the slowest rank's time, on all of them
+    assert {key[0] for key in table.routes} == {"all_reduce", *tune.OTHERS}
+    assert {row["bytes"] for row in measured if row["operation"] == "all_reduce"} == {1024, 2048, 4096}
+    assert {row["bytes"] for row in measured if row["operation"] == "all_gather"} == {1024, 2048}
+    assert launched[-1] == table.launches
+    tune.write(tmp_path / "table.json", {**table.to_json(), "measured": measured})
+    assert read(tmp_path / "table.json", GPU, LINK, SIZE).fingerprint == table.fingerprint
