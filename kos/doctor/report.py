@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -91,15 +92,16 @@ def draw(matrix: Matrix, path: Path) -> None:
     from matplotlib import pyplot
 
     rows = [[float("nan") if value is None else value for value in row] for row in matrix.gigabytes_per_second]
-    size = max(4.0, 1.0 + 0.8 * len(rows))
+    size, dark = max(4.0, 1.0 + 0.8 * len(rows)), 0.6 * max(filter(None, itertools.chain(*matrix.gigabytes_per_second)))
     figure, axes = pyplot.subplots(figsize=(size + 1, size), layout="constrained")
     image = axes.imshow(rows, vmin=0, cmap="Blues")
     figure.colorbar(image, label="GB/s", shrink=0.8)
     for i, row in enumerate(rows):
         for j, value in enumerate(row):
             if value == value:
-                color = "w" if value > 0.6 * image.norm.vmax else "k"
-                axes.text(j, i, f"{value:.3g}", ha="center", va="center", color=color, fontsize=8)
+                axes.text(
+                    j, i, f"{value:.3g}", ha="center", va="center", color="w" if value > dark else "k", fontsize=8
+                )
     places = range(len(rows))
     axes.set_xticks(places, matrix.labels, rotation=45, ha="right")
     axes.set_yticks(places, matrix.labels)
