@@ -1,9 +1,10 @@
-"""The tcp backend: the conformance suite on three ranks, messages in any order, and ranks that are lost."""
+"""The tcp backend: conformance with and without shared memory, messages in any order, ranks that are lost."""
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,19 +28,41 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_reduce,
     test_shapes_and_scalars,
 )
+from tests.comm.test_failures import COUNTS, disagree_about_counts
+from tests.comm.test_shared_failures import CASES, check_mismatch
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
 
 
-@pytest.fixture(autouse=True)
-def _sockets_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks of these tests share a host, and are to use the network all the same."""
-    monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+@pytest.fixture(params=["sockets", "shared"])
+def memory(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
-def ranks() -> TCPRanks:
+def ranks(memory: str) -> TCPRanks:
     return TCPRanks(3)
+
+
+@pytest.fixture(autouse=True)
+def _sockets_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks share a host, and use the network all the same unless the test asks for both."""
+    if "memory" not in request.fixturenames or request.getfixturevalue("memory") == "sockets":
+        monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+
+
+@pytest.mark.parametrize("memory", ["shared"], indirect=True)
+def test_explain_says_what_is_shared(ranks: TCPRanks) -> None:
+    for text in ranks.run(lambda comm: comm.explain()):
+        assert "shared memory  in use  3 ranks of this host share" in text
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("memory", ["shared"], indirect=True)
+def test_mismatch(ranks: TCPRanks, case: str, odd: int) -> None:
+    messages = ranks.run(lambda comm: check_mismatch(comm, case, odd))
+    assert len(set(messages)) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8])
@@ -83,25 +106,72 @@ def test_messages_that_nobody_asked_for_yet(count: int) -> None:
     TCPRanks(2).run(body)
 
 
-@pytest.mark.parametrize("count", [4, LONG])
+@pytest.mark.parametrize("count", [0, 4, LONG])
 @pytest.mark.parametrize("posted", ["before", "after"])
 def test_message_of_another_size(count: int, posted: str) -> None:
+    """The receiver says so, and the sender of a long message, which has not gone, too."""
+
     def body(comm: kos.Communicator) -> None:
+        message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of uint8"
+        x, expected = np.zeros(count, np.uint8), np.full(3, 7, np.uint8)
         if comm.rank == 0:
             if posted == "before":
                 comm.rendezvous.barrier()
-            comm.send(np.zeros(count, np.uint8), 1, 7, async_op=True)
+            work = comm.send(x, 1, 7, async_op=True)
             comm.barrier()
         else:
-            work = comm.recv(np.zeros(3, np.uint8), 0, 7, async_op=True) if posted == "before" else None
+            work = comm.recv(expected, 0, 7, async_op=True) if posted == "before" else None
             if work is not None:
                 comm.rendezvous.barrier()
             comm.barrier()
-            message = f"expected 3 bytes from rank 0 with tag 7, got {count}"
+            work = work or comm.recv(expected, 0, 7, async_op=True)
+        if comm.rank == 0 and count < LONG:
+            work.wait()
+        else:
             with pytest.raises(CollectiveMismatch, match=message):
-                (work or comm.recv(np.zeros(3, np.uint8), 0, 7, async_op=True)).wait()
-        comm.rendezvous.barrier()
-        comm.abort()  # a long message would wait for its receive
+                work.wait(10)
+        assert (expected == 7).all()
+        swapped = comm.send_recv(np.full(2, comm.rank), np.zeros(2, int), 1 - comm.rank, 1 - comm.rank)
+        assert (swapped == 1 - comm.rank).all(), "the connection is not fit any more"
+
+    TCPRanks(2).run(body)
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_counts_of_two_ranks_that_disagree(ranks: TCPRanks, counts: tuple[int, int]) -> None:
+    ranks.run(lambda comm: disagree_about_counts(comm, *counts))
+
+
+@pytest.mark.parametrize("count", [0, 1000, backend.EAGER_BYTES])
+def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "WINDOW_BYTES", 1 << 20)
+    number = 3 * backend.WINDOW_BYTES // (count + backend.KEEPING_BYTES)
+
+    def body(comm: kos.Communicator) -> None:
+        peer = comm.backend.transport.peers[1 - comm.rank]
+
+        def kept() -> list[int]:
+            arrived = [arrival for queue in peer._arrived.values() for arrival in queue]
+            return [len(arrival.data) for arrival in arrived if arrival.data is not None]
+
+        if comm.rank == 0:
+            x = [np.full(count, i % 251, np.uint8) for i in range(number)]
+            works = [comm.send(data, 1, i % 3, async_op=True) for i, data in enumerate(x)]
+            comm.barrier()
+            for work in works:
+                work.wait()
+        else:
+            comm.barrier()  # whatever can come has come
+            assert number > len(kept()) > number // 4
+            assert sum(kept()) + len(kept()) * backend.KEEPING_BYTES <= backend.WINDOW_BYTES
+            for i in range(number):
+                assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
+        for _ in range(3):  # all of the window is there again
+            comm.barrier()
+        assert not (peer._arrived or peer._asked or peer._granted or peer._outgoing)
+        assert peer._window > backend.WINDOW_BYTES * 4 // 10
 
     TCPRanks(2).run(body)
 
@@ -200,8 +270,8 @@ def test_timeout_names_who_is_awaited() -> None:
     [
         ((99, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
         ((backend._SHORT, 0, 0, 1 << 40), "expected the header of a message, got kind 1 of 1099511627776"),
-        ((backend._LONG, 0, 5, 10), "expected the header of a message, got kind 4 of 10 bytes"),
-        ((backend._LEFT, 0, 0, 1 << 20), "expected the header of a message, got kind 6 of 1048576 bytes"),
+        ((backend._LONG, 0, 5, 10), "expected the header of a message, got kind 5 of 10 bytes"),
+        ((backend._LEFT, 0, 0, 1 << 20), "expected the header of a message, got kind 8 of 1048576 bytes"),
     ],
 )
 def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> None:
@@ -220,7 +290,7 @@ def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> Non
 def test_a_long_message_of_another_length_than_announced() -> None:
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
-            with pytest.raises(RankLost, match="expected the header of a message, got kind 4 of 10 bytes"):
+            with pytest.raises(RankLost, match="expected the header of a message, got kind 5 of 10 bytes"):
                 comm.recv(np.zeros(LONG, np.uint8), 1, 3)
         else:
             sock = comm.backend.transport.peers[0].sock
@@ -271,30 +341,60 @@ def test_a_rank_that_closed_is_gone_but_what_it_sent_arrives() -> None:
     TCPRanks(2).run(body)
 
 
-KILLED = """
-import os, signal, time
-import kos, numpy as np
-with kos.init(timeout=15) as comm:
-    comm.barrier()
-    began = time.monotonic()
-    try:
-        while True:
-            comm.all_reduce(np.ones(200_000))
-            if comm.rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-    except kos.errors.RankLost as error:
-        print(error, flush=True)
-        print(f"after {time.monotonic() - began < 5}")
-        comm.abort()
+def test_all_hear_of_a_collective_that_one_failed_in() -> None:
+    """In their turn: one that was before it goes on, though its messages come after that news."""
+    transports: dict[int, Any] = {}
+
+    def body(comm: kos.Communicator) -> None:
+        transports[comm.rank] = comm.backend.transport
+        comm.rendezvous.barrier()
+        x = np.full(3, float(comm.rank == 0))
+        if comm.rank == 1:  # the only one that rank 3 gets it from
+            deadline = time.monotonic() + 10
+            while transports[3].failure is None:
+                assert time.monotonic() < deadline
+        assert (comm.broadcast(x, 0, timeout=15) == 1).all()
+        message = r"barrier #1: not complete after 0.1 s; still waiting for ranks \[\d"
+        with pytest.raises(CollectiveTimeout, match=message):
+            comm.barrier(timeout=15 if comm.rank else 0.1)
+        comm.rendezvous.barrier()
+
+    TCPRanks(4).run(body)
+
+
+END = """
+import os, signal
+import numpy as np, kos
+import kos.comm.backends.host as host
+if "{memory}" == "sockets":
+    host.open_segment = lambda _: (None, "switched off by the test")
+comm = kos.init("tcp", timeout=20)
+pids = [int(pid) for pid in comm.all_gather(np.array(os.getpid()))]
+survivors = comm.split(int(comm.rank == 1))
+if comm.rank == 1:
+    os.kill(os.getpid(), signal.{signal})
+    os._exit(0)
+try:
+    comm.all_reduce(np.zeros((2, 3)), timeout={timeout})
+except kos.errors.CollectiveError as error:
+    print(type(error).__name__, error, flush=True)
+survivors.barrier()
+if comm.rank == 0 and "{signal}" == "SIGSTOP":
+    os.kill(pids[1], signal.SIGCONT)
 """
 
 
-def test_a_killed_rank() -> None:
-    results = run_processes(KILLED, 3)
-    assert [code for code, _ in results] == [0, -9, 0], results
-    for rank in (0, 2):
-        text = results[rank][1]
-        assert "all_reduce #" in text and "rank 1 is gone" in text and "after True" in text, text
+def test_a_killed_rank_is_named(memory: str) -> None:
+    results = run_processes(END.format(signal="SIGKILL", timeout=15.0, memory=memory), 3)
+    for _, output in (results[0], results[2]):
+        assert "RankLost all_reduce #1 of float64[2, 3] by SUM: rank 1 is gone" in output, output
+
+
+def test_a_stopped_rank_is_named(memory: str) -> None:
+    results = run_processes(END.format(signal="SIGSTOP", timeout=1.0, memory=memory), 3)
+    for _, output in (results[0], results[2]):
+        assert "CollectiveTimeout all_reduce #1 of float64[2, 3] by SUM: not complete after 1.0 s" in output, output
+        assert ("ranks [1] did not arrive" if memory == "shared" else "waiting for ranks [") in output
 
 
 FORKED = """

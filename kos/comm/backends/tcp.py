@@ -1,9 +1,10 @@
 """The tcp backend: host memory over sockets, one authenticated connection between every two ranks.
 
 For jobs that no MPI started.  What does not go through shared memory runs as schedules.  Short messages are
-sent at once and, if nobody has asked for them yet, kept by the receiver; long ones are announced, and travel
-when the receiver grants them room, straight into its memory.  So no order of sends and receives can block a
-connection.
+sent at once and, if nobody has asked for them yet, kept by the receiver, who says when they are gone: more
+than ``WINDOW_BYTES`` of them are never on their way or kept.  Those beyond and long ones are announced, and
+travel when the receiver grants them room, straight into its memory.  So no order of sends and receives can
+block a connection, and no sender can fill a receiver's memory.
 """
 
 from __future__ import annotations
@@ -15,32 +16,36 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.backend import Probe, Request
+from kos.comm.backend import Probe, Request, drop, take, wrong_length
 from kos.comm.backends.host import HostBackend
 from kos.comm.mpi_job import Backoff
-from kos.comm.operation import Operation
+from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tcp import Connection, Network, admit_all
 from kos.comm.work import Engine, Idle
-from kos.errors import CollectiveMismatch, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
 
 Array = np.ndarray[Any, Any]
-T = TypeVar("T")
 
 EAGER_BYTES = 256 << 10  # longest message sent without being asked for: a segment of a schedule
+WINDOW_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
+KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
 
 _HEADER = struct.Struct("!B3xIIQ")  # kind, tag, number of the long message, bytes
-_SHORT, _ASK, _GRANT, _LONG, _BYE, _LEFT = range(1, 7)
-_NO_TAG = -1
-_LAST_WORDS = 1000  # bytes
+_SHORT, _ASK, _GRANT, _REFUSE, _LONG, _CREDIT, _FAILED, _LEFT, _BYE = range(1, 10)
+_LAST_WORDS = 1000  # characters
 _NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
+_KINDS: dict[str, type[KosError]] = {
+    kind.__name__: kind for kind in (CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost)
+}
 
 
 class TCPBackend(HostBackend):
@@ -48,9 +53,7 @@ class TCPBackend(HostBackend):
 
     name = "tcp"
 
-    def __init__(
-        self, rendezvous: Rendezvous, engine: Engine | None = None, poller: _Poller | None = None
-    ) -> None:
+    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None, poller: _Poller | None = None) -> None:
         super().__init__(rendezvous, engine)
         self._poller = poller or _Poller()
         self._mesh = self.transport = _Mesh(rendezvous, self._poller)
@@ -58,17 +61,13 @@ class TCPBackend(HostBackend):
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         if rendezvous.network is None:
-            return Probe(
-                False, "the ranks did not meet over TCP (start with torchrun, srun, or RANK, WORLD_SIZE, …)"
-            )
+            return Probe(False, "the ranks did not meet over TCP (start with torchrun, srun, or RANK, WORLD_SIZE, …)")
         return Probe(True, f"sockets between {rendezvous.size} ranks")
 
     def idle(self) -> Idle:
         return self._poller if self._calls is None else _Watch(self._poller, self.crowded)
 
-    def split(
-        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0
-    ) -> TCPBackend | None:
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> TCPBackend | None:
         return None if rendezvous is None else TCPBackend(rendezvous, self.engine, self._poller)
 
     def close(self) -> None:
@@ -83,11 +82,13 @@ class TCPBackend(HostBackend):
         return self._mesh.awaited(self._tag(operation))
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
+        first, tag = self.broken is None, self._tag(operation)
+        failure = super().failed(operation, error)
         if operation.collective:
-            self._mesh.forget(self._tag(operation))
-        if isinstance(error, RankLost) and str(operation) not in str(error):
-            error = RankLost(f"{operation}: {error}")
-        return super().failed(operation, error)
+            self._mesh.forget(lambda message: message.tag == tag)
+            if first:
+                self._mesh.tell(failure, tag)
+        return failure
 
 
 class _Poller:
@@ -95,7 +96,8 @@ class _Poller:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._peers: dict[int, _Peer] = {}
+        # Weakly: a communicator that is dropped takes its connections with it, and epoll forgets what is closed.
+        self._peers: weakref.WeakValueDictionary[int, _Peer] = weakref.WeakValueDictionary()
 
     def add(self, peer: _Peer) -> None:
         self._peers[peer.sock.fileno()] = peer
@@ -132,9 +134,6 @@ class _Watch(Backoff):
         self._poller, self._naps_at = poller, time.monotonic() + self.SLEEP_AFTER
         self._polls = self.SPINS if crowded else 0
 
-    def mark(self) -> int:
-        return 0
-
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
         if time.monotonic() < self._naps_at:
             super().pause()
@@ -142,22 +141,25 @@ class _Watch(Backoff):
             self._poller.pause(mark, self.SLEEP)
 
 
-class _Message:
-    """A message in flight; also a place to read bytes to."""
+class _Place:
+    """Memory to read bytes to."""
 
-    __slots__ = ("complete", "error", "peer", "tag", "view")
+    __slots__ = ("view",)
 
-    def __init__(self, peer: _Peer, tag: int, view: memoryview) -> None:
-        self.peer, self.tag, self.view = peer, tag, view
+    def __init__(self, nbytes: int) -> None:
+        self.view = memoryview(bytearray(nbytes))
+
+
+class _Message(_Place):
+    """A message in flight, of one or the other end."""
+
+    __slots__ = ("complete", "dtype", "error", "peer", "tag")
+
+    def __init__(self, peer: _Peer, tag: int, array: Array) -> None:
+        self.peer, self.tag, self.dtype = peer, tag, array.dtype
+        self.view = array.view(np.uint8).data
         self.complete = False
         self.error: KosError | None = None
-
-    def fits(self, nbytes: int) -> bool:
-        """Whether a message of that many bytes is what this receive expects; if not, it has failed."""
-        if nbytes != len(self.view):
-            expected = f"expected {len(self.view)} bytes from rank {self.peer.rank} with tag {self.tag}"
-            self.error = CollectiveMismatch(f"{expected}, got {nbytes}")
-        return self.error is None
 
     def done(self) -> bool:
         if not self.complete and self.error is None:
@@ -165,7 +167,7 @@ class _Message:
         if self.error is not None:
             raise self.error
         if not self.complete:
-            self.peer.check()
+            self.peer.check(self.tag)
         return self.complete
 
     def forget(self) -> None:
@@ -176,26 +178,32 @@ class _Mesh:
     """The transport: the connections of one group."""
 
     def __init__(self, rendezvous: Rendezvous, poller: _Poller) -> None:
-        self.poller = poller
-        self.failure: str | None = None  # the first rank that left without a goodbye
+        self.rank, self.poller = rendezvous.rank, poller
+        self.lost: str | None = None  # the first rank that left without a goodbye
+        self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in, by its tag
         self.peers = {rank: _Peer(rank, self, sock) for rank, sock in _connect_all(rendezvous).items()}
         for peer in self.peers.values():
             poller.add(peer)
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
-        return self.peers[peer].send(tag, array.view(np.uint8).data)
+        return self.peers[peer].send(array, tag)
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        return self.peers[peer].receive(tag, array.view(np.uint8).data)
+        return self.peers[peer].receive(array, tag)
 
     def awaited(self, tag: int) -> list[int]:
         """Ranks from which messages with that tag have not come."""
         return sorted(rank for rank, peer in self.peers.items() if peer.awaits(tag))
 
-    def forget(self, tag: int) -> None:
-        """Nobody waits any more for messages with that tag, and their memory is given back."""
+    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+        """Nobody waits any more for these messages, and their memory is given back."""
         for peer in self.peers.values():
-            peer.forget(lambda message: message.tag == tag)
+            peer.forget(given_up)
+
+    def tell(self, failure: KosError, tag: int) -> None:
+        """Have all ranks that are or come to be in that collective, or a later one, raise the same error."""
+        for peer in self.peers.values():
+            peer.say(_FAILED, tag, [type(failure).__name__, str(failure)])
 
     def leave(self, kind: int, why: str) -> None:
         for peer in self.peers.values():
@@ -211,32 +219,43 @@ class _Peer:
         self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
         self._arrived: dict[int, deque[_Arrival]] = {}  # what nobody has asked for yet, by tag
         self._outgoing: deque[_Outgoing] = deque()
-        self._asked: dict[int, _Message] = {}  # long sends that wait for room, by number
-        self._granted: dict[int, _Message] = {}  # long receives on their way, by number
+        self._asked: dict[int, _Message] = {}  # sends that wait for room, by number
+        self._granted: dict[int, _Message] = {}  # receives of those on their way, by number
         self._landing: _Message | None = None  # what is being read
+        self._window = WINDOW_BYTES  # of which so much is left to send
+        self._taken = 0  # of what came in the peer's window and is gone, but the peer does not know yet
         self._count = 0
         self._wants_room = False
         self._reader = self._read()
 
-    def check(self) -> None:
-        """Raise RankLost if what is not complete by now cannot become so."""
-        if (why := self.mesh.failure or self.gone) is not None:
+    def __del__(self) -> None:
+        self.sock.close()
+
+    def check(self, tag: int) -> None:
+        """Raise if what is not complete by now cannot become so."""
+        if self.mesh.failure is not None and tag >= COLLECTIVE_TAGS:
+            failed, error = self.mesh.failure
+            if (tag - failed) % COLLECTIVE_TAGS < COLLECTIVE_TAGS // 2:  # tags go round
+                raise type(error)(str(error))
+        if (why := self.mesh.lost or self.gone) is not None:
             raise RankLost(why)
 
-    def send(self, tag: int, view: memoryview) -> _Message:
-        self.check()
-        message = _Message(self, tag, view)
-        if view.nbytes <= EAGER_BYTES:
-            self._queue(_SHORT, 0, message)
+    def send(self, array: Array, tag: int) -> _Message:
+        self.check(tag)
+        message = _Message(self, tag, array)
+        nbytes = len(message.view)
+        if nbytes <= EAGER_BYTES and nbytes + KEEPING_BYTES <= self._window:
+            self._window -= nbytes + KEEPING_BYTES
+            self._queue(_SHORT, tag, 0, nbytes, message)
         else:
             self._count = (self._count + 1) % (1 << 32)
             self._asked[self._count] = message
-            self._queue(_ASK, self._count, message)
+            self._queue(_ASK, tag, self._count, nbytes, message)
         return message
 
-    def receive(self, tag: int, view: memoryview) -> _Message:
-        message = _Message(self, tag, view)
-        arrival = _take(self._arrived, tag)
+    def receive(self, array: Array, tag: int) -> _Message:
+        message = _Message(self, tag, array)
+        arrival = take(self._arrived, tag)
         if arrival is None:
             self._posted.setdefault(tag, deque()).append(message)
         else:
@@ -249,13 +268,20 @@ class _Peer:
         )
 
     def forget(self, given_up: Callable[[_Message], bool]) -> None:
-        posted = {tag: deque(m for m in queue if not given_up(m)) for tag, queue in self._posted.items()}
-        self._posted = {tag: queue for tag, queue in posted.items() if queue}
+        drop(self._posted, given_up)
         self._asked = {number: message for number, message in self._asked.items() if not given_up(message)}
         for message in [*self._granted.values(), self._landing]:
             if message is not None and given_up(message):
                 message.view = memoryview(bytearray(len(message.view)))
-        self._outgoing = deque(item for item in self._outgoing if not given_up(item.message) or item.detach())
+        for item in list(self._outgoing):
+            if item.message is None or not given_up(item.message):
+                continue
+            if item.begun or item.kind == _LONG:  # the other side counts on it
+                item.views = [memoryview(bytes(view)) for view in item.views]
+                continue
+            self._outgoing.remove(item)
+            if item.kind == _SHORT:
+                self._window += len(item.message.view) + KEEPING_BYTES
 
     def progress(self) -> None:
         """Read and send as much as goes without waiting."""
@@ -269,30 +295,34 @@ class _Peer:
         except RendezvousError as error:
             self._lose(str(error))
 
-    def hang_up(self, kind: int, why: str) -> None:
-        """Close, with a last word unless a message is half sent."""
+    def say(self, kind: int, tag: int, words: Any) -> None:
+        """Queue a few words about the group, and send them if there is room."""
         if self.gone is None:
-            text = why.encode()[:_LAST_WORDS]
-            if not self._outgoing:
-                with contextlib.suppress(OSError):
-                    self.sock.send(_HEADER.pack(kind, 0, 0, len(text)) + text)
+            data = json.dumps(words).encode()
+            self._queue(kind, tag, 0, len(data), data=memoryview(data))
+
+    def hang_up(self, kind: int, why: str) -> None:
+        """Close, with a last word if there is room for it."""
+        if self.gone is None:
+            self.say(kind, 0, why[:_LAST_WORDS])
             self._lose("this rank closed the communicator", orderly=True)
 
     def _lose(self, why: str, orderly: bool = False) -> None:
         self.gone = f"rank {self.rank} is gone: {why}"
-        if not orderly and self.mesh.failure is None:
-            self.mesh.failure = self.gone
+        if not orderly and self.mesh.lost is None:
+            self.mesh.lost = self.gone
         self.mesh.poller.remove(self)
         self.sock.close()
 
-    def _queue(self, kind: int, number: int, message: _Message) -> None:
-        """Send a header that concerns ``message``, or that and the message itself, as soon as there is room."""
-        nbytes = len(message.view)
-        views = [memoryview(_HEADER.pack(kind, message.tag, number, nbytes))]
-        carries = kind in (_SHORT, _LONG)
-        if carries and nbytes:
-            views.append(message.view)
-        self._outgoing.append(_Outgoing(views, message, carries))
+    def _queue(
+        self, kind: int, tag: int, number: int, nbytes: int, message: _Message | None = None,
+        data: memoryview | None = None,
+    ) -> None:  # fmt: skip
+        """Send a header, and the ``data`` behind it, as soon as there is room."""
+        if message is not None and kind != _ASK:
+            data = message.view
+        views = [memoryview(_HEADER.pack(kind, tag, number, nbytes))]
+        self._outgoing.append(_Outgoing(kind, [*views, data] if data else views, message))
         if len(self._outgoing) == 1:
             # A connection that is broken shows it when it is read, after what it still brings.
             with contextlib.suppress(OSError):
@@ -315,55 +345,68 @@ class _Peer:
 
     def _read(self) -> Generator[None, None, None]:
         """All that the peer sends, until it says goodbye; yields when there is nothing to read."""
-        header = _Message(self, _NO_TAG, memoryview(bytearray(_HEADER.size)))
+        header = _Place(_HEADER.size)
         while True:
             yield from self._fill(header)
             kind, tag, number, nbytes = _HEADER.unpack(header.view)
             if kind == _SHORT and nbytes <= EAGER_BYTES:
-                message = _take(self._posted, tag)
-                if message is not None and message.fits(nbytes):
-                    yield from self._fill(message)
-                    message.complete = True
-                    continue
-                data = bytearray(nbytes)
-                yield from self._fill(_Message(self, _NO_TAG, memoryview(data)))
-                if message is None:
-                    self._arrive(tag, _Arrival(nbytes, data))
+                posted = self._posted.get(tag)
+                if posted is not None and len(posted[0].view) == nbytes:
+                    yield from self._land(take(self._posted, tag))
+                    self._free(nbytes)
+                else:
+                    place = _Place(nbytes)
+                    yield from self._fill(place)
+                    self._arrive(tag, _Arrival(nbytes, place.view))
             elif kind == _ASK:
                 self._arrive(tag, _Arrival(nbytes, None, number))
             elif kind == _GRANT:
                 message = self._asked.pop(number, None)
                 if message is not None:  # else nobody waits for it any more
-                    self._queue(_LONG, number, message)
+                    self._queue(_LONG, tag, number, nbytes, message)
+            elif kind == _REFUSE:
+                message = self._asked.pop(number, None)
+                if message is not None:
+                    got = len(message.view)
+                    message.error = wrong_length(self.rank, nbytes, self.mesh.rank, got, message.dtype)
             elif kind == _LONG and number in self._granted and len(self._granted[number].view) == nbytes:
-                message = self._granted.pop(number)
-                yield from self._fill(message)
-                message.complete = True
-            elif kind == _BYE:
-                return
-            elif kind == _LEFT and nbytes <= _LAST_WORDS:
-                words = bytearray(nbytes)
-                yield from self._fill(_Message(self, _NO_TAG, memoryview(words)))
-                raise RendezvousError(words.decode(errors="replace"))
+                yield from self._land(self._granted.pop(number))
+            elif kind == _CREDIT:
+                self._window += nbytes
+            elif kind in (_FAILED, _LEFT, _BYE) and nbytes <= 20 * _LAST_WORDS:
+                place = _Place(nbytes)
+                yield from self._fill(place)
+                words = json.loads(bytes(place.view))
+                if kind == _BYE:
+                    return
+                if kind == _LEFT:
+                    raise RendezvousError(words)
+                if self.mesh.failure is None:
+                    self.mesh.failure = tag, _KINDS.get(words[0], CollectiveError)(words[1])
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
-    def _fill(self, message: _Message) -> Generator[None, None, None]:
-        self._landing = message
-        filled, length = 0, len(message.view)
+    def _fill(self, place: _Place) -> Generator[None, None, None]:
+        filled, length = 0, len(place.view)
         while filled < length:
             try:
-                got = self.sock.recv_into(message.view[filled:])
+                got = self.sock.recv_into(place.view[filled:])
             except BlockingIOError:
                 yield
                 continue
             if not got:
                 raise ConnectionError
             filled += got
+
+    def _land(self, message: _Message | None) -> Generator[None, None, None]:
+        assert message is not None
+        self._landing = message
+        yield from self._fill(message)
         self._landing = None
+        message.complete = True
 
     def _arrive(self, tag: int, arrival: _Arrival) -> None:
-        message = _take(self._posted, tag)
+        message = take(self._posted, tag)
         if message is None:
             self._arrived.setdefault(tag, deque()).append(arrival)
         else:
@@ -371,61 +414,57 @@ class _Peer:
 
     def _settle(self, message: _Message, arrival: _Arrival) -> None:
         """A receive meets the message that it is for."""
-        if not message.fits(arrival.nbytes):
-            return
-        if arrival.data is None:
+        expected, got = len(message.view), arrival.nbytes
+        if expected != got:
+            message.error = wrong_length(self.mesh.rank, expected, self.rank, got, message.dtype)
+        if arrival.data is not None:
+            if expected == got:
+                message.view[:] = arrival.data
+                message.complete = True
+            self._free(got)
+        elif expected == got:
             self._granted[arrival.number] = message
-            self._queue(_GRANT, arrival.number, message)
+            self._queue(_GRANT, message.tag, arrival.number, got)
         else:
-            message.view[:] = arrival.data
-            message.complete = True
+            self._queue(_REFUSE, message.tag, arrival.number, expected)
+
+    def _free(self, nbytes: int) -> None:
+        """A short message is kept no more."""
+        self._taken += nbytes + KEEPING_BYTES
+        if self._taken >= WINDOW_BYTES // 2:
+            self._queue(_CREDIT, 0, 0, self._taken)
+            self._taken = 0
 
 
 class _Arrival(NamedTuple):
-    """A message that came: its bytes, or the number of a long one that waits for room."""
+    """A message that came: its bytes, or the number of one that waits for room."""
 
     nbytes: int
-    data: bytearray | None
+    data: memoryview | None
     number: int = 0
 
 
 class _Outgoing:
-    """Bytes to be sent: a header that concerns a message, and the message behind it if it carries that."""
+    """Bytes to be sent: a header, and what it announces if that goes with it."""
 
-    __slots__ = ("_begun", "_carries", "message", "views")
+    __slots__ = ("begun", "kind", "message", "views")
 
-    def __init__(self, views: list[memoryview], message: _Message, carries: bool) -> None:
-        self.views, self.message, self._carries = views, message, carries
-        self._begun = False
+    def __init__(self, kind: int, views: list[memoryview], message: _Message | None) -> None:
+        self.kind, self.views, self.message = kind, views, message
+        self.begun = False
 
     def advance(self, sent: int) -> int:
-        """Take note that up to ``sent`` bytes are sent; how many of them were of this message."""
-        self._begun, used = True, 0
+        """Take note that up to ``sent`` bytes are sent; how many of them were of this item."""
+        self.begun, used = True, 0
         while self.views and used < sent:
             part = min(sent - used, len(self.views[0]))
             used += part
             self.views[0] = self.views[0][part:]
             if not self.views[0]:
                 del self.views[0]
-        if not self.views and self._carries:
+        if not self.views and self.message is not None and self.kind != _ASK:
             self.message.complete = True
         return used
-
-    def detach(self) -> bool:
-        """Let go of the sender's memory; False if nothing is sent yet, so that nothing need be."""
-        self.views = [memoryview(bytes(view)) for view in self.views]
-        return self._begun
-
-
-def _take(queues: dict[int, deque[T]], tag: int) -> T | None:
-    """The first entry of that tag's queue; an empty queue is not kept."""
-    queue = queues.get(tag)
-    if queue is None:
-        return None
-    first = queue.popleft()
-    if not queue:
-        del queues[tag]
-    return first
 
 
 def _connect_all(rendezvous: Rendezvous) -> dict[int, socket.socket]:
