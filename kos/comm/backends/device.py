@@ -33,7 +33,7 @@ from kos.cuda.streams import LEGACY
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError
 
 _UNCONFIRMED = 64
-"""Collectives that are queued, at most, before they are compared with the other ranks'."""
+"""Collectives that are queued before they are compared with the other ranks', as far as those have come."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks at the other ranks while a call of a library has not returned."""
 
@@ -74,6 +74,7 @@ class DeviceBackend(HostBackend):
         self._streams: set[int] = set()  # with work that the host has not waited for
         self._announced: Operation | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
+        self._compare_at = _UNCONFIRMED
         self._flying: deque[DeviceWork] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
@@ -159,7 +160,8 @@ class DeviceBackend(HostBackend):
         if self._calls is not None and o.collective:
             self._calls.announce(o)
             self._announced = o
-            if o.sequence - self._confirmed > _UNCONFIRMED:
+            if o.sequence >= self._compare_at:
+                self._compare_at = o.sequence + _UNCONFIRMED
                 self._confirm()
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
