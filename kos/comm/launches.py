@@ -1,10 +1,22 @@
-"""Which all-reduce kernel of ``kos.comm.peer`` is launched how, by size: data that a tuning table may replace."""
+"""Which all-reduce kernel of ``kos.comm.peer`` is launched how, by size: a part of a tuning table."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from kos.errors import InvalidArgument
+
+ALGORITHMS = ("one_shot", "two_shot", "ring", "tree", "direct", "bulk", "push", "copies")
+END = float("inf")
+_RANGES = {
+    "blocks": (0, 128), "threads": (32, 1024), "unroll": (1, 8),
+    "tile": (256, 65536), "stages": (1, 16), "pieces": (1, 8),
+}  # fmt: skip
+_KINDS = ("symmetric", "ordinary")
 
 
 @dataclass(frozen=True)
@@ -18,6 +30,25 @@ class Launch:
     tile: int = 8192  # bytes; of bulk
     stages: int = 3  # of bulk
     pieces: int = 1  # of copies
+
+    def as_json(self) -> dict[str, Any]:
+        """Without what is as it always is."""
+        usual = asdict(Launch(self.algorithm))
+        return {name: value for name, value in asdict(self).items() if name == "algorithm" or value != usual[name]}
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Launch:
+        """Raises InvalidArgument for what no kernel can be launched with."""
+        launch = Launch(**data)
+        if launch.algorithm not in ALGORITHMS:
+            raise InvalidArgument(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {launch.algorithm!r}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(launch, name)
+            if type(value) is not int or not least <= value <= most:
+                raise InvalidArgument(f"{launch.algorithm}: {name}: expected {least} to {most}, got {value!r}")
+        if launch.threads % 32:
+            raise InvalidArgument(f"{launch.algorithm}: threads: expected a multiple of 32, got {launch.threads}")
+        return launch
 
 
 Rows = Sequence[tuple[float, Launch]]
@@ -38,35 +69,30 @@ class Launches:
     def as_json(self) -> dict[str, Any]:
         """A limit of None has no end."""
         return {
-            kind: [[None if limit == _END else limit, asdict(launch)] for limit, launch in getattr(self, kind)]
+            kind: [[None if limit == END else limit, launch.as_json()] for limit, launch in getattr(self, kind)]
             for kind in _KINDS
         }
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Launches:
-        """The reverse of ``as_json``."""
-        rows = ([(_END if limit is None else limit, Launch(**row)) for limit, row in data[kind]] for kind in _KINDS)
-        return Launches(*rows)
+        """The reverse of ``as_json``.  Raises InvalidArgument for anything else."""
+        made = {}
+        for kind in _KINDS:
+            rows = by_size(kind, data[kind])
+            made[kind] = tuple((END if limit is None else limit, Launch.from_json(row)) for limit, row in rows)
+        return Launches(**made)
 
 
-_KINDS = ("symmetric", "ordinary")
-_END = float("inf")
-_PACKETS = Launch("one_shot", threads=128)
+def by_size(name: str, rows: Any) -> list[tuple[int | None, Any]]:
+    """Rows of (bytes up to which, something) that grow up to one without end; raises InvalidArgument for others."""
+    limits = [limit for limit, _ in rows]
+    known = all(limit is None or (type(limit) is int and limit > 0) for limit in limits)
+    ends = [END if limit is None else limit for limit in limits] if known else []
+    if not ends or ends[-1] != END or sorted(set(ends)) != ends:
+        raise InvalidArgument(f"{name}: expected bytes that grow, the last null, got {limits}")
+    return [(limit, value) for limit, value in rows]
 
-# H200, NVSwitch, driver 580, 2026-11-20: benchmarks/results/peer_kernels_4xH200.json.
-DEFAULT = Launches(
-    symmetric=(
-        (192 << 10, _PACKETS),
-        (384 << 10, Launch("two_shot", threads=128)),
-        (1 << 20, Launch("direct", blocks=32)),
-        (6 << 20, Launch("direct", blocks=64)),
-        (128 << 20, Launch("push", blocks=128)),
-        (_END, Launch("copies", pieces=2)),
-    ),
-    ordinary=(
-        (192 << 10, _PACKETS),
-        (768 << 10, Launch("two_shot", threads=128)),
-        (2 << 20, Launch("two_shot", threads=256)),
-        (_END, Launch("push", blocks=128)),
-    ),
-)
+
+TABLES = Path(__file__).with_name("tables")
+DEFAULT = Launches.from_json(json.loads((TABLES / "nvidia-h200-4.json").read_text())["launches"])
+"""What is taken where nothing was measured."""

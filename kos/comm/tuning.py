@@ -12,13 +12,12 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kos.comm import launches
-from kos.comm.launches import Launch, Launches
+from kos.comm.launches import DEFAULT, END, TABLES, Launches, by_size
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda.devices import device_info, nvlinks
 from kos.errors import InvalidArgument
@@ -26,7 +25,6 @@ from kos.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-SHIPPED = Path(__file__).with_name("tables")
 BACKENDS = ("peer", "nccl")
 UNMEASURED = ((None, "nccl"),)
 """The route of what a table does not name."""
@@ -35,12 +33,6 @@ _LIKE = {
     "send": "send_recv", "recv": "send_recv",
 }  # fmt: skip
 _LARGEST_FILE = 4 << 20
-_END = float("inf")
-_RANGES = {
-    "blocks": (0, 128), "threads": (32, 1024), "unroll": (1, 8),
-    "tile": (256, 65536), "stages": (1, 16), "pieces": (1, 8),
-}  # fmt: skip
-_ALGORITHMS = ("one_shot", "two_shot", "ring", "tree", "direct", "bulk", "push", "copies")
 
 Key = tuple[str, bool, bool, bool]
 """Operation, elements of more than 16 bits, both buffers symmetric, within a graph."""
@@ -82,12 +74,7 @@ class Table:
             "gpu": self.gpu,
             "link": self.link,
             "ranks": self.ranks,
-            "launches": {
-                kind: [
-                    [None if limit == _END else limit, _short(launch)] for limit, launch in getattr(self.launches, kind)
-                ]
-                for kind in ("symmetric", "ordinary")
-            },
+            "launches": self.launches.as_json(),
             "routes": {_name(key): [list(row) for row in route] for key, route in self.routes.items()},
         }
 
@@ -98,7 +85,7 @@ class Table:
 
 
 def _size(limit: float | None) -> str:
-    if limit is None or limit == _END:
+    if limit is None or limit == END:
         return "above"
     unit, name = next(
         (unit, name) for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB"), (1, "B")) if limit >= unit
@@ -118,12 +105,8 @@ def parse(data: Any, source: str) -> Table:
         for name, kind in (("gpu", str), ("link", str), ("ranks", int)):
             if type(data[name]) is not kind:
                 raise InvalidArgument(f"{name}: expected {kind.__name__}, got {data[name]!r}")
-        rows = {kind: _sorted(kind, data["launches"][kind]) for kind in ("symmetric", "ordinary")}
-        made = {
-            kind: tuple((_END if limit is None else limit, _launch(row)) for limit, row in each)
-            for kind, each in rows.items()
-        }
-        routes = {_key(name): tuple(map(tuple, _sorted(name, route))) for name, route in data["routes"].items()}
+        kernels = Launches.from_json(data["launches"])
+        routes = {_key(name): tuple(by_size(name, route)) for name, route in data["routes"].items()}
         for key, route in routes.items():
             if wrong := [backend for _, backend in route if backend not in BACKENDS]:
                 raise InvalidArgument(f"{_name(key)}: expected peer or nccl, got {wrong[0]!r}")
@@ -131,36 +114,7 @@ def parse(data: Any, source: str) -> Table:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
-    return Table(data["gpu"], data["link"], data["ranks"], source, Launches(**made), routes)
-
-
-def _sorted(name: str, rows: Any) -> list[list[Any]]:
-    """Rows of (limit, value) whose limits grow up to None."""
-    limits = [limit for limit, _ in rows]
-    ends = [_END if limit is None else limit for limit in limits]
-    known = all(limit is None or (type(limit) is int and limit > 0) for limit in limits)
-    if not rows or not known or limits[-1] is not None or sorted(set(ends)) != ends:
-        raise InvalidArgument(f"{name}: expected bytes that grow, the last null, got {limits}")
-    return list(rows)
-
-
-def _launch(row: Mapping[str, Any]) -> Launch:
-    launch = Launch(**row)
-    if launch.algorithm not in _ALGORITHMS:
-        raise InvalidArgument(f"algorithm: expected one of {', '.join(_ALGORITHMS)}, got {launch.algorithm!r}")
-    for name, (least, most) in _RANGES.items():
-        value = getattr(launch, name)
-        if type(value) is not int or not least <= value <= most:
-            raise InvalidArgument(f"{launch.algorithm}: {name}: expected {least} to {most}, got {value!r}")
-    if launch.threads % 32:
-        raise InvalidArgument(f"{launch.algorithm}: threads: expected a multiple of 32, got {launch.threads}")
-    return launch
-
-
-def _short(launch: Launch) -> dict[str, Any]:
-    """Without what is as it always is."""
-    usual = asdict(Launch(launch.algorithm))
-    return {name: value for name, value in asdict(launch).items() if name == "algorithm" or value != usual[name]}
+    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes)
 
 
 def _name(key: Key) -> str:
@@ -211,7 +165,7 @@ _told: set[str] = set()
 
 def load(gpu: str, link: str, ranks: int) -> Table:
     """The table for so many ranks with such a GPU each: the user's, the shipped one, the nearest one, or defaults."""
-    for path in (user_path(gpu, ranks), SHIPPED / _file(gpu, ranks)):
+    for path in (user_path(gpu, ranks), TABLES / _file(gpu, ranks)):
         if path.exists():
             try:
                 return read(path, gpu, link, ranks)
@@ -220,14 +174,14 @@ def load(gpu: str, link: str, ranks: int) -> Table:
                     _told.add(str(path))
                     log.warning("the tuning table %s is not used: %s", path, error)
     for other in sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other)) if ranks > 1 else ():
-        path = SHIPPED / _file(gpu, other)
+        path = TABLES / _file(gpu, other)
         if path.exists():
             try:
                 table = read(path, gpu, link, other)
             except InvalidArgument:
                 continue
             return replace(table, source=f"{path.name}, the nearest one")
-    return Table(gpu, link, ranks, "not measured on such a machine: python -m kos.comm.tune", launches.DEFAULT, {})
+    return Table(gpu, link, ranks, "not measured on such a machine: python -m kos.comm.tune", DEFAULT, {})
 
 
 def for_group(rendezvous: Rendezvous, device: int) -> Table:

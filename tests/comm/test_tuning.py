@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kos.comm import launches, tune, tuning
-from kos.comm.launches import Launch
+from kos.comm import tune, tuning
+from kos.comm.launches import DEFAULT, Launch
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import Table, agree, load, merged, parse, pick, read
 from kos.errors import InvalidArgument
@@ -122,7 +122,7 @@ def test_merged_is_each_of_its_routes() -> None:
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
     """Where the user's table and the shipped one for four ranks would lie."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tables")
+    monkeypatch.setattr(tuning, "TABLES", tmp_path / "tables")
     monkeypatch.setattr(tuning, "_told", set())
     paths = tuning.user_path(GPU, 4), tmp_path / "tables" / "nvidia-h200-4.json"
     assert paths[0] == tmp_path / "kos/tuning/nvidia-h200-4.json"
@@ -165,14 +165,14 @@ def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(
 
 
 def test_the_nearest_table_and_none(places: tuple[Path, Path]) -> None:
-    assert load(GPU, LINK, 4).routes == {} and load(GPU, LINK, 4).launches is launches.DEFAULT
+    assert load(GPU, LINK, 4).routes == {} and load(GPU, LINK, 4).launches is DEFAULT
     places[1].write_text(json.dumps(TABLE))
     table = load(GPU, LINK, 3)
     assert table.source == "nvidia-h200-4.json, the nearest one" and table.routes
     assert load("NVIDIA B200", LINK, 4).routes == {}
 
 
-@pytest.mark.parametrize("path", sorted(tuning.SHIPPED.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_tables(path: Path) -> None:
     data = json.loads(path.read_text())
     table = read(path, data["gpu"], data["link"], data["ranks"])
@@ -247,5 +247,5 @@ def test_candidates_are_launches_that_a_table_may_hold() -> None:
     for nbytes in (1 << 10, 1 << 18, 1 << 22, 1 << 30):
         for symmetric in (False, True):
             found = list(tune.candidates(nbytes, symmetric))
-            assert found and all(tuning._launch(tuning._short(launch)) == launch for launch in found)
+            assert found and all(Launch.from_json(launch.as_json()) == launch for launch in found)
             assert symmetric or not {"copies", "direct"} & {launch.algorithm for launch in found}
