@@ -4,7 +4,8 @@ What only moves travels as bytes, so any dtype does.  NCCL adds where that gives
 float32 and float64, integers, complex numbers by parts.  It adds 16-bit floats too, fast, but rounds to 16 bits
 at each rank on the way; ``deterministic=True`` adds them in fp32 and in rank order.  That and all that NCCL
 lacks (8-bit floats, int16, bit operations, minima that keep NaN) is done by a kernel of ours between two
-exchanges (``nccl_ordered``).  Results are bit-identical on all ranks in either case.
+exchanges (``nccl_ordered``).  ``algorithm`` runs a schedule over NCCL's send and receive (``nccl_schedule``).
+Results are bit-identical on all ranks in each case.
 """
 
 from __future__ import annotations
