@@ -11,15 +11,11 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from kos.errors import ConfigError
-
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -50,39 +46,15 @@ class FlopsPerToken(NamedTuple):
     non_causal: float
 
 
-@dataclass(frozen=True)
-class LayerNames:
-    """The tensors of one layer: seven matrices, two norms, and the two groups read as one matrix."""
+class LayerNames(NamedTuple):
+    """What a model reads of a layer: four matrices, of which two may be groups, and the norms before them."""
 
-    q: str
-    k: str
-    v: str
-    o: str
-    gate: str
-    up: str
-    down: str
     input_norm: str
-    post_attention_norm: str
     qkv: str
+    o: str
+    post_attention_norm: str
     gate_up: str
-
-    @classmethod
-    def of(cls, layer: int) -> LayerNames:
-        prefix = f"model.layers.{layer}"
-        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        return cls(
-            q=f"{attention}.q_proj.weight",
-            k=f"{attention}.k_proj.weight",
-            v=f"{attention}.v_proj.weight",
-            o=f"{attention}.o_proj.weight",
-            gate=f"{mlp}.gate_proj.weight",
-            up=f"{mlp}.up_proj.weight",
-            down=f"{mlp}.down_proj.weight",
-            input_norm=f"{prefix}.input_layernorm.weight",
-            post_attention_norm=f"{prefix}.post_attention_layernorm.weight",
-            qkv=f"{attention}.qkv_proj.weight",
-            gate_up=f"{mlp}.gate_up_proj.weight",
-        )
+    down: str
 
 
 def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
@@ -97,6 +69,12 @@ def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
 @dataclass(frozen=True)
 class LlamaConfig:
     """The shape of a model, in Hugging Face's field names.  ConfigError where it cannot be."""
+
+    model_type: ClassVar[str] = "llama"
+    embedding: ClassVar[str] = "model.embed_tokens.weight"
+    final_norm: ClassVar[str] = "model.norm.weight"
+    lookups: ClassVar[tuple[str, ...]] = (embedding,)  # tables whose rows are read, not multiplied
+    residual: ClassVar[tuple[str, ...]] = (".o_proj.weight", ".down_proj.weight")  # ends of what adds to the stream
 
     vocab_size: int
     hidden_size: int
@@ -133,33 +111,49 @@ class LlamaConfig:
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: expected an even number, as rotary embeddings need, got {self.head_dim}")
 
+    @property
+    def head(self) -> str:
+        """The matrix that makes the logits."""
+        return self.embedding if self.tie_word_embeddings else "lm_head.weight"
+
+    @property
+    def up_size(self) -> int:
+        """Columns of what the activation function takes."""
+        return 2 * self.intermediate_size
+
+    def layer_names(self, layer: int) -> LayerNames:
+        prefix = f"model.layers.{layer}."
+        names = ("input_layernorm", "self_attn.qkv_proj", "self_attn.o_proj", "post_attention_layernorm",
+                 "mlp.gate_up_proj", "mlp.down_proj")  # fmt: skip
+        return LayerNames(*(f"{prefix}{name}.weight" for name in names))
+
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape, in the order in which the backward finishes the gradients."""
         D, F = self.hidden_size, self.intermediate_size
         A, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
         if not self.tie_word_embeddings:
-            shapes[HEAD] = (self.vocab_size, D)
-        shapes[FINAL_NORM] = (D,)
+            shapes[self.head] = (self.vocab_size, D)
+        shapes[self.final_norm] = (D,)
+        groups = self.fused_groups()
         for layer in reversed(range(self.num_hidden_layers)):
-            names = LayerNames.of(layer)
+            names = self.layer_names(layer)
             shapes[names.down] = (D, F)
-            shapes[names.gate] = shapes[names.up] = (F, D)
+            shapes |= dict.fromkeys(groups[names.gate_up], (F, D))
             shapes[names.post_attention_norm] = (D,)
             shapes[names.o] = (D, A)
-            shapes[names.q] = (A, D)
-            shapes[names.k] = shapes[names.v] = (kv, D)
+            shapes |= zip(groups[names.qkv], ((A, D), (kv, D), (kv, D)), strict=True)
             shapes[names.input_norm] = (D,)
-        shapes[EMBEDDING] = (self.vocab_size, D)
+        shapes[self.embedding] = (self.vocab_size, D)
         return shapes
 
     def fused_groups(self) -> dict[str, tuple[str, ...]]:
         """Group name -> neighbours in ``parameter_shapes`` that the model reads as one matrix."""
         groups: dict[str, tuple[str, ...]] = {}
         for layer in range(self.num_hidden_layers):
-            names = LayerNames.of(layer)
-            groups[names.gate_up] = (names.gate, names.up)
-            groups[names.qkv] = (names.q, names.k, names.v)
+            names = self.layer_names(layer)
+            groups[names.gate_up] = tuple(names.gate_up.replace("gate_up", part) for part in ("gate", "up"))
+            groups[names.qkv] = tuple(names.qkv.replace("qkv", part) for part in "qkv")
         return groups
 
     def num_parameters(self) -> int:
@@ -169,9 +163,9 @@ class LlamaConfig:
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""
         shapes = self.parameter_shapes()
-        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name != EMBEDDING)
+        matmul = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and name not in self.lookups)
         if self.tie_word_embeddings:
-            matmul += math.prod(shapes[EMBEDDING])
+            matmul += math.prod(shapes[self.embedding])
         scores = self.num_hidden_layers * self.num_attention_heads * self.head_dim * seq_len
         return FlopsPerToken(6.0 * (matmul + scores), 6.0 * (matmul + 2 * scores))
 
@@ -182,17 +176,17 @@ class LlamaConfig:
         return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
 
     def init_weights(self, weights: Mapping[str, np.ndarray], seed: int) -> None:
-        """Norms at 1, the rest normal(0, initializer_range); o_proj and down_proj over sqrt(2 L), as GPT-2.
+        """Norms at 1, biases at 0, the rest normal(0, initializer_range), ``residual`` over sqrt(2 L), as GPT-2.
 
         A tensor's values depend on ``seed``, its name and its shape alone; tensors are drawn side by side.
         """
 
         def draw(name: str) -> None:
             if weights[name].ndim == 1:
-                weights[name][...] = 1
+                weights[name][...] = not name.endswith(".bias")
                 return
             std = self.initializer_range
-            if name.endswith((".o_proj.weight", ".down_proj.weight")):
+            if name.endswith(self.residual):
                 std /= math.sqrt(2 * self.num_hidden_layers)
             rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
             rng.standard_normal(out=weights[name], dtype=np.float32)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.errors import InvalidArgument
-from kos.train.llama_config import EMBEDDING, FINAL_NORM, HEAD, LayerNames, LlamaConfig, RopeScaling
+from kos.train.llama_config import LlamaConfig, RopeScaling
 from kos.train.ops import Array, Ops
 
 __all__ = ["BlockActivations", "Gradients", "Llama", "LlamaConfig", "RopeScaling"]
@@ -61,16 +61,14 @@ class Llama:
     (a third of the activations, cheap to make again), "block" only each block's input (a second forward).
     """
 
-    def __init__(
-        self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none"
-    ) -> None:
+    def __init__(self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none") -> None:
         self.config = config
         self.ops = ops
         self.recompute = recompute
         self.head_rows = head_rows or HEAD_ROWS
         self.arena = ops.make_arena()
-        self._layers = [LayerNames.of(layer) for layer in range(config.num_hidden_layers)]
-        self._head = EMBEDDING if config.tie_word_embeddings else HEAD
+        self._layers = [config.layer_names(layer) for layer in range(config.num_hidden_layers)]
+        self._groups = config.fused_groups()
         self._tables: dict[tuple[int, Any], tuple[Array, Array]] = {}
 
     # --- whole passes --------------------------------------------------------------------------------
@@ -117,8 +115,8 @@ class Llama:
             tokens_N, targets_N = self._flatten(tokens, targets)
             dx_ND = self._take(weights, len(tokens_N), self.config.hidden_size)
             losses_N, count = self._loss_arrays(weights, targets_N)
-            x_ND = self.embed(weights, tokens_N)
             seq_len, inputs, kept = tokens.shape[1], [], []
+            x_ND = self.embed(weights, tokens_N, seq_len)
             for layer in range(self.config.num_hidden_layers):
                 inputs.append(x_ND)
                 if self.recompute == "block":
@@ -133,7 +131,7 @@ class Llama:
                 with self.arena.scope():
                     activations = kept.pop() if kept else self._activations(layer, weights, inputs[layer], seq_len)
                     self.block_backward(layer, weights, activations, dx_ND, into)
-            self.embed_backward(tokens_N, dx_ND, into)
+            self.embed_backward(tokens_N, seq_len, dx_ND, into)
             self.ops.mean_loss(losses_N, count, loss)
 
     def loss(self, weights: Weights, tokens: Array, targets: Array) -> float:
@@ -165,25 +163,26 @@ class Llama:
     def _final_states(self, weights: Weights, tokens: Array) -> Array:
         """The normed output of the last block; each block's memory is given back at its end."""
         tokens_N, _ = self._flatten(tokens, tokens)
-        x_ND = self.embed(weights, tokens_N)
+        x_ND = self.embed(weights, tokens_N, tokens.shape[1])
         for layer in range(self.config.num_hidden_layers):
             with self.arena.scope():
                 out_ND, _ = self.block(layer, weights, x_ND, tokens.shape[1])
                 self.ops.copy(out_ND, x_ND)
-        return self._norm(weights, FINAL_NORM, x_ND, self._take_statistics(weights, len(x_ND)))
+        return self._norm(weights, self.config.final_norm, x_ND, self._norm_statistics(weights, len(x_ND)))
 
     # --- stages --------------------------------------------------------------------------------------
 
-    def embed(self, weights: Weights, tokens_N: Array) -> Array:
+    def embed(self, weights: Weights, tokens_N: Array, seq_len: int) -> Array:
         x_ND = self._take(weights, len(tokens_N), self.config.hidden_size)
-        self.ops.embedding(tokens_N, weights[EMBEDDING], x_ND)
+        self.ops.embedding(tokens_N, weights[self.config.embedding], x_ND)
         return x_ND
 
-    def embed_backward(self, tokens_N: Array, dx_ND: Array, into: Gradients) -> None:
+    def embed_backward(self, tokens_N: Array, seq_len: int, dx_ND: Array, into: Gradients) -> None:
         """The last of all; a tied head has already put its share there."""
+        name = self.config.embedding
         accumulate = into.accumulate or self.config.tie_word_embeddings
-        self.ops.embedding_backward(dx_ND, tokens_N, into.of[EMBEDDING], accumulate, self.arena)
-        into.final(EMBEDDING)
+        self.ops.embedding_backward(dx_ND, tokens_N, into.of[name], accumulate, self.arena)
+        into.final(name)
 
     def block(
         self, layer: int, weights: Weights, x_ND: Array, seq_len: int, out_ND: Array | None = None
@@ -193,19 +192,19 @@ class Llama:
             out_ND = self._take(weights, *x_ND.shape)
         kept = self._activations(layer, weights, x_ND, seq_len)
         with self.arena.scope():
-            self.ops.linear(self._hidden(kept), weights[self._layers[layer].down], out_ND, kept.mid_ND)
+            self._linear(weights, self._layers[layer].down, self._hidden(kept), out_ND, kept.mid_ND)
         return out_ND, kept
 
     def _activations(self, layer: int, weights: Weights, x_ND: Array, seq_len: int) -> BlockActivations:
         """A block's forward but for its last matrix product."""
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         N, (B, T) = len(x_ND), (len(x_ND) // seq_len, seq_len)
-        H, K, d, F = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.intermediate_size
+        H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 
         def normed_linear(x: Array, norm: str, weight: str, out: Array) -> tuple[Array | None, Array]:
-            rstd_N, mark = self._take_statistics(weights, N), arena.mark()
+            rstd_N, mark = self._norm_statistics(weights, N), arena.mark()
             normed_ND = self._norm(weights, norm, x, rstd_N)
-            ops.linear(normed_ND, weights[weight], out)
+            self._linear(weights, weight, normed_ND, out)
             if self.recompute == "none":
                 return normed_ND, rstd_N
             arena.release(mark)
@@ -213,14 +212,14 @@ class Llama:
 
         qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, x_ND.dtype)
         normed_in_ND, rstd_in_N = normed_linear(x_ND, names.input_norm, names.qkv, qkv_NW)
-        ops.rope(qkv_NW, self._rope_tables(T, x_ND.dtype), d, H + K, arena)
+        self._turn(ops.rope, qkv_NW, T)
         heads_NA = ops.empty_columns(arena, N, H * d, x_ND.dtype)
         lse_BHT = self._take_statistics(weights, B, H, T)
         ops.attention(qkv_NW, H, K, heads_NA, lse_BHT, arena)
         mid_ND = self._take(weights, *x_ND.shape)
-        ops.linear(heads_NA, weights[names.o], mid_ND, x_ND)
+        self._linear(weights, names.o, heads_NA, mid_ND, x_ND)
 
-        gate_up_N2F = ops.empty_columns(arena, N, 2 * F, x_ND.dtype)
+        gate_up_N2F = ops.empty_columns(arena, N, config.up_size, x_ND.dtype)
         normed_mid_ND, rstd_mid_N = normed_linear(mid_ND, names.post_attention_norm, names.gate_up, gate_up_N2F)
         kept = BlockActivations(
             x_ND, rstd_in_N, normed_in_ND, qkv_NW, lse_BHT, heads_NA, mid_ND, rstd_mid_N, normed_mid_ND, gate_up_N2F,
@@ -231,9 +230,9 @@ class Llama:
     def _hidden(self, kept: BlockActivations) -> Array:
         if kept.hidden_NF is not None:
             return kept.hidden_NF
-        rows, columns = kept.gate_up_N2F.shape
-        hidden_NF = self.ops.empty_columns(self.arena, rows, columns // 2, kept.gate_up_N2F.dtype)
-        self.ops.swiglu(kept.gate_up_N2F, hidden_NF, self.arena)
+        rows, up = len(kept.gate_up_N2F), kept.gate_up_N2F
+        hidden_NF = self.ops.empty_columns(self.arena, rows, self.config.intermediate_size, up.dtype)
+        self._activate(up, hidden_NF)
         return hidden_NF
 
     def block_backward(
@@ -244,43 +243,31 @@ class Llama:
         H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         T, (N, D), F = kept.lse_BHT.shape[-1], dx_ND.shape, config.intermediate_size
 
-        def linear_backward(d_out: Array, x: Array, name: str, dx: Array) -> None:
-            ops.linear_backward(d_out, x, weights[name], dx, into.of[name], into.accumulate, arena)
-
-        def norm_backward(d_out: Array, x: Array, rstd: Array, name: str) -> None:
-            ops.rms_norm_backward(d_out, x, weights[name], rstd, dx_ND, into.of[name], into.accumulate, arena)
-            into.final(name)
-
         def normed(kept_ND: Array | None, x: Array, name: str) -> Array:
-            return self._norm(weights, name, x, self._take_statistics(weights, N)) if kept_ND is None else kept_ND
+            return self._norm(weights, name, x, self._norm_statistics(weights, N)) if kept_ND is None else kept_ND
 
         with arena.scope():
             hidden_NF = self._hidden(kept)
             d_hidden_NF = ops.empty_columns(arena, N, F, dx_ND.dtype)
-            linear_backward(dx_ND, hidden_NF, names.down, d_hidden_NF)
-            into.final(names.down)
-            d_gate_up_N2F = ops.empty_columns(arena, N, 2 * F, dx_ND.dtype)
-            ops.swiglu_backward(d_hidden_NF, kept.gate_up_N2F, hidden_NF, d_gate_up_N2F, arena)
+            self._linear_backward(weights, names.down, dx_ND, hidden_NF, d_hidden_NF, into)
+            d_gate_up_N2F = ops.empty_columns(arena, N, config.up_size, dx_ND.dtype)
+            self._activate_backward(d_hidden_NF, kept.gate_up_N2F, hidden_NF, d_gate_up_N2F)
             normed_mid_ND = normed(kept.normed_mid_ND, kept.mid_ND, names.post_attention_norm)
             d_normed_ND = self._take(weights, N, D)
-            linear_backward(d_gate_up_N2F, normed_mid_ND, names.gate_up, d_normed_ND)
-            into.final(names.gate)
-            into.final(names.up)
-            norm_backward(d_normed_ND, kept.mid_ND, kept.rstd_mid_N, names.post_attention_norm)
+            self._linear_backward(weights, names.gate_up, d_gate_up_N2F, normed_mid_ND, d_normed_ND, into)
+            norm = names.post_attention_norm
+            self._norm_backward(weights, norm, d_normed_ND, kept.mid_ND, kept.rstd_mid_N, dx_ND, into)
 
         with arena.scope():
             d_heads_NA = ops.empty_columns(arena, N, H * d, dx_ND.dtype)
-            linear_backward(dx_ND, kept.heads_NA, names.o, d_heads_NA)
-            into.final(names.o)
+            self._linear_backward(weights, names.o, dx_ND, kept.heads_NA, d_heads_NA, into)
             d_qkv_NW = ops.empty_columns(arena, N, (H + 2 * K) * d, dx_ND.dtype)
             ops.attention_backward(d_heads_NA, kept.qkv_NW, kept.heads_NA, kept.lse_BHT, H, K, d_qkv_NW, arena)
-            ops.rope_backward(d_qkv_NW, self._rope_tables(T, dx_ND.dtype), d, H + K, arena)
+            self._turn(ops.rope_backward, d_qkv_NW, T)
             normed_in_ND = normed(kept.normed_in_ND, kept.x_ND, names.input_norm)
             d_normed_ND = self._take(weights, N, D)
-            linear_backward(d_qkv_NW, normed_in_ND, names.qkv, d_normed_ND)
-            for name in (names.q, names.k, names.v):
-                into.final(name)
-            norm_backward(d_normed_ND, kept.x_ND, kept.rstd_in_N, names.input_norm)
+            self._linear_backward(weights, names.qkv, d_qkv_NW, normed_in_ND, d_normed_ND, into)
+            self._norm_backward(weights, names.input_norm, d_normed_ND, kept.x_ND, kept.rstd_in_N, dx_ND, into)
 
     def head_loss_and_gradients(
         self,
@@ -293,10 +280,10 @@ class Llama:
         into: Gradients,
     ) -> None:
         """Forward and backward in one, so that only ``head_rows`` rows of logits exist.  Writes ``dx_ND``."""
-        ops, arena, name = self.ops, self.arena, self._head
+        ops, arena, name, norm = self.ops, self.arena, self.config.head, self.config.final_norm
         with arena.scope():
-            rstd_N = self._take_statistics(weights, len(x_ND))
-            normed_ND = self._norm(weights, FINAL_NORM, x_ND, rstd_N)
+            rstd_N = self._norm_statistics(weights, len(x_ND))
+            normed_ND = self._norm(weights, norm, x_ND, rstd_N)
             d_normed_ND = self._take(weights, *x_ND.shape)
             for rows in self._chunks(len(targets_N)):
                 with arena.scope():
@@ -306,20 +293,46 @@ class Llama:
                     ops.linear_backward(
                         logits_NV, normed_ND[rows], weights[name], d_normed_ND[rows], into.of[name], add, arena
                     )
-            if name == HEAD:
-                into.final(HEAD)
+            if not self.config.tie_word_embeddings:
+                into.final(name)
             ops.zero(dx_ND)
-            ops.rms_norm_backward(
-                d_normed_ND,
-                x_ND,
-                weights[FINAL_NORM],
-                rstd_N,
-                dx_ND,
-                into.of[FINAL_NORM],
-                into.accumulate,
-                arena,
-            )
-            into.final(FINAL_NORM)
+            self._norm_backward(weights, norm, d_normed_ND, x_ND, rstd_N, dx_ND, into)
+
+    # --- what makes it a LLaMA: RMSNorm, RoPE, SwiGLU, no biases ---------------------------------------
+
+    def _norm_statistics(self, weights: Weights, rows: int) -> Array:
+        return self._take_statistics(weights, rows)
+
+    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array) -> Array:
+        normed_ND = self._take(weights, *x_ND.shape)
+        self.ops.rms_norm(x_ND, weights[name], self.config.rms_norm_eps, normed_ND, rstd_N)
+        return normed_ND
+
+    def _norm_backward(
+        self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients
+    ) -> None:
+        self.ops.rms_norm_backward(d_out, x, weights[name], rstd, dx, into.of[name], into.accumulate, self.arena)
+        into.final(name)
+
+    def _linear(self, weights: Weights, name: str, x: Array, out: Array, residual: Array | None = None) -> None:
+        self.ops.linear(x, weights[name], out, residual)
+
+    def _linear_backward(self, weights: Weights, name: str, d_out: Array, x: Array, dx: Array, into: Gradients) -> None:
+        self.ops.linear_backward(d_out, x, weights[name], dx, into.of[name], into.accumulate, self.arena)
+        for part in self._groups.get(name, (name,)):
+            into.final(part)
+
+    def _turn(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
+        """``rope`` is forward or backward."""
+        config = self.config
+        heads = config.num_attention_heads + config.num_key_value_heads
+        rope(qkv_NW, self._rope_tables(seq_len, qkv_NW.dtype), config.head_dim, heads, self.arena)
+
+    def _activate(self, gate_up_N2F: Array, hidden_NF: Array) -> None:
+        self.ops.swiglu(gate_up_N2F, hidden_NF, self.arena)
+
+    def _activate_backward(self, d_hidden: Array, gate_up: Array, hidden: Array, d_gate_up: Array) -> None:
+        self.ops.swiglu_backward(d_hidden, gate_up, hidden, d_gate_up, self.arena)
 
     # --- small things --------------------------------------------------------------------------------
 
@@ -331,24 +344,19 @@ class Llama:
         return self.ops.indices(tokens.reshape(-1), self.arena), self.ops.indices(targets.reshape(-1), self.arena)
 
     def _take(self, weights: Weights, *shape: int) -> Array:
-        return self.arena.take(shape, weights[EMBEDDING].dtype)
+        return self.arena.take(shape, weights[self.config.embedding].dtype)
 
     def _take_statistics(self, weights: Weights, *shape: int) -> Array:
-        return self.arena.take(shape, self.ops.statistics_dtype(weights[EMBEDDING].dtype))
+        return self.arena.take(shape, self.ops.statistics_dtype(weights[self.config.embedding].dtype))
 
     def _loss_arrays(self, weights: Weights, targets_N: Array) -> tuple[Array, Array]:
         losses_N, count = self._take_statistics(weights, len(targets_N)), self._take_statistics(weights, 1)
         self.ops.count_targets(targets_N, count)
         return losses_N, count
 
-    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array) -> Array:
-        normed_ND = self._take(weights, *x_ND.shape)
-        self.ops.rms_norm(x_ND, weights[name], self.config.rms_norm_eps, normed_ND, rstd_N)
-        return normed_ND
-
     def _logits(self, weights: Weights, normed_ND: Array) -> Array:
         logits_NV = self._take(weights, len(normed_ND), self.config.vocab_size)
-        self.ops.linear(normed_ND, weights[self._head], logits_NV)
+        self.ops.linear(normed_ND, weights[self.config.head], logits_NV)
         return logits_NV
 
     def _rope_tables(self, seq_len: int, dtype: Any) -> tuple[Array, Array]:
