@@ -20,6 +20,7 @@ except BackendUnavailable as error:
 
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 PACKETS = [b"one_shot", b"two_shot", b"ring", b"tree"]
+ORDERED = [b"reduce_ordered", b"scale", b"combine", b"finish"]
 CASES = [
     ("barrier.cu", {}, [b"barrier"]),
     ("exchange.cu", {}, [b"exchange"]),
@@ -34,6 +35,11 @@ CASES = [
     ("all_reduce_copies.cu", {"DTYPE": "bfloat16", "OP": "SUM", "THREADS": 512}, [b"copies"]),
     ("all_reduce_direct.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"direct"]),
     ("all_reduce_direct.cu", {"DTYPE": "int64", "OP": "MIN", "UNROLL": 2}, [b"direct"]),
+    ("reduce_ordered.cu", {"DTYPE": "bfloat16", "RESULT": "bfloat16", "OP": "SUM"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "float32", "RESULT": "float16", "OP": "AVG"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "float16", "RESULT": "float32", "OP": "SUM"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "int16", "RESULT": "int16", "OP": "PROD"}, ORDERED),
+    ("reduce_ordered.cu", {"DTYPE": "uint8", "RESULT": "uint8", "OP": "BOR"}, ORDERED),
 ]
 
 
