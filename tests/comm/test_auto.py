@@ -290,6 +290,18 @@ def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
     run(body)
 
 
+def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        for part in (*backend.gpus, backend.host):
+            part.abort = lambda reason, name=part.name: log.append(f"{name}: {reason}")  # type: ignore[method-assign,misc]
+        comm.abort(reason="enough")
+        assert log == ["mock: enough", "nccl: enough", "peer: enough"]
+
+    run(body)
+
+
 def test_the_parts_overlap_on_one_stream(fake: FakeNCCL) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         backend = comm.backend

@@ -160,11 +160,11 @@ class AutoBackend(Backend):
             part.close()
 
     def abort(self, reason: str) -> None:
-        for part in (*self.gpus, self.host):
+        for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
             part.abort(reason)
 
     def withdraw(self, reason: str) -> None:
-        for part in (*self.gpus, self.host):
+        for part in (self.host, *self.gpus):
             part.withdraw(reason)
 
     def routes(self) -> list[tuple[str, str]]:

@@ -84,7 +84,7 @@ class HostBackend(Backend):
         return failure
 
     def abort(self, reason: str) -> None:
-        if self._calls is not None:
+        if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
             mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
             begun = [operation.sequence for operation in mine if operation.collective]
             lost = RankLost(f"rank {self.rank} is gone: {reason}")
@@ -95,7 +95,7 @@ class HostBackend(Backend):
         self._leave()
 
     def _leave(self) -> None:
-        if self._calls is not None and self._segment is not None:
-            self._calls.close()
-            self._calls = self._shared = None
+        calls, self._calls, self._shared = self._calls, None, None
+        if calls is not None and self._segment is not None:
+            calls.close()
             self._segment.close()
