@@ -3,7 +3,7 @@
 Imports without a GPU, a driver or the CUDA packages; ``unavailable()`` says what is missing.
 """
 
-from kos.cuda.devices import DeviceInfo, device_info, visible_devices
+from kos.cuda.devices import DeviceInfo, bind_cpu, device_info, visible_devices
 from kos.cuda.driver import on_device, require, set_device, synchronize, unavailable
 from kos.cuda.graphs import Graph, capture
 from kos.cuda.kernels import Kernel, compile_kernels, load_kernel
@@ -14,6 +14,7 @@ __all__ = [
     "Graph",
     "Kernel",
     "as_stream",
+    "bind_cpu",
     "capture",
     "compile_kernels",
     "create_stream",

@@ -169,13 +169,13 @@ def process_numa_node() -> int | None:
     return None
 
 
-def bind_cpu(device: DeviceInfo) -> set[int]:
+def bind_cpu(device: int) -> set[int]:
     """Bind this process to those of its CPUs that are next to ``device``; returns the CPUs it has then.
 
     Changes nothing if the machine does not say which they are, or none of them is allowed here.
     """
     allowed = os.sched_getaffinity(0)
-    near = allowed & _cpu_list(SYSFS / "bus/pci/devices" / device.pci_address / "local_cpulist")
+    near = allowed & _cpu_list(SYSFS / "bus/pci/devices" / device_info(device).pci_address / "local_cpulist")
     if near:
         os.sched_setaffinity(0, near)
     return near or allowed

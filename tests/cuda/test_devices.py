@@ -71,11 +71,12 @@ def test_sysfs(sysfs: Path) -> None:
     assert (nic.name, nic.state, nic.rate, nic.numa_node) == ("mlx5_0", "ACTIVE", "400 Gb/sec (4X NDR)", 1)
 
 
-def test_bind_cpu(sysfs: Path) -> None:
+def test_bind_cpu(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "device_info", [_info("0000:1b:00.0"), _info("0000:1c:00.0")].__getitem__)
     before = os.sched_getaffinity(0)
     try:
-        assert devices.bind_cpu(_info("0000:1c:00.0")) == before == os.sched_getaffinity(0)
-        assert devices.bind_cpu(_info("0000:1b:00.0")) == {min(before)} == os.sched_getaffinity(0)
+        assert cuda.bind_cpu(1) == before == os.sched_getaffinity(0)
+        assert cuda.bind_cpu(0) == {min(before)} == os.sched_getaffinity(0)
     finally:
         os.sched_setaffinity(0, before)
 
