@@ -84,6 +84,14 @@ def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
     assert status == 1 and seconds < 40 and told in said
 
 
+def test_what_nobody_expected_is_a_finding() -> None:
+    code = "import kos.doctor.__main__ as d\nd.ranks.trial = lambda comm: 1 / 0"
+    status, said, _ = run(code=code)
+    assert (
+        status == 1 and "bad  all_reduce" in said and "rank 0: ZeroDivisionError" in said and "backend  usable" in said
+    )
+
+
 def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
     def fails() -> Check:
         raise OSError("the disk is on fire")

@@ -18,11 +18,11 @@ import kos
 from kos.comm.backends.device import device_of
 from kos.comm.mpi_job import launched_rank
 from kos.comm.rendezvous import Rendezvous, default_rendezvous
-from kos.cuda import driver, visible_devices
+from kos.cuda import visible_devices
 from kos.doctor import ranks
 from kos.doctor.checks import BAD, NO, Check, facts, local_checks
 from kos.doctor.report import Report, draw
-from kos.errors import KosError
+from kos.errors import BackendUnavailable, KosError
 
 
 class Doctor:
@@ -42,8 +42,9 @@ class Doctor:
         try:
             rendezvous = default_rendezvous(self.options.timeout / 4)
             self.together(rendezvous, mine)
-        except KosError as error:
-            self.report.add([[Check(self.stage, BAD, f"rank {self.rank}: {error}")]], self.rank)
+        except Exception as error:
+            what = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
+            self.report.add([[Check(self.stage, BAD, f"rank {self.rank}: {what}")]], self.rank)
 
     def together(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
         report, size = self.report, rendezvous.size
@@ -74,7 +75,10 @@ class Doctor:
         report, measure = self.report, self.options.measure
         alone = rendezvous.size == 1
         host = sorted({each["host_id"] for each in report.facts}).index(report.facts[rendezvous.rank]["host_id"])
-        device = device_of(rendezvous).index if driver.unavailable() is None else None
+        try:
+            device: int | None = device_of(rendezvous).index  # asked on all ranks: it is collective
+        except BackendUnavailable:
+            device = None
         part = rendezvous.split(None if device is None else host, rendezvous.rank)
         found: list[Check] = []
         matrix = None
