@@ -101,7 +101,7 @@ def save(
         _sync(folder.parent)
         _clean_up(folder)
         temporary.mkdir()
-        _write_tensors(temporary / "model.safetensors", dict(weights))
+        _write_tensors(temporary / "model.safetensors", huggingface.tensors_of(weights))
         _write_tensors(temporary / "optimizer.safetensors", moments)
         write_json(temporary / "config.json", huggingface.to_huggingface(model))
         write_json(temporary / TOKENIZER, tokenizer)

@@ -207,7 +207,8 @@ class TrainConfig(Section):
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
-        from kos.train.model import LlamaConfig, RopeScaling
+        from kos.train.gpt2 import GPT2Config
+        from kos.train.llama_config import LlamaConfig, RopeScaling
 
         shape = self.model
         if shape.vocab_size is not None and shape.vocab_size < vocab_size:
@@ -215,7 +216,8 @@ class TrainConfig(Section):
                 f"--vocab-size: expected at least the tokenizer's {vocab_size}, got {shape.vocab_size}"
             )
         scaling = shape.rope_scaling
-        return LlamaConfig(
+        kind = GPT2Config if shape.model_type == "gpt2" else LlamaConfig
+        return kind(
             vocab_size=shape.vocab_size or vocab_size,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,

@@ -1,12 +1,13 @@
 """Weights and configurations as Hugging Face transformers writes and reads them.
 
-``config.json`` of a ``LlamaForCausalLM`` both ways, in the spelling of transformers v4 (``rope_theta``,
-``rope_scaling``, ``torch_dtype``) and of v5 (``rope_parameters``, ``dtype``); weights from
+``config.json`` of a ``LlamaForCausalLM`` or ``GPT2LMHeadModel`` both ways, in the spelling of transformers v4
+(``rope_theta``, ``rope_scaling``, ``torch_dtype``) and of v5 (``rope_parameters``, ``dtype``); weights from
 ``model.safetensors`` or its shards.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,55 +16,42 @@ from typing import Any
 import numpy as np
 
 from kos.errors import CheckpointError
+from kos.train.gpt2 import TRANSPOSED, GPT2Config
 from kos.train.llama_config import LlamaConfig, RopeScaling, default_head_dim
 from kos.train.parameters import Parameters
 
 INDEX = "model.safetensors.index.json"
+_BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of the names of what is no weight
 
 
 def to_huggingface(config: LlamaConfig, *, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
     """The ``config.json`` of this model."""
-    scaling = None
-    if config.rope_scaling is not None:
-        s = config.rope_scaling
-        scaling = {
-            "rope_type": "llama3",
-            "factor": s.factor,
-            "low_freq_factor": s.low_freq_factor,
-            "high_freq_factor": s.high_freq_factor,
-            "original_max_position_embeddings": s.original_max_position_embeddings,
-        }
+    common = {"bos_token_id": bos, "eos_token_id": eos, "dtype": "float32", "torch_dtype": "float32"}
+    if isinstance(config, GPT2Config):
+        return config.to_huggingface() | common
+    settings = dataclasses.asdict(config)  # their names are ours
+    scaling = settings["rope_scaling"] and {"rope_type": "llama3", **settings["rope_scaling"]}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
+        **settings,
         "attention_bias": False,
         "mlp_bias": False,
-        "bos_token_id": bos,
-        "eos_token_id": eos,
-        "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
         "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-        "dtype": "float32",
-        "torch_dtype": "float32",
-    }
+    } | common
 
 
 def from_huggingface(settings: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
     """The model that a ``config.json`` describes; ``source`` names it in errors."""
+    if settings.get("model_type") == "gpt2":
+        for key in ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"):
+            _required(settings, key, source)
+        return GPT2Config.from_huggingface(settings)
     if settings.get("model_type") != "llama":
-        raise CheckpointError(f"{source}: expected model_type 'llama', got {settings.get('model_type')!r}")
+        got = settings.get("model_type")
+        raise CheckpointError(f"{source}: expected model_type 'llama' or 'gpt2', got {got!r}")
     if settings.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{source}: expected hidden_act 'silu', got {settings['hidden_act']!r}")
     for bias in ("attention_bias", "mlp_bias"):
@@ -122,13 +110,24 @@ def read_config(directory: Path) -> LlamaConfig:
     return from_huggingface(settings, str(path))
 
 
+def tensors_of(weights: Parameters) -> dict[str, np.ndarray]:
+    """The weights as transformers has them."""
+    return {
+        name: np.ascontiguousarray(array.T) if name.endswith(TRANSPOSED) else array for name, array in weights.items()
+    }
+
+
 def read_weights(directory: Path, weights: Parameters) -> None:
     """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded."""
     missing = dict(weights.shapes)
     for name, tensor in _tensors(directory):
         name = name.removeprefix("_orig_mod.")
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and name not in weights):
+        if name.endswith(_BUFFERS) or (name == "lm_head.weight" and name not in weights):
             continue
+        if name not in weights and f"transformer.{name}" in weights:
+            name = f"transformer.{name}"
+        if name.endswith(TRANSPOSED):
+            tensor = tensor.T
         if name not in weights:
             raise CheckpointError(f"{directory}: expected the tensors of this model, got an unknown {name!r}")
         if tensor.shape != weights.shapes[name]:

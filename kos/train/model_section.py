@@ -13,7 +13,7 @@ def option(group: str, about: str, default: Any = ..., **constraints: Any) -> An
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class RopeScalingSection(Section):
@@ -27,21 +27,18 @@ class RopeScalingSection(Section):
 
 
 class ModelSection(Section):
-    """Shape of the LLaMA, with the key names of Hugging Face's config.json."""
+    """Shape of the model, with the key names that Hugging Face's config.json has for a LLaMA."""
 
+    model_type: Literal["llama", "gpt2"] = option("Model", "llama, or gpt2: LayerNorm, GELU, biases", "llama")
     vocab_size: int | None = option("Model", "rows of the embedding; default: the tokenizer's", None, ge=1)
     hidden_size: int = option("Model", "width of the residual stream", ge=2)
     num_hidden_layers: int = option("Model", "decoder layers", ge=1)
     num_attention_heads: int = option("Model", "query heads", ge=1)
-    num_key_value_heads: int | None = option(
-        "Model", "key/value heads; default: as many as query heads", None, ge=1
-    )
+    num_key_value_heads: int | None = option("Model", "key/value heads; default: as many as query heads", None, ge=1)
     head_dim: int | None = option("Model", "width of a head; default: hidden size / heads", None, ge=2)
-    intermediate_size: int = option("Model", "width of SwiGLU", ge=1)
-    max_position_embeddings: int | None = option(
-        "Model", "longest context, tokens; default: --seq-len", None, ge=1
-    )
-    rms_norm_eps: float = option("Model", "epsilon of RMSNorm", 1e-5, gt=0)
+    intermediate_size: int = option("Model", "width of the MLP", ge=1)
+    max_position_embeddings: int | None = option("Model", "longest context, tokens; default: --seq-len", None, ge=1)
+    rms_norm_eps: float = option("Model", "epsilon of the norms", 1e-5, gt=0)
     rope_theta: float = option("Model", "base of the rotary frequencies", 10_000.0, gt=0)
     rope_scaling: RopeScalingSection | None = None
     tie_word_embeddings: bool = option("Model", "one matrix for embedding and head", True)

@@ -87,6 +87,26 @@ PRESETS: dict[str, Preset] = {
             },
         },
     ),
+    "gpt2-124m": Preset(
+        "GPT-2 small itself, for GPT-2 token files",
+        {
+            "steps": 20_000,
+            "batch_size": 32,
+            "seq_len": 1024,
+            "lr": 6e-4,
+            "warmup_steps": 700,
+            "model": {
+                "model_type": "gpt2",
+                "vocab_size": 50_304,
+                "hidden_size": 768,
+                "num_hidden_layers": 12,
+                "num_attention_heads": 12,
+                "intermediate_size": 3072,
+                "max_position_embeddings": 1024,
+                "tie_word_embeddings": True,
+            },
+        },
+    ),
     "1b": Preset(
         "LLaMA-3.2-1B",
         {

@@ -14,6 +14,7 @@ import numpy as np
 
 from kos.errors import ConfigError, KosError
 from kos.train import checkpoint
+from kos.train.gpt2 import make_model
 from kos.train.model import Llama
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag}: expected 0 or more, got {getattr(arguments, name)}")
         found = checkpoint.find(arguments.run)
-        model = Llama(found.model_config(), numpy_ops)
+        model = make_model(found.model_config(), numpy_ops)
         weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
         found.load_weights(weights)
         text = sample_text(

@@ -154,7 +154,7 @@ def test_a_config_is_frozen() -> None:
         (["--stpes=3"], ["closest: --steps", "got '--stpes'"]),
         (["--step", "3"], ["closest: --steps", "got '--step'"]),
         (["extra"], ["got 'extra'"]),
-        (["--preset", "huge"], ["--preset", "tiny, baby, 124m, 1b, 8b", "got 'huge'"]),
+        (["--preset", "huge"], ["--preset", "tiny, baby, 124m, gpt2-124m, 1b, 8b", "got 'huge'"]),
         (["--steps", "abc"], ["--steps", "integer", "got 'abc'"]),
         (["--steps", "1.5"], ["--steps", "integer", "got '1.5'"]),
         (["--steps", "0"], ["--steps", "greater than or equal to 1", "got 0"]),

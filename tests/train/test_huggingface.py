@@ -30,7 +30,7 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gpt2"}, "expected model_type 'llama', got 'gpt2'"),
+        ({"model_type": "opt"}, "expected model_type 'llama' or 'gpt2', got 'opt'"),
         ({"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
         ({"attention_bias": True}, "expected attention_bias false"),
         ({"hidden_size": None}, "expected an integer hidden_size, got None"),

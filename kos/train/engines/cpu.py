@@ -11,6 +11,7 @@ from kos.comm.communicator import Communicator
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset
 from kos.train.engines import StepResult
+from kos.train.gpt2 import make_model
 from kos.train.llama_config import LlamaConfig
 from kos.train.model import Llama, Weights
 from kos.train.ops import numpy as numpy_ops
@@ -26,7 +27,7 @@ class CpuEngine:
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator) -> None:
         self.config, self.data, self.comm = config, data, comm
-        self.model = Llama(model, numpy_ops, recompute=config.recompute)
+        self.model = make_model(model, numpy_ops, recompute=config.recompute)
         self.weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())
         self.gradients = self.weights.like()
         self.optimizer = AdamW(

@@ -29,6 +29,7 @@ from kos.train.engines import StepResult
 from kos.train.engines.feed import Feed
 from kos.train.engines.memory_plan import plan_memory
 from kos.train.failures import together
+from kos.train.gpt2 import make_model
 from kos.train.llama_config import LlamaConfig
 from kos.train.machine import peak_flops
 from kos.train.model import Llama, Weights
@@ -63,7 +64,7 @@ class CudaEngine:
                 sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
             ).check(),
         )  # fmt: skip
-        self.model = Llama(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
+        self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
         self.model.arena.reserve(self.plan.arena)
         self.model.arena.fix()
         shapes, groups = model.parameter_shapes(), model.fused_groups()
@@ -235,7 +236,7 @@ class CudaEngine:
         return math.fsum(np.frombuffer(b"".join(said), np.float64)) / len(batches)
 
     def sampler(self) -> tuple[Llama, Weights]:
-        return Llama(self.model.config, self.ops), self._whole_weights()
+        return make_model(self.model.config, self.ops), self._whole_weights()
 
 
 class _Late:

@@ -13,8 +13,8 @@ from kos.errors import ConfigError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
 from kos.train.config import TrainConfig
+from kos.train.gpt2 import make_model
 from kos.train.llama_config import LlamaConfig
-from kos.train.model import Llama
 from kos.train.ops import cublaslt
 from kos.train.ops.cuda import CudaOps
 from kos.train.parameters import Parameters
@@ -92,7 +92,7 @@ def plan_memory(
 def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int) -> int:
     """Bytes that a pass, or a validation, takes from the arena at most."""
     sizing = _Sizing(ops)
-    llama = Llama(model, sizing, head_rows=head_rows, recompute=config.recompute)
+    llama = make_model(model, sizing, head_rows=head_rows, recompute=config.recompute)
     weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), sizing.zeros)
     gradients = weights.like("float32")
     assert config.micro_batch_size is not None

@@ -1,0 +1,168 @@
+"""GPT-2 (Radford et al. 2019): LayerNorm, biases, GELU and learned positions where LLaMA has others.
+
+Names and settings are those of Hugging Face's ``GPT2LMHeadModel``; matrices are (out, in) here as everywhere, and
+turned around when they are read from or written for transformers, whose ``Conv1D`` has them (in, out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from kos.errors import ConfigError
+from kos.train.llama_config import LayerNames, LlamaConfig
+from kos.train.model import Gradients, Llama, Weights
+from kos.train.ops import Array, Ops
+
+POSITIONS = "transformer.wpe.weight"
+TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
+# Their settings and ours.
+_SETTINGS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "hidden_size",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "initializer_range": "initializer_range",
+}
+
+
+@dataclass(frozen=True)
+class GPT2Config(LlamaConfig):
+    """The shape of a GPT-2; ``rms_norm_eps`` is LayerNorm's, and what is said of RoPE has no meaning."""
+
+    model_type: ClassVar[str] = "gpt2"
+    embedding: ClassVar[str] = "transformer.wte.weight"
+    final_norm: ClassVar[str] = "transformer.ln_f.weight"
+    lookups: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
+    residual: ClassVar[tuple[str, ...]] = (".c_proj.weight",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, expected in (
+            ("num_key_value_heads", self.num_attention_heads),
+            ("head_dim", self.hidden_size / self.num_attention_heads),
+            ("tie_word_embeddings", True),
+        ):
+            if getattr(self, name) != expected:
+                raise ConfigError(f"{name}: expected {expected:g} in a GPT-2, got {getattr(self, name)}")
+
+    @property
+    def up_size(self) -> int:
+        return self.intermediate_size
+
+    def layer_names(self, layer: int) -> LayerNames:
+        names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+        return LayerNames(*(f"transformer.h.{layer}.{name}.weight" for name in names))
+
+    def fused_groups(self) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        D, F = self.hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
+        for layer in reversed(range(self.num_hidden_layers)):
+            names = self.layer_names(layer)
+            for name, shape in (
+                (names.down, (D, F)),
+                (names.gate_up, (F, D)),
+                (names.post_attention_norm, (D,)),
+                (names.o, (D, D)),
+                (names.qkv, (3 * D, D)),
+                (names.input_norm, (D,)),
+            ):
+                shapes |= {name: shape, bias_of(name): shape[:1]}
+        return shapes | {POSITIONS: (self.max_position_embeddings, D), self.embedding: (self.vocab_size, D)}
+
+    def to_huggingface(self) -> dict[str, Any]:
+        """Their settings, but for what all models have."""
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "activation_function": "gelu_new",
+            **{theirs: getattr(self, ours) for theirs, ours in _SETTINGS.items()},
+        }
+
+    @classmethod
+    def from_huggingface(cls, settings: Mapping[str, Any]) -> GPT2Config:
+        """The inverse; KeyError where one is missing."""
+        if settings.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
+            raise ConfigError(f"activation_function: expected 'gelu_new', got {settings['activation_function']!r}")
+        values = {"n_inner": 4 * settings["n_embd"], "layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
+        values |= {name: value for name, value in settings.items() if value is not None}
+        heads = values["n_head"]
+        return cls(
+            **{ours: values[theirs] for theirs, ours in _SETTINGS.items()},
+            num_key_value_heads=heads,
+            head_dim=values["n_embd"] // heads,
+            tie_word_embeddings=values.get("tie_word_embeddings", True),
+        )
+
+
+def bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
+
+
+class GPT2(Llama):
+    """The stages of ``Llama`` with GPT-2's parts in place of LLaMA's."""
+
+    def embed(self, weights: Weights, tokens_N: Array, seq_len: int) -> Array:
+        x_ND = super().embed(weights, tokens_N, seq_len)
+        for start in range(0, len(tokens_N), seq_len):
+            sample = x_ND[start : start + seq_len]
+            self.ops.add(sample, weights[POSITIONS][:seq_len], sample)
+        return x_ND
+
+    def embed_backward(self, tokens_N: Array, seq_len: int, dx_ND: Array, into: Gradients) -> None:
+        d_positions = into.of[POSITIONS]
+        if not into.accumulate:
+            self.ops.zero(d_positions[seq_len:])
+        samples = dx_ND.reshape(len(dx_ND) // seq_len, -1)
+        self.ops.sum_rows(samples, d_positions[:seq_len].reshape(-1), into.accumulate, self.arena)
+        into.final(POSITIONS)
+        super().embed_backward(tokens_N, seq_len, dx_ND, into)
+
+    def _norm_statistics(self, weights: Weights, rows: int) -> Array:
+        return self._take_statistics(weights, 2, rows)
+
+    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array) -> Array:
+        normed_ND = self._take(weights, *x_ND.shape)
+        eps = self.config.rms_norm_eps
+        self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, normed_ND, rstd_N)
+        return normed_ND
+
+    def _norm_backward(
+        self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients
+    ) -> None:
+        bias = bias_of(name)
+        self.ops.layer_norm_backward(
+            d_out, x, weights[name], rstd, dx, into.of[name], into.of[bias], into.accumulate, self.arena
+        )
+        into.final(name)
+        into.final(bias)
+
+    def _linear(self, weights: Weights, name: str, x: Array, out: Array, residual: Array | None = None) -> None:
+        self.ops.linear(x, weights[name], out, residual, weights[bias_of(name)])
+
+    def _linear_backward(self, weights: Weights, name: str, d_out: Array, x: Array, dx: Array, into: Gradients) -> None:
+        super()._linear_backward(weights, name, d_out, x, dx, into)
+        self.ops.sum_rows(d_out, into.of[bias_of(name)], into.accumulate, self.arena)
+        into.final(bias_of(name))
+
+    def _turn(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
+        pass
+
+    def _activate(self, gate_up_N2F: Array, hidden_NF: Array) -> None:
+        self.ops.gelu(gate_up_N2F, hidden_NF, self.arena)
+
+    def _activate_backward(self, d_hidden: Array, gate_up: Array, hidden: Array, d_gate_up: Array) -> None:
+        self.ops.gelu_backward(d_hidden, gate_up, d_gate_up, self.arena)
+
+
+def make_model(config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none") -> Llama:
+    """The model of a configuration: GPT-2 or LLaMA."""
+    kind = GPT2 if isinstance(config, GPT2Config) else Llama
+    return kind(config, ops, head_rows=head_rows, recompute=recompute)
