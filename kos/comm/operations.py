@@ -53,99 +53,115 @@ class Operations(ABC):
 
     @operation
     def all_reduce(
-        self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, **options: Unpack[ReductionOptions]
+        self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, **options: Unpack[ReductionOptions]
     ) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result in ``x``, or in ``out`` of x's shape."""
-        send, recv = in_and_out(x, out, options.get("stream"))
+        send, recv = in_and_out(x, out, stream)
         reduction = resolve(op, send.dtype, self.size)
         return self._go(Operation("all_reduce", self.rank, send, recv, reduction), options)
 
     @operation
     def reduce(
-        self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, **options: Unpack[ReductionOptions]
+        self,
+        x: Any,
+        root: int = 0,
+        op: Op = ReduceOp.SUM,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        **options: Unpack[ReductionOptions],
     ) -> Any:
         """Reduce ``x`` over all ranks to ``root``, into its ``x`` or ``out``; others keep their ``x``."""
         recv: Buffer | None = None
         if self.rank == (root := check_rank("root", root, self.size)):
-            send, recv = in_and_out(x, out, options.get("stream"))
+            send, recv = in_and_out(x, out, stream)
         else:
-            send = _input(x, options)
+            send = _input(x, stream)
         reduction = resolve(op, send.dtype, self.size)
         return self._go(Operation("reduce", self.rank, send, recv, reduction, root), options)
 
     @operation
     def reduce_scatter(
-        self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, **options: Unpack[ReductionOptions]
+        self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None, **options: Unpack[ReductionOptions]
     ) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal parts of the result.
 
         ``out`` has ``x.size / size`` elements.  Without it an array is made, of shape
         ``(x.shape[0] / size, *x.shape[1:])`` if ``x`` divides so, else 1-D.
         """
-        send = _input(x, options)
-        recv = output(out, send, part_of(send, self.size), options.get("stream"), self.rank)
+        send = _input(x, stream)
+        recv = output(out, send, part_of(send, self.size), stream, self.rank)
         reduction = resolve(op, send.dtype, self.size)
         return self._go(Operation("reduce_scatter", self.rank, send, recv, reduction), options)
 
     @operation
     def reduce_scatter_v(
-        self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, **options: Unpack[Options]
+        self,
+        x: Any,
+        counts: Sequence[int],
+        out: Any = None,
+        op: Op = ReduceOp.SUM,
+        *,
+        stream: Any = None,
+        **options: Unpack[Options],
     ) -> Any:
         """``reduce_scatter`` with ``counts[r]`` elements for rank r; always in rank order.
 
         ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements.
         """
-        send = _input(x, options)
+        send = _input(x, stream)
         counts = check_counts("counts", counts, self.size, send)
-        recv = output(out, send, (counts[self.rank],), options.get("stream"))
+        recv = output(out, send, (counts[self.rank],), stream)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(
-            Operation("reduce_scatter_v", self.rank, send, recv, reduction, send_counts=counts), options
-        )
+        return self._go(Operation("reduce_scatter_v", self.rank, send, recv, reduction, send_counts=counts), options)
 
     # Collectives that move.
 
     @operation
-    def broadcast(self, x: Any, root: int = 0, *, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+    def broadcast(
+        self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, **options: Unpack[CollectiveOptions]
+    ) -> Any:
         """Every rank gets root's ``x``, in ``x`` or in ``out`` of its shape."""
         root = check_rank("root", root, self.size)
         if out is None and self.rank == root:
-            send = recv = _input(x, options)
+            send = recv = _input(x, stream)
         else:
-            send, recv = in_and_out(x, out, options.get("stream"))
+            send, recv = in_and_out(x, out, stream)
         return self._go(Operation("broadcast", self.rank, send, recv, root=root), options)
 
     @operation
-    def all_gather(self, x: Any, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
         """Every rank gets all ranks' ``x``, in rank order.
 
         ``out`` has ``size * x.size`` elements; without it an array of shape ``(size, *x.shape)`` is made.
         ``x`` may be its own part of ``out``.
         """
-        send = _input(x, options)
-        recv = output(out, send, (self.size, *send.shape), options.get("stream"), self.rank)
+        send = _input(x, stream)
+        recv = output(out, send, (self.size, *send.shape), stream, self.rank)
         return self._go(Operation("all_gather", self.rank, send, recv), options)
 
     @operation
-    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, **options: Unpack[Options]) -> Any:
+    def all_gather_v(
+        self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None, **options: Unpack[Options]
+    ) -> Any:
         """``all_gather`` of ``counts[r]`` elements from rank r into ``out``, 1-D if it is made here.
 
         ``counts`` is the same on all ranks, ``counts[rank]`` is ``x.size``.
         """
-        send = _input(x, options)
+        send = _input(x, stream)
         counts = check_counts("counts", counts, self.size)
         if counts[self.rank] != send.count:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
-        recv = output(out, send, (sum(counts),), options.get("stream"))
+        recv = output(out, send, (sum(counts),), stream)
         return self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts), options)
 
     @operation
-    def all_to_all(self, x: Any, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
         """Part j of rank i's ``x`` becomes part i of rank j's ``out`` of x's shape; parts are equal."""
-        send = _input(x, options)
+        send = _input(x, stream)
         part_of(send, self.size)
-        recv = output(out, send, send.shape, options.get("stream"))
+        recv = output(out, send, send.shape, stream)
         return self._go(Operation("all_to_all", self.rank, send, recv), options)
 
     @operation
@@ -155,38 +171,44 @@ class Operations(ABC):
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         out: Any = None,
+        *,
+        stream: Any = None,
         **options: Unpack[Options],
     ) -> Any:
         """``all_to_all`` with ``send_counts[j]`` elements for rank j and ``recv_counts[i]`` from rank i."""
-        send = _input(x, options)
+        send = _input(x, stream)
         send_counts = check_counts("send_counts", send_counts, self.size, send)
         recv_counts = check_counts("recv_counts", recv_counts, self.size)
         mine = send_counts[self.rank]
         if mine != recv_counts[self.rank]:
             expected = f"send_counts[{self.rank}] = {mine} from this rank itself"
             raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
-        recv = output(out, send, (sum(recv_counts),), options.get("stream"))
+        recv = output(out, send, (sum(recv_counts),), stream)
         o = Operation("all_to_all_v", self.rank, send, recv, send_counts=send_counts, recv_counts=recv_counts)
         return self._go(o, options)
 
     @operation
-    def gather(self, x: Any, root: int = 0, out: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+    def gather(
+        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, **options: Unpack[CollectiveOptions]
+    ) -> Any:
         """``root`` gets all ranks' ``x`` in rank order: ``out`` as in ``all_gather``; others get None."""
-        o = Operation("gather", self.rank, _input(x, options), root=check_rank("root", root, self.size))
+        o = Operation("gather", self.rank, _input(x, stream), root=check_rank("root", root, self.size))
         if self.rank == root:
             assert o.send is not None
-            o.recv = output(out, o.send, (self.size, *o.send.shape), options.get("stream"), self.rank)
+            o.recv = output(out, o.send, (self.size, *o.send.shape), stream, self.rank)
         elif out is not None:
             raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
         return self._go(o, options)
 
     @operation
-    def scatter(self, x: Any, out: Any, root: int = 0, **options: Unpack[CollectiveOptions]) -> Any:
+    def scatter(
+        self, x: Any, out: Any, root: int = 0, *, stream: Any = None, **options: Unpack[CollectiveOptions]
+    ) -> Any:
         """Rank r gets in ``out`` the r-th of ``size`` equal parts of root's ``x``; others give no ``x``."""
-        recv = as_buffer(out, "out", writable=True, stream=options.get("stream"))
+        recv = as_buffer(out, "out", writable=True, stream=stream)
         o = Operation("scatter", self.rank, recv=recv, root=check_rank("root", root, self.size))
         if self.rank == root:
-            o.send = _input(x, options)
+            o.send = _input(x, stream)
             expect_alike("out", recv, o.send)
             if o.send.count != self.size * recv.count:
                 raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {o.send.count}")
@@ -196,14 +218,14 @@ class Operations(ABC):
         return self._go(o, options)
 
     @operation
-    def barrier(self, **options: Unpack[Options]) -> Any:
+    def barrier(self, *, stream: Any = None, **options: Unpack[Options]) -> Any:
         """Return once every rank has called it.
 
         With a ``stream`` of a GPU nothing waits but that stream: what is queued on it from now on comes after
         what every rank has queued on its own so far.
         """
         o = Operation("barrier", self.rank)
-        if (stream := options.get("stream")) is not None:
+        if stream is not None:
             o.stream = streams.handle(stream)
         elif self.device is not None and self._batch is None and not options.get("async_op"):
             return self._go(o, {**options, "async_op": True}).synchronize()
@@ -212,23 +234,25 @@ class Operations(ABC):
     # Messages.
 
     @operation
-    def send(self, x: Any, dst: int, tag: int = 0, **options: Unpack[Options]) -> Any:
+    def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, **options: Unpack[Options]) -> Any:
         """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done."""
         dst, tag = check_peer("dst", dst, self.rank, self.size), check_tag(tag)
-        return self._go(Operation("send", self.rank, _input(x, options), dst=dst, tag=tag), options)
+        return self._go(Operation("send", self.rank, _input(x, stream), dst=dst, tag=tag), options)
 
     @operation
-    def recv(self, x: Any, src: int, tag: int = 0, **options: Unpack[Options]) -> Any:
+    def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, **options: Unpack[Options]) -> Any:
         """Receive into ``x`` what rank ``src`` sent with ``tag``: the same dtype and number of elements."""
         src, tag = check_peer("src", src, self.rank, self.size), check_tag(tag)
-        recv = as_buffer(x, "x", writable=True, stream=options.get("stream"))
+        recv = as_buffer(x, "x", writable=True, stream=stream)
         return self._go(Operation("recv", self.rank, recv=recv, src=src, recv_tag=tag), options)
 
     @operation
-    def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, **options: Unpack[Options]) -> Any:
+    def send_recv(
+        self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None, **options: Unpack[Options]
+    ) -> Any:
         """Send ``x`` to ``dst`` while receiving ``out`` from ``src`` (MPI_Sendrecv)."""
         dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
-        send, recv = _input(x, options), as_buffer(out, "out", writable=True, stream=options.get("stream"))
+        send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
         expect_place("out", recv, send)
         refuse_overlap(send, recv)
         tag = check_tag(tag)
@@ -254,5 +278,5 @@ class Operations(ABC):
     send_recv_init = persistent(send_recv)
 
 
-def _input(x: Any, options: Options) -> Buffer:
-    return as_buffer(x, "x", writable=False, stream=options.get("stream"))
+def _input(x: Any, stream: Any) -> Buffer:
+    return as_buffer(x, "x", writable=False, stream=stream)

@@ -19,7 +19,6 @@ class Options(TypedDict, total=False):
 
     async_op: bool
     timeout: float | None
-    stream: Any
 
 
 class CollectiveOptions(Options, total=False):
@@ -34,7 +33,7 @@ class ReductionOptions(CollectiveOptions, total=False):
     deterministic: bool
 
 
-_DEFAULTS = {"async_op": False, "timeout": None, "stream": None, "algorithm": "auto", "deterministic": False}
+_DEFAULTS = {"async_op": False, "timeout": None, "algorithm": "auto", "deterministic": False}
 _OF_OPERATION: dict[str, frozenset[str]] = {}
 
 
