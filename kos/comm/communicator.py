@@ -216,6 +216,7 @@ class Communicator(Operations):
             return
         if self.backend.broken is not None:
             self._give_up(self.backend.broken)  # ranks out of step cannot close together
+            self.rendezvous.abandon(None)
             return
         self._recorder.close(self._group)
         self.synchronize()

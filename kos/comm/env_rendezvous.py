@@ -78,8 +78,8 @@ class TCPRendezvous(Rendezvous):
     def close(self) -> None:
         self._hang_up(BYE)
 
-    def abandon(self, code: int) -> None:
-        self._hang_up(LEFT + b"it left by an exception")
+    def abandon(self, code: int | None) -> None:
+        self._hang_up(BYE if code is None else LEFT + b"it left by an exception")
 
     def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Come together around the hub, which is this rank's if it has the listener."""

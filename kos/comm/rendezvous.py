@@ -67,8 +67,11 @@ class Rendezvous(ABC):
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a rendezvous holds something
         """Give back what the group holds; safe to call when other ranks are gone."""
 
-    def abandon(self, code: int) -> None:  # noqa: B027
-        """This rank gives up on the group because of an error; ``code`` is its exit code."""
+    def abandon(self, code: int | None) -> None:  # noqa: B027
+        """Let go of a group that the others may not leave together with this rank.
+
+        ``code`` is the exit code of a rank that leaves by an error, None where that was dealt with.
+        """
 
     @property
     def local_rank(self) -> int:
@@ -318,9 +321,9 @@ class MPIRendezvous(Rendezvous):
             self.mpi_comm.Free()
         self.mpi_comm = None
 
-    def abandon(self, code: int) -> None:
+    def abandon(self, code: int | None) -> None:
         self.mpi_comm = None  # not freed: MPI_Comm_free is collective
-        if self._is_job:
+        if self._is_job and code is not None:
             mpi_job.abandon(code)
 
     def _wait(self, request: Any, what: str) -> None:

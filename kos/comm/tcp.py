@@ -25,6 +25,7 @@ import selectors
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ Waiting = Generator[int, None, T]
 MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # what a caller gets to prove itself
 MAX_STRANGERS = 256  # callers that have not yet proved themselves
+SHUT_SECONDS = 0.1  # of a listener that can let nobody in, for want of file descriptors
 
 _MAGIC = b"kos/tcp1"  # the protocol and its version
 _NONCE = 32
@@ -68,12 +70,11 @@ class Network:
             family = socket.getaddrinfo(self.hub, port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.create_server((self.hub, port), family=family, backlog=1024)
         elif socket.has_dualstack_ipv6():
-            listener = socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True
-            )
+            listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
         else:
             listener = socket.create_server(("", port), backlog=1024)
         listener.setblocking(False)
+        _open.add(listener)
         return listener
 
     def key(self, purpose: bytes) -> bytes:
@@ -188,9 +189,7 @@ def hear(sock: socket.socket) -> Waiting[bytes]:
     return magic + (yield from _read(sock, _NONCE))
 
 
-def introduce(
-    sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int
-) -> Waiting[Connection]:
+def introduce(sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int) -> Waiting[Connection]:
     """The caller's side of the handshake, after the greeting.  Raises ConnectionError, Stranger."""
     hello = _HELLO.pack(_MAGIC, rank, size, os.urandom(_NONCE))
     yield from _write(sock, hello + _mac(key, b"caller", greeting, hello))
@@ -217,19 +216,24 @@ class Door:
     ) -> None:
         self._listener, self._key, self._selector, self._admit = listener, key, selector, admit
         self._strangers: dict[socket.socket, float] = {}  # -> deadline, the oldest first
+        self._shut_until: float | None = None  # while it is not in the selector
         selector.register(listener, selectors.EVENT_READ, self._answer)
 
     def close(self) -> None:
         """Let nobody else in."""
         if self._listener.fileno() >= 0:
-            self._selector.unregister(self._listener)
+            if self._shut_until is None:
+                self._selector.unregister(self._listener)
             self._listener.close()
         for sock in list(self._strangers):
             self._dismiss(sock)
 
     def expire(self) -> None:
-        """Dismiss callers that took too long."""
+        """Dismiss callers that took too long; open again where there were too many."""
         now = time.monotonic()
+        if self._shut_until is not None and now >= self._shut_until and self._listener.fileno() >= 0:
+            self._shut_until = None
+            self._selector.register(self._listener, selectors.EVENT_READ, self._answer)
         for sock in [sock for sock, deadline in self._strangers.items() if deadline <= now]:
             self._dismiss(sock)
 
@@ -241,6 +245,9 @@ class Door:
         except OSError:  # most likely too many open files: the oldest stranger's is one
             if self._strangers:
                 self._dismiss(next(iter(self._strangers)))
+            else:  # its caller goes on waiting: to listen on would be to be told of it all the time
+                self._selector.unregister(self._listener)
+                self._shut_until = time.monotonic() + SHUT_SECONDS
             return
         _prepare(sock)
         if len(self._strangers) >= MAX_STRANGERS:
@@ -270,9 +277,14 @@ class Door:
 
 
 def admit_all(
-    listener: socket.socket, key: bytes, expected: set[int], size: int, deadline: float
+    listener: socket.socket,
+    key: bytes,
+    expected: set[int],
+    size: int,
+    deadline: float,
+    gone: Callable[[int], bool] = lambda rank: False,
 ) -> dict[int, Connection]:
-    """The connections of the ranks ``expected`` that call; closes the listener.
+    """The connections of the ranks ``expected`` that call, and are not ``gone``; closes the listener.
 
     Raises RendezvousError naming the ranks that did not call before the deadline.
     """
@@ -292,8 +304,11 @@ def admit_all(
                 if remaining <= 0:
                     missing = sorted(expected - admitted.keys())
                     raise RendezvousError(f"ranks {missing} did not connect in time")
-                for event, _ in selector.select(min(remaining, 1.0)):
+                events = selector.select(min(remaining, 1.0))
+                for event, _ in events:
                     event.data()
+                if not events:
+                    expected = {rank for rank in expected if rank in admitted or not gone(rank)}
                 door.expire()
         except BaseException:
             for connection in admitted.values():
@@ -361,7 +376,20 @@ def plain_address(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
+_open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """A process that a rank forks holds none of its connections: the others must see them end with the rank."""
+    for sock in _open:
+        sock.close()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def _prepare(sock: socket.socket) -> None:
+    _open.add(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.shared import Segment
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.shared_ranks import run
 from tests.comm.test_failures import F4, F5, MISMATCHES
@@ -178,6 +180,38 @@ def test_a_description_that_is_half_written_does_not_hide_the_others() -> None:
             comm.all_reduce(np.zeros(4 + comm.rank))
 
     run(body, 2, close=False)
+
+
+def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock that it holds keeps nobody for long from raising what is known without it."""
+    monkeypatch.setattr("kos.comm.shared.segment.LOCK_SECONDS", 0.1)
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 1:
+            return
+        file = os.open(f"/proc/self/fd/{comm.backend._segment._file}", os.O_RDWR)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        began = time.monotonic()
+        try:
+            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive"):
+                comm.barrier(timeout=0.1)
+        finally:
+            os.close(file)
+        assert time.monotonic() - began < 5
+
+    run(body, 2, close=False)
+
+
+def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
+    def body(comm: kos.Communicator) -> None:
+        file = os.memfd_create("kos-test")  # empty
+        with pytest.raises(ValueError, match="mmap"):
+            Segment(file, [0, 1], 0)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(file)
+
+    run(body, 2)
 
 
 def test_a_rank_that_closed() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import socket
 import stat
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -335,3 +337,29 @@ def test_a_stranger_dismissed_before_its_turn(monkeypatch: pytest.MonkeyPatch) -
                 for key, _ in sorted(events, key=lambda event: event[0].fileobj is not listener):
                     key.data()
         door.close()
+
+
+def test_a_door_that_can_let_nobody_in_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a file descriptor left, a caller waits in the kernel's queue until there is one."""
+    monkeypatch.setattr(tcp, "SHUT_SECONDS", 0.2)
+    network = Network(b"s", "127.0.0.1", "", loopback=True)
+    left, tries = threading.Event(), []
+
+    class Listener(socket.socket):
+        def accept(self) -> Any:
+            tries.append(time.monotonic())
+            if len(tries) <= 2:
+                raise OSError(errno.EMFILE, "Too many open files")
+            left.set()
+            return super().accept()
+
+    with network.listen() as plain:
+        listener = Listener(fileno=plain.detach())
+    listener.setblocking(False)
+    port = listener.getsockname()[1]
+    caller, admitted = run_threads(
+        lambda: network.call("127.0.0.1", port, b"purpose", 1, 2, soon()).close(),
+        lambda: list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon())),
+    )
+    assert (caller, admitted) == (None, [1])
+    assert left.is_set() and tries[2] - tries[0] >= 0.4, "it asked again and again"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
 from typing import Any
@@ -174,6 +176,42 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
         assert peer._window > backend.WINDOW_BYTES * 4 // 10
 
     TCPRanks(2).run(body)
+
+
+def test_communicators_that_are_dropped_give_their_descriptors_back(memory: str) -> None:
+    counts: list[int] = []
+
+    def body(comm: kos.Communicator) -> None:
+        for _ in range(4):
+            part = comm.split(0)
+            assert part.all_reduce(np.ones(1), algorithm="ring") == 2
+            part.barrier()
+            del part
+            comm.rendezvous.barrier()
+            if comm.rank == 0:
+                gc.collect()
+                counts.append(len(os.listdir("/proc/self/fd")))
+            comm.rendezvous.barrier()
+        comm.barrier()
+
+    TCPRanks(2).run(body)
+    assert len(set(counts)) == 1, counts
+
+
+def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous() -> None:
+    def body(comm: kos.Communicator) -> None:
+        comm.rendezvous.barrier()
+        if comm.rank:
+            with pytest.raises(CollectiveTimeout):
+                comm.barrier(timeout=0.05)
+            comm.close()
+            assert comm.rendezvous._connection is None
+        else:
+            with pytest.raises(RankLost, match=r"rank [12] is gone: it closed the group"):
+                comm.rendezvous.barrier()
+            comm.abort()
+
+    TCPRanks(3).run(body)
 
 
 def test_a_receive_that_was_given_up_leaves_its_memory_alone() -> None:
@@ -372,6 +410,10 @@ comm = kos.init("tcp", timeout=20)
 pids = [int(pid) for pid in comm.all_gather(np.array(os.getpid()))]
 survivors = comm.split(int(comm.rank == 1))
 if comm.rank == 1:
+    if os.fork() == 0:  # which outlives it, and holds nothing of it
+        os.closerange(0, 3)
+        signal.alarm(12)
+        signal.pause()
     os.kill(os.getpid(), signal.{signal})
     os._exit(0)
 try:
@@ -385,7 +427,7 @@ if comm.rank == 0 and "{signal}" == "SIGSTOP":
 
 
 def test_a_killed_rank_is_named(memory: str) -> None:
-    results = run_processes(END.format(signal="SIGKILL", timeout=15.0, memory=memory), 3)
+    results = run_processes(END.format(signal="SIGKILL", timeout=6.0, memory=memory), 3)
     for _, output in (results[0], results[2]):
         assert "RankLost all_reduce #1 of float64[2, 3] by SUM: rank 1 is gone" in output, output
 

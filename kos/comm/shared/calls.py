@@ -7,6 +7,7 @@ written once for all ranks of the host, so that all of them say the same.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -183,14 +184,14 @@ class Calls:
     def fail(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
 
-        The first failure stays.
+        The first failure stays.  Nobody hears of this one if a rank was stopped while it told its own.
         """
         kind, text = type(error).__name__, str(error)
         kind = kind if kind in _KINDS else "CollectiveError"
         while len(data := json.dumps([kind, sequence, text]).encode()) > FAILURE_BYTES:
             text = text[: len(text) * 3 // 4]  # by characters: some take six bytes
         at = self.segment.layout.failure_text
-        with self.segment.locked():
+        with contextlib.suppress(TimeoutError), self.segment.locked():
             if not self._words[self._failure]:
                 self.segment.bytes[at : at + len(data)] = data
                 self._words[self._failure] = len(data)

@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,17 @@ BLOCK_BYTES = 512 * 1024
 SLOTS_BYTES = 16 << 20
 """All slots of a segment: many ranks have smaller ones."""
 MAX_RANKS = 256
+LOCK_SECONDS = 1.0
 
 
 class Segment:
     """The mapped memory and where things lie in it.  ``ranks`` are the communicator's ranks on this host."""
 
     def __init__(self, file: int, ranks: list[int], rank: int) -> None:
+        self._file = file  # of this rank's own opening, so that flock excludes ranks in one process too
         self.ranks, self.size, self.rank = ranks, len(ranks), rank
         layout = _Layout(self.size)
         memory = mmap.mmap(file, layout.total)
-        self._file = file  # of this rank's own opening, so that flock excludes ranks in one process too
         self.bytes = memoryview(memory)
         self.words = self.bytes[: layout.texts].cast("Q")
         self.layout = layout
@@ -62,14 +64,30 @@ class Segment:
 
     def close(self) -> None:
         """Unmap; the memory is gone when the last rank has."""
-        os.close(self._file)
+        self.__del__()
         self.data = np.empty(0, np.uint8)
         self.words = self.bytes = memoryview(b"")
 
+    def __del__(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclude the other ranks; the kernel unlocks for a rank that dies."""
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        """Exclude the other ranks; the kernel unlocks for a rank that dies.
+
+        Raises TimeoutError where one holds the lock for ``LOCK_SECONDS``: it was stopped just then.
+        """
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(0.001)
         try:
             yield
         finally:
