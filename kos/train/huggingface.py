@@ -110,7 +110,7 @@ def read_config(directory: Path) -> LlamaConfig:
     return from_huggingface(settings, str(path))
 
 
-def tensors_of(weights: Parameters) -> dict[str, np.ndarray]:
+def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The weights as transformers has them."""
     return {
         name: np.ascontiguousarray(array.T) if name.endswith(TRANSPOSED) else array for name, array in weights.items()

@@ -1,4 +1,4 @@
-"""Hugging Face transformers' own LLaMA beside ours: logits, loss, every gradient, and files both ways.
+"""Hugging Face transformers' own LLaMA and GPT-2 beside ours: logits, loss, every gradient, and files both ways.
 
 Theirs runs in float64 on the CPU (with the fp32 islands that its norms and rotations keep); ours in float64 on
 numpy, and in fp32 on a GPU where there is one.
@@ -15,8 +15,8 @@ import pytest
 
 from kos import cuda
 from kos.train import huggingface
+from kos.train.gpt2 import GPT2Config, make_model
 from kos.train.llama_config import LlamaConfig, RopeScaling
-from kos.train.model import Llama
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
 
@@ -34,9 +34,11 @@ CASES = {  # with 8 query heads: groups of 1, 4 and 8
         97, 128, 96, 2, 4, 1, 64, 4096, 1e-6, 10_000.0, STRETCHED, tie_word_embeddings=True
     ),
 }
+GPT2 = {"GPT-2": GPT2Config(83, 64, 200, 3, 4, 4, 16, 130, tie_word_embeddings=True)}
 V4 = ("rope_theta", "rope_scaling", "torch_dtype")
 V5 = ("rope_parameters", "dtype")
-each_case = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
+each_llama = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
+each_case = pytest.mark.parametrize("config", (CASES | GPT2).values(), ids=list(CASES | GPT2))
 
 
 @pytest.fixture
@@ -63,20 +65,19 @@ def host_weights(config, rng):
     weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
     weights.flat[:] = rng.normal(0, 0.2, weights.flat.size)
     for name, shape in weights.shapes.items():
-        if len(shape) == 1:
+        if len(shape) == 1 and name.endswith(".weight"):
             weights[name][:] += 1
     return weights
 
 
-def theirs_of(config, weights=None):
-    """transformers' model, with our weights if given."""
+def theirs_of(config, weights):
+    """transformers' model, with our weights."""
     settings = huggingface.to_huggingface(config)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
-    if weights is not None:
-        state = {name: torch.tensor(array) for name, array in weights.items()}
-        missing, unexpected = model.load_state_dict(state, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}
-        model.tie_weights()
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**settings)).eval()
+    state = {name: torch.tensor(array) for name, array in huggingface.tensors_of(weights).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
     return model
 
 
@@ -99,15 +100,15 @@ def test_logits_loss_and_gradients(dialect, rng, config, length):
         labels = None
 
     theirs = theirs_of(config, start).double()
-    # Angles as exact as ours: theirs are fp32, whose error grows with the position.
-    theirs.model.rotary_emb = Rotary(config)
+    if config.model_type == "llama":  # angles as exact as ours: theirs are fp32, whose error grows with the position
+        theirs.model.rotary_emb = Rotary(config)
     ids = torch.tensor(tokens, dtype=torch.int64)
     out = theirs(ids, labels=None if labels is None else torch.tensor(labels, dtype=torch.int64))
 
     weights = Parameters(start.shapes, dtype, start.groups, zeros)
     source = start.flat.astype(dtype)
     weights.flat.copy_from(source, ops.stream) if dtype == "float32" else np.copyto(weights.flat, source)
-    model, gradients = Llama(config, ops), weights.like()
+    model, gradients = make_model(config, ops), weights.like()
     assert_near(model.logits(weights, tokens), out.logits.detach().numpy(), 1e-5, "logits")
     if labels is None:
         return
@@ -116,8 +117,9 @@ def test_logits_loss_and_gradients(dialect, rng, config, length):
     out.loss.backward()
     parameters = dict(theirs.named_parameters())
     assert parameters.keys() == gradients.keys()
+    got = huggingface.tensors_of({name: ops.to_host(gradients[name]) for name in gradients})
     for name, parameter in parameters.items():
-        assert_near(ops.to_host(gradients[name]), parameter.grad.numpy(), 2e-5, name)
+        assert_near(got[name], parameter.grad.numpy(), 2e-5, name)
 
 
 class Rotary(torch.nn.Module):
@@ -135,7 +137,7 @@ def assert_near(got, expected, limit, name):
     assert error < limit, f"{name}: {error:.2e}, expected at most {limit:.0e}"
 
 
-@each_case
+@each_llama
 def test_frequencies(config):
     """Their rotary frequencies, from either spelling of the configuration."""
     settings = huggingface.to_huggingface(config)
@@ -159,7 +161,7 @@ def test_their_folder_is_read(tmp_path, rng, config, shard):
     weights.flat[:] = np.nan
     huggingface.read_weights(tmp_path, weights)
     state = theirs.state_dict()
-    for name, array in weights.items():
+    for name, array in huggingface.tensors_of(weights).items():
         assert np.array_equal(array, state[name].numpy()), name
 
 
@@ -169,13 +171,14 @@ def test_ours_is_read_by_them_and_comes_back(tmp_path, rng, config):
     from safetensors.numpy import save_file
 
     weights = host_weights(config, rng)
-    save_file(dict(weights), tmp_path / "model.safetensors", {"format": "pt"})
+    tensors = huggingface.tensors_of(weights)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(huggingface.to_huggingface(config)))
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert isinstance(theirs, transformers.LlamaForCausalLM)
+    assert isinstance(theirs, transformers.LlamaForCausalLM | transformers.GPT2LMHeadModel)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     for name, parameter in theirs.named_parameters():
-        assert np.array_equal(parameter.detach().float().numpy(), weights[name]), name
+        assert np.array_equal(parameter.detach().float().numpy(), tensors[name]), name
     theirs.save_pretrained(tmp_path / "again")
     assert huggingface.read_config(tmp_path / "again") == config
     again = Parameters(config.parameter_shapes())
