@@ -160,7 +160,7 @@ class Communicator(Operations):
         """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
 
         This communicator is given up: ranks that still wait in one of its operations raise RankLost from it.
-        With mpi it takes ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends
+        With MPI it takes ``mpirun --with-ft ulfm``, without it rank 0 must be left.  Raises BackendUnavailable where the loss of a rank ends
         the group, RendezvousError when a rank that is not gone does not come within the timeout.
         """
         self._check_open()
@@ -271,7 +271,8 @@ class Communicator(Operations):
 
     def _launch(self, operation: Operation, depth: int = 4) -> Work:
         """Launch a checked operation, whose caller is ``depth`` frames above ``Recorder.record``."""
-        self._check_open()
+        if self._closed:
+            self._check_open()
         self._stamp(operation)
         self._recorder.record(self._group, operation, depth)
         try:
