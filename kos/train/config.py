@@ -105,7 +105,7 @@ class TrainConfig(Section):
     keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "auto"
+        "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "cpu"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "Device", "of what is computed: float32, bfloat16, or auto: bfloat16 on GPUs (weights stay float32)", "auto"

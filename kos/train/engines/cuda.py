@@ -150,8 +150,10 @@ class CudaEngine:
         return state
 
     def _whole_weights(self) -> Weights:
-        """The weights that passes read; of ZeRO-1 those that each rank has made are gathered first."""
-        return self.parallel.gather(self.weights) if self.sharded else self.weights
+        """The weights that passes read; with ZeRO-1 each rank's are gathered first."""
+        if self.sharded:
+            self.parallel.gather(self.weights).wait()
+        return self.weights
 
     # --- steps ---------------------------------------------------------------------------------------
 
@@ -183,7 +185,7 @@ class CudaEngine:
 
     def _queue_gradients(self) -> None:
         """Forward and backward of every micro-batch of this rank, and the sums over all."""
-        weights = self._whole_weights()
+        weights = self.parallel.gather(self.weights) if self.sharded else self.weights
         for index in range(self._rounds):
             last = index + 1 == self._rounds
             tokens, targets = self.feed.batch[index][0], self.feed.batch[index][1]

@@ -98,13 +98,13 @@ class DataParallel:
         """This rank's part of each bucket."""
         return [self._part(bucket) for bucket in self.buckets]
 
-    def gather(self, weights: Parameters) -> Mapping[str, Array]:
+    def gather(self, weights: Parameters) -> Arriving:
         """Start to gather the parts of ``weights``, which the first look at a tensor then waits for."""
         works = {}
         for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
             part = weights.flat[self._part(bucket)]
             works[bucket.start] = bucket, self.comm.all_gather(part, weights.flat[bucket], async_op=True)
-        return _Arriving(weights, works)
+        return Arriving(weights, works)
 
     def _part(self, bucket: slice) -> slice:
         length = (bucket.stop - bucket.start) // self.comm.size
@@ -115,7 +115,7 @@ class DataParallel:
         return name == next(reversed(self.gradients.spans))
 
 
-class _Arriving(Mapping[str, Array]):
+class Arriving(Mapping[str, Array]):
     """Weights whose buckets are being gathered, by the names of ``Parameters``."""
 
     def __init__(self, weights: Parameters, works: dict[int, tuple[slice, Work]]) -> None:
@@ -130,6 +130,11 @@ class _Arriving(Mapping[str, Array]):
                     work.wait()
                     del self._works[key]
         return self._weights[name]
+
+    def wait(self) -> None:
+        """For all of them."""
+        for name in self._weights:
+            self[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

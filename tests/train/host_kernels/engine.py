@@ -1,15 +1,60 @@
-"""CudaEngine on the emulated device: streams run at once, events are over when they are recorded, no graphs."""
+"""CudaEngine on the emulated device, its ranks threads with a communicator over the mock backend.
+
+A stream runs what it is given at once, unless it is being captured: then it is written down, and run at each
+replay.  What CUDA refuses during a capture is refused here: allocating, waiting, copies from pageable memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import threading
 from types import SimpleNamespace
 
 import numpy as np
 
+from kos.memory import array as array_module
+from kos.memory.arena import Arena
+from kos.memory.array import Array
 from kos.train.engines import cuda as engine_module
 from kos.train.engines import feed, memory_plan
+from kos.train.ops import numpy as reference
+from kos.train.ops.adamw import _CHUNK_DTYPE as CHUNKS
+from kos.train.ops.adamw import SHAPES, STATE
+from kos.train.optimizer import Schedule, clip_coefficient
 from tests.train.host_kernels import emulator
+from tests.train.host_kernels.emulator import HostOps
+
+_thread = threading.local()
+MEMORY = 8 << 30  # bytes free of the emulated device
+
+
+def on_device(work):
+    """Run ``work``, or write it down for the graph that is being captured."""
+    written = getattr(_thread, "captured", None)
+    if written is None:
+        work()
+    else:
+        written.append(work)
+
+
+def not_captured(what):
+    assert getattr(_thread, "captured", None) is None, f"{what} while a graph is captured"
+
+
+class Capture:
+    def __init__(self, stream):
+        self.graph = SimpleNamespace(close=lambda: None)
+
+    def __enter__(self):
+        written = _thread.captured = []
+        self.graph.replay = lambda stream: [work() for work in written]
+        self.graph.size = lambda: len(written)
+        return self.graph
+
+    def __exit__(self, kind, *_):
+        _thread.captured = None
+        assert kind or not _pending(), "a captured stream forked and was not joined"
 
 
 class Event:
@@ -17,7 +62,7 @@ class Event:
         pass
 
     def record(self, stream):
-        pass
+        not_captured("an event of the host's")
 
     hold = record
 
@@ -25,57 +70,201 @@ class Event:
         return True
 
     def synchronize(self):
-        pass
+        not_captured("waiting")
 
 
-class Capture:
-    """Runs what is captured where it stands, and at every replay again."""
+COLUMN_MAJOR = {"rope", "rope_backward", "attention", "attention_backward", "swiglu", "swiglu_backward"}
+OPERATIONS = COLUMN_MAJOR | {
+    "embedding", "embedding_backward", "linear", "linear_backward", "rms_norm", "rms_norm_backward",
+    "count_targets", "cross_entropy", "cross_entropy_with_gradient", "mean_loss",
+}  # fmt: skip
 
-    queued = None
 
-    def __init__(self, stream):
-        pass
+class QueuedOps(HostOps):
+    """The model's operations are numpy's, AdamW's kernels too (fibers are slow); all go the way of ``on_device``."""
 
-    def __enter__(self):
-        return SimpleNamespace(replay=lambda stream: Capture.queued(), close=lambda: None)
+    def __getattribute__(self, name):
+        if name not in OPERATIONS:
+            return object.__getattribute__(self, name)
+        return lambda *arguments: on_device(lambda: _numpy(name, arguments))
 
-    def __exit__(self, *_):
-        pass
+    def launch(self, file, name, grid, block, *arguments, **options):
+        launch = super().launch
+        if file == "adamw.cu":
+            on_device(lambda: _ADAMW[name](*(on_host(x) if isinstance(x, Array) else x for x in arguments)))
+        else:
+            on_device(lambda: launch(file, name, grid, block, *arguments, **options))
+
+
+def _numpy(name, arguments):
+    """An operation of numpy's dialect on copies that lie in memory as it wants, and back."""
+    arrays = []
+
+    def there(x):
+        if isinstance(x, tuple):
+            return tuple(map(there, x))
+        if isinstance(x, Arena):
+            return Arena()
+        if not isinstance(x, Array):
+            return x
+        dtype = np.float32 if x.dtype.name == "bfloat16" else x.dtype.numpy
+        arrays.append((x, np.array(on_host(x), dtype, order="F" if name in COLUMN_MAJOR else "C")))
+        return arrays[-1][1]
+
+    getattr(reference, name)(*map(there, arguments))
+    for array, copy in arrays:
+        on_host(array)[...] = copy
+
+
+def _squares(gradients, chunks, partial):
+    for start, _, length, _, index in chunks.view(CHUNKS):
+        partial[index] = np.sum(gradients[start : start + length].astype(np.float64) ** 2)
+
+
+def _finish_norm(partial, count, state):
+    state[8] = partial[:count].sum()
+
+
+def _prepare(
+    state, shape, lr, min_lr, steps, warmup, decay_steps, beta1, beta2, weight_decay, average, max_norm, outlier
+):
+    now = dict(zip(STATE, state, strict=True))
+    norm = np.sqrt(now["sum_of_squares"]) * average
+    good = np.isfinite(norm) and not (outlier and norm > outlier)
+    now["halted"] = now["halted"] or float(not good and not outlier)
+    now |= {"norm": norm, "finite": float(good and not now["halted"])}
+    if not now["halted"]:
+        schedule = Schedule(list(SHAPES)[shape], lr, min_lr, steps, warmup, decay_steps)
+        now["lr"] = schedule(int(now["step"]))
+        now["step"] += 1
+        now["scale"] = average * clip_coefficient(norm, max_norm)
+        now["step_size"] = now["lr"] / (1 - beta1 ** now["step"])
+        now["root"] = 1 / np.sqrt(1 - beta2 ** now["step"])
+        now["decay"] = 1 - now["lr"] * weight_decay
+    state[:] = list(now.values())
+
+
+def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, state, beta1, beta2, eps):
+    now = dict(zip(STATE, state.astype(np.float32), strict=True))
+    for start, local, length, decayed, _ in chunks.view(CHUNKS) if now["finite"] else ():
+        here = slice(local, local + length)
+        g, m, v = gradients[start : start + length] * now["scale"], exp_avg[here], exp_avg_sq[here]
+        m[:] = beta1 * m + (1 - beta1) * g
+        v[:] = beta2 * v + (1 - beta2) * (g * g)
+        weights[here] = weights[here] * (now["decay"] if decayed else 1) - now["step_size"] * (
+            m / (np.sqrt(v) * now["root"] + eps)
+        )
+        copy[start : start + length] = weights[here]
+
+
+_ADAMW = {"squares": _squares, "finish_norm": _finish_norm, "prepare": _prepare, "adamw": _adamw}
+
+
+class Sizing(memory_plan._Sizing, QueuedOps):
+    """Its kernels are written down and never run."""
+
+    def __init__(self, ops):
+        QueuedOps.__init__(self)
+        self._ground = Array.empty(1 << 16, np.uint8, 0)
+
+
+class DeviceComm:
+    """The communicator of a rank with a GPU: arrays of the emulated device are ndarrays to the one behind it.
+
+    What is asked for with ``async_op`` happens at once or, two times of three, when it is waited for: what is read
+    too early, or never waited for, is wrong.
+    """
+
+    device = 0
+
+    def __init__(self, comm):
+        self._comm = comm
+        self._calls = 0
+
+    def __getattr__(self, name):
+        call = getattr(self._comm, name)
+        if name not in ("all_reduce", "all_gather", "broadcast", "reduce_scatter"):
+            return call
+
+        def collective(*arguments, async_op=False, **options):
+            there = [on_host(x) if isinstance(x, Array) else x for x in arguments]
+            self._calls += 1
+            work = Collective(lambda: call(*there, **options))
+            if not async_op:
+                return work.wait()
+            if self._calls % 3 == 0:
+                work.start()
+            return work
+
+        return collective
+
+
+class Collective:
+    def __init__(self, run):
+        self._run = run
+        _pending().add(self)
+
+    def start(self):
+        run, self._run = self._run, None
+        if run:
+            on_device(run)
+
+    def wait(self):
+        self.start()
+        _pending().discard(self)
+
+
+def _pending():
+    """What this rank has not waited for."""
+    if not hasattr(_thread, "pending"):
+        _thread.pending = set()
+    return _thread.pending
+
+
+def on_host(array):
+    """The memory of an Array of the emulated device as an ndarray."""
+    memory = (ctypes.c_byte * array.nbytes).from_address(array.pointer)
+    return np.frombuffer(memory, array.dtype.numpy).reshape(array.shape)
 
 
 def host_engine(monkeypatch) -> None:
     """Let ``kos.train.engines.cuda`` run on host memory."""
     emulator.host_memory(monkeypatch)
+    allocate = array_module.pool_of(0).allocate
 
-    class Sizing(memory_plan._Sizing, emulator.HostOps):
-        def __init__(self, ops):
-            emulator.HostOps.__init__(self)
-            self._ground = emulator.Array.empty(1 << 16, np.uint8, 0)
+    def pool_of(device):
+        not_captured("allocating")
+        return SimpleNamespace(allocate=allocate)
 
-        def launch(self, *arguments, **defines):
-            pass
+    def copy(target, source, nbytes, stream):
+        on_device(lambda: ctypes.memmove(target, source, nbytes))
 
-        matmul = attention = launch
+    def fill(target, value, nbytes, stream):
+        on_device(lambda: ctypes.memset(target, value, nbytes))
 
-        def attention_backward(self, d_out, *rest):
-            rest[-1].take((1 << 10,), np.float32)
+    streams = SimpleNamespace(handle=lambda stream: 0, synchronize=lambda stream, device: not_captured("waiting"))
+    about = SimpleNamespace(name="host", uuid="host")
 
-    about = SimpleNamespace(name="host", uuid="host", compute_capability=(9, 0))
+    def pinned_empty(shape, dtype, device):
+        return np.full(shape, -1, dtype)
+
+    def call(function, *arguments):
+        return MEMORY, MEMORY
+
     fakes = {
+        (array_module, "pool_of"): pool_of,
+        (array_module, "streams"): streams,
+        (array_module, "cu"): SimpleNamespace(cuMemcpyAsync=copy, cuMemsetD8Async=fill),
         (engine_module, "driver"): SimpleNamespace(set_device=lambda device: None),
         (engine_module, "device_info"): lambda device: about,
-        (engine_module, "Event"): Event,
-        (engine_module, "capture"): Capture,
-        (engine_module, "CudaOps"): lambda device: emulator.HostOps(),
-        (engine_module, "pinned_empty"): lambda shape, dtype, device: np.empty(shape, dtype),
-        (engine_module, "call"): lambda function, *arguments: (1 << 30, 2 << 30),
-        (feed, "Event"): Event,
-        (feed, "create_stream"): lambda device: None,
-        (feed, "pinned_empty"): lambda shape, dtype, device: np.empty(shape, dtype),
+        (engine_module, "CudaOps"): lambda device: QueuedOps(),
         (memory_plan, "_Sizing"): Sizing,
-        (memory_plan, "capture"): Capture,
         (memory_plan, "relaxed_capture"): contextlib.nullcontext,
-        (memory_plan, "call"): lambda function, *arguments: (1 << 30, 2 << 30),
+        (feed, "create_stream"): lambda device: None,
+        **{(module, "Event"): Event for module in (engine_module, feed)},
+        **{(module, "pinned_empty"): pinned_empty for module in (engine_module, feed)},
+        **{(module, "capture"): Capture for module in (engine_module, memory_plan)},
+        **{(module, "call"): call for module in (engine_module, memory_plan)},
     }
     for (module, name), fake in fakes.items():
         monkeypatch.setattr(module, name, fake)
