@@ -90,10 +90,12 @@ def test_small_things(ops, side, rng):
     on_ops.test_small_things(ops, side, rng, (64, 40))
 
 
-@pytest.mark.parametrize("dtype", on_ops.DTYPES)
-def test_model(ops, dtype):
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [("odd", "float32"), ("odd", "bfloat16"), ("odd gpt2", "float32"), ("gpt2", "bfloat16")]
+)
+def test_model(ops, shape, dtype):
     """The model's file on the cuda dialect: loss and every gradient, twice with the same bits in a fixed arena."""
-    pair = on_models.Pair(ops, on_models.SHAPES["odd"], dtype)
+    pair = on_models.Pair(ops, (on_models.SHAPES | on_models.GPT2)[shape], dtype)
     loss, expected = pair.run(), pair.run64()
     tolerance = 1e-5 if dtype == "float32" else 0.1
     assert loss == pytest.approx(expected, rel=tolerance / 4)

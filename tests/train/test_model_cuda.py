@@ -9,6 +9,7 @@ import pytest
 
 from kos import cuda
 from kos.memory.array import Array
+from kos.train.gpt2 import GPT2Config, make_model
 from kos.train.llama_config import LlamaConfig, RopeScaling
 from kos.train.model import Llama
 from kos.train.ops import numpy as numpy_ops
@@ -30,6 +31,10 @@ SHAPES = {
         200, 256, 344, 2, 4, 1, 64, tie_word_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
     ),
     "wide": LlamaConfig(1000, 256, 512, 2, 4, 4, 128),
+}
+GPT2 = {
+    "gpt2": GPT2Config(200, 256, 344, 2, 4, 4, 64, 40, tie_word_embeddings=True),
+    "odd gpt2": GPT2Config(37, 24, 29, 2, 4, 4, 6, 33, tie_word_embeddings=True),
 }
 
 
@@ -53,14 +58,13 @@ class Pair:
         self.weights64 = Parameters(shapes, np.float64, groups)
         self.weights64.flat[:] = values
         for name, shape in shapes.items():
-            if len(shape) == 1:
+            if len(shape) == 1 and name.endswith(".weight"):
                 self.weights64[name][:] += 1
         rounded = self.weights64.flat.astype(self.weights.flat.dtype.numpy)
         self.weights.flat.copy_from(rounded, ops.stream)
         self.weights64.flat[:] = rounded
         self.gradients64 = self.weights64.like()
-        self.model = Llama(config, ops, head_rows=40)
-        self.model64 = Llama(config, numpy_ops)
+        self.model, self.model64 = make_model(config, ops, head_rows=40), make_model(config, numpy_ops)
         self.tokens, self.targets = rng.integers(0, config.vocab_size, (2, 3, 33), dtype=np.int32)
         self.targets[rng.random(self.targets.shape) < 0.2] = -1
 
@@ -78,10 +82,10 @@ class Pair:
         )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *GPT2])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.15)])
 def test_loss_and_gradients(ops, shape, dtype, tolerance):
-    pair = Pair(ops, SHAPES[shape], dtype)
+    pair = Pair(ops, (SHAPES | GPT2)[shape], dtype)
     loss, expected = pair.run(), pair.run64()
     assert loss == pytest.approx(expected, rel=tolerance / 4)
     errors = {}
