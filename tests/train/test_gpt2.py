@@ -120,7 +120,8 @@ def test_hub_files_are_read(tmp_path: Path, rng: np.random.Generator) -> None:
 
     weights = make_weights(rng, np.float32)
     tensors = {name.removeprefix("transformer."): x for name, x in huggingface.tensors_of(weights).items()}
-    assert tensors["h.1.attn.c_attn.weight"].shape == (24, 72)
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        assert np.array_equal(tensors[f"h.1.{name}.weight"], weights[f"transformer.h.1.{name}.weight"].T)
     save_file({**tensors, "h.0.attn.bias": np.ones((1, 1, 20, 20), np.float32)}, tmp_path / "model.safetensors")
     again = weights.like()
     huggingface.read_weights(tmp_path, again)
