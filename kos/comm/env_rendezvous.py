@@ -21,11 +21,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kos.comm.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
+from kos.comm.hub import BYE, DATA, FAILURES, LEFT, REFUSED, RESULT, SHRINK, SHRUNK, Hub, pair
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
 from kos.comm.secret import load_secret
 from kos.comm.tcp import Connection, Network, Stranger, drive, is_loopback, is_ours, plain_address
-from kos.errors import KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 AGENT_PORTS = 16
 GRACE_SECONDS = 2.0  # the hub names at the timeout who is missing; if it says nothing, it is the hub that is
@@ -60,19 +60,46 @@ class TCPRendezvous(Rendezvous):
         wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
         ranks = [r for r in range(self.size) if color is not None and wishes[r][0] == color]
         ranks.sort(key=lambda r: (wishes[r][1], r))
-        listener, card = None, b""
-        if len(ranks) > 1 and ranks[0] == self.rank:
-            listener = self.network.listen()
-            where = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
-            card = json.dumps(where).encode()
+        listener, card = self._invite() if len(ranks) > 1 and ranks[0] == self.rank else (None, b"")
         cards = self.allgather(card)
-        if not ranks:
-            return None
-        rank = ranks.index(self.rank)
-        child = TCPRendezvous(rank, len(ranks), self.timeout, self.network, self._told_local_rank)
-        if len(ranks) > 1:
-            host, port, purpose = json.loads(cards[ranks[0]])
+        return self._descendant(ranks, cards[ranks[0]], listener) if ranks else None
+
+    def check_shrink(self) -> None:
+        if self.size > 1 and self._connection is None:
+            raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
+
+    def shrink(self) -> TCPRendezvous:
+        """By the hub, which knows who is gone.  Raises RankLost if that is rank 0, and the hub with it."""
+        if self.size == 1:
+            return self._descendant([0], b"", None)
+        listener, card = self._invite() if self.rank == 0 else (None, b"")
+        try:
+            answer = self._talk(SHRINK + card, (SHRUNK, REFUSED))
+            if answer[:1] == REFUSED:
+                raise RendezvousError(answer[1:].decode(errors="replace"))
+        except KosError:
+            if listener is not None:
+                listener.close()
+            raise
+        ranks, card = answer[1:].split(b" ", 1)
+        self.close()
+        return self._descendant([int(rank) for rank in ranks.split(b",")], card, listener)
+
+    def _invite(self) -> tuple[socket.socket, bytes]:
+        """A listener of this rank's, and what tells others how to call there."""
+        listener = self.network.listen()
+        where = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
+        return listener, json.dumps(where).encode()
+
+    def _descendant(self, ranks: list[int], card: bytes, listener: socket.socket | None) -> TCPRendezvous:
+        """The group of these ranks of this one, around the first's listener."""
+        rank, size = ranks.index(self.rank), len(ranks)
+        child = TCPRendezvous(rank, size, self.timeout, self.network, self._told_local_rank)
+        if size > 1:
+            host, port, purpose = json.loads(card)
             child._meet(host, [port], purpose.encode(), listener)
+        elif listener is not None:
+            listener.close()
         return child
 
     def close(self) -> None:
@@ -130,6 +157,15 @@ class TCPRendezvous(Rendezvous):
         """What the hub answers to all once everybody has said something."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
+        answer = self._talk(message, (RESULT, *FAILURES))
+        kind, answer = answer[:1], answer[1:]
+        if kind == RESULT:
+            return answer
+        self._failure = FAILURES[kind](answer.decode(errors="replace"))
+        raise self._failure
+
+    def _talk(self, message: bytes, kinds: Sequence[bytes]) -> bytes:
+        """Say ``message`` to the hub; its answer, of one of ``kinds``: others were for what was given up."""
         assert self._connection is not None
         if self._hub is not None:
             self._hub.timeout = self.timeout  # which may have been set
@@ -138,16 +174,13 @@ class TCPRendezvous(Rendezvous):
         try:
             with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
                 drive(connection.flush(), connection.sock, deadline)
-            answer = drive(connection.receive(), connection.sock, deadline)
+            while (answer := drive(connection.receive(), connection.sock, deadline))[:1] not in kinds:
+                pass
+            return answer
         except TimeoutError:
             self._failure = RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s")
         except OSError:
             self._failure = RankLost("rendezvous: rank 0 is gone: its connection was closed")
-        else:
-            kind, answer = answer[:1], answer[1:]
-            if kind not in FAILURES:
-                return answer
-            self._failure = FAILURES[kind](answer.decode(errors="replace"))
         raise self._failure
 
     def _host_group(self) -> tuple[int, int]:

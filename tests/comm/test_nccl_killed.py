@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
+from tests.comm.tcp_ranks import run_processes
 from tests.comm.test_jobs import needs_mpirun
 from tests.comm.test_shared_failures import ULFM, job
 
@@ -16,7 +17,9 @@ pytestmark = [
 ]
 
 PROGRAM = """
-import logging
+import logging, os, time
+import numpy as np
+import kos
 from kos.memory.array import Array
 logging.basicConfig(level=logging.WARNING)
 begun = time.monotonic()
@@ -46,18 +49,30 @@ with kos.init("nccl", timeout=8) as comm:
             out = rest.all_reduce(y, out=Array.empty(1 << 20, np.float32, comm.device)).numpy()
             assert (out == sum(left)).all()
         assert rest.all_gather(y[:1]).numpy().reshape(-1).tolist() == left
-        print(type(rest).__name__, rest.size, flush=True)
+        print("left:", rest.size, flush=True)
         rest.barrier()
         os._exit(0)  # MPI_Finalize of Open MPI 5.0.11 now and then waits for the dead
 """
 
 
-@needs_mpirun
-@pytest.mark.parametrize("last", [True, False])
-@pytest.mark.parametrize("call", ["", ", algorithm='ring'"])
-def test_a_killed_rank(tmp_path: Path, last: bool, call: str) -> None:
+def gpus() -> int:
     ranks = len(cuda.visible_devices())
     if ranks < 2:
         pytest.skip("needs two GPUs or more")
+    return ranks
+
+
+@needs_mpirun
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("call", ["", ", algorithm='ring'"])
+def test_a_killed_rank_of_an_mpi_job(tmp_path: Path, last: bool, call: str) -> None:
+    ranks = gpus()
     text = PROGRAM.format(last=last, call=call)
-    assert job(tmp_path, ranks, text, *ULFM) == [f"Communicator {ranks - 1}"] * (ranks - 1)
+    assert job(tmp_path, ranks, text, *ULFM) == [f"left: {ranks - 1}"] * (ranks - 1)
+
+
+@pytest.mark.parametrize("call", ["", ", algorithm='ring'"])
+def test_a_killed_rank_without_mpi(call: str) -> None:
+    ranks = gpus()
+    results = run_processes(PROGRAM.format(last=True, call=call), ranks)
+    assert [text.splitlines()[-1:] for _, text in results[:-1]] == [[f"left: {ranks - 1}"]] * (ranks - 1), results

@@ -152,11 +152,11 @@ class ScheduledCollective:
         with driver.on_device(backend.device):
             queue = as_stream(stream)
             if self._loaded is not None and self._x_count:
-                target, count = self._loaded.at(scratch), self._x_count * self._per
+                first, count = self._loaded.at(scratch), self._x_count * self._per
                 if self._widen is not None:
-                    self._widen(queue, blocks(count), THREADS, self._x, target, count, np.float64(self._factor))
-                elif target != self._x:
-                    call(cu.cuMemcpyAsync, target, self._x, count * self._part, stream)
+                    self._widen(queue, blocks(count), THREADS, self._x, first, count, np.float64(self._factor))
+                elif first != self._x:
+                    call(cu.cuMemcpyAsync, first, self._x, count * self._part, stream)
             for sends, recvs, local in self._rounds:
                 if sends or recvs:
                     backend.messages(
