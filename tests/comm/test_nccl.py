@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -142,6 +143,9 @@ REDUCTIONS = [
 CHUNKED = 2_100_003  # float32 elements: two chunks
 
 
+the_same = lru_cache(8)(inputs)
+
+
 def by_schedules(comm: Any, seed: int) -> Iterator[tuple[str, np.ndarray]]:
     """What this rank gets of every schedule there is, and what is told of it."""
     n, me = comm.size, comm.rank
@@ -152,7 +156,7 @@ def by_schedules(comm: Any, seed: int) -> Iterator[tuple[str, np.ndarray]]:
             large = [(REDUCTIONS[2], CHUNKED)] if name in ("all_reduce", "broadcast") else []
             for (dtype, op), count in [*product(cases, (1, 997)), *large]:
                 count += -count % n if name in ("all_to_all", "reduce_scatter") else 0
-                xs = inputs(seed, n, count, dtype)
+                xs = the_same(seed, n, count, dtype)
                 x, out = xs[me].copy(), poison(count // n if name == "reduce_scatter" else count, dtype)
                 match name:
                     case "all_reduce":
@@ -307,6 +311,38 @@ def test_graph_capture_and_replay(ranks: GPURanks, seed: int, deterministic: boo
     ranks.run(body)
 
 
+def test_graph_of_batches_schedules_and_persistent_operations(ranks: GPURanks, seed: int) -> None:
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        stream, count = cuda.create_stream(comm.device), 10_007
+        arrays = [Array.empty(count, np.float32, comm.device, stream=stream) for _ in range(5)]
+        x, out, y, ring, tree = arrays
+        both = Array.empty((n, count), np.float32, comm.device, stream=stream)
+        persistent = comm.all_reduce_init(x, out=out)
+        with cuda.capture(stream, keep=[*arrays, both]) as graph:
+            for _ in range(3):
+                persistent.start()
+            with comm.batch():
+                comm.all_reduce(y)
+                comm.all_gather(x, both)
+                comm.all_reduce(ring, algorithm="ring")
+            work = comm.all_reduce(tree, algorithm="tree", async_op=True)
+            work.wait()
+        for turn in range(4):
+            xs = inputs(seed + turn, n, count, np.float32)
+            for array in (x, y, ring, tree):
+                array.copy_from(xs[me], stream)
+            graph.replay(stream)
+            comm.synchronize(stream=stream)
+            for array in (out, y, ring, tree):
+                check(array.numpy(stream), xs, ReduceOp.SUM, [])
+                assert_same_on_all_ranks(gpu, array.numpy(stream), f"replay {turn}")
+            assert_bits(both.numpy(stream), np.stack(xs), "all_gather")
+        graph.close()
+
+    ranks.run(body)
+
+
 def test_batch_and_persistent(ranks: GPURanks, seed: int) -> None:
     def body(gpu: Any) -> None:
         comm, n, me = gpu.comm, gpu.size, gpu.rank
@@ -374,6 +410,7 @@ def test_windows(ranks: GPURanks, seed: int) -> None:
             x.copy_from(xs[me])
             comm.all_reduce(x)
             check(x.numpy(), xs, ReduceOp.SUM, [])
+            assert_same_on_all_ranks(gpu, x.numpy(), f"window of {count}")
             del x
 
     ranks.run(body)
