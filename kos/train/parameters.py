@@ -85,9 +85,9 @@ class Shard:
         self.shapes, self.spans = layout.shapes, layout.spans
         self.flat = layout.zeros(sum(part.stop - part.start for part in self.slices), dtype)
 
-    def like(self) -> Shard:
-        """Zeros for the same parts."""
-        return Shard(self.layout, self.slices, self.flat.dtype)
+    def like(self, dtype: Any = None) -> Shard:
+        """Zeros for the same parts, of the same dtype or another."""
+        return Shard(self.layout, self.slices, self.flat.dtype if dtype is None else dtype)
 
     def parts(self) -> list[tuple[slice, slice]]:
         """What is held here of the layout, and where in ``flat``."""

@@ -45,8 +45,8 @@ CASES = [
     ("cross_entropy.cu", {**ODD, "BACKWARD": 1, "CACHED": 56320, "THREADS": 1024}, ENTROPY),
     ("embedding.cu", {**BF16, **SUMS, "COLUMNS": 768}, EMBEDDING),
     ("embedding.cu", {**ODD, "COLUMNS": 37, "GRADIENT": "bfloat16", "ACCUMULATE": 0}, EMBEDDING),
-    ("adamw.cu", {"GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
-    ("adamw.cu", {"GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, ADAMW),
+    ("adamw.cu", {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
+    ("adamw.cu", {"MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, ADAMW),
 ]
 
 

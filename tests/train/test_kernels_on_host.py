@@ -186,3 +186,7 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
             assert optimizer.not_finite() == ("a" if np.isnan(value) else None)
         assert moved == ([True, False, True, False, True] if skip else [True, False, False, False, False])
         assert (optimizer.step_count, optimizer.read()["halted"]) == ((5, 0) if skip else (1, 1))
+
+
+def test_adamw_without_master_weights(ops):
+    on_models.test_adamw_without_master_weights(ops)

@@ -9,7 +9,8 @@
 // 30 bytes an element with bf16 gradients, 32 with fp32.  A block takes one chunk, whose elements are all decayed or
 // all not.
 //
-// -DGRADIENT -DWEIGHT (dtype of the copy; -DCOPY=0: there is none)
+// -DMASTER (dtype of the weights: float32, or bfloat16, which is rounded at random) -DGRADIENT -DWEIGHT (dtype of the
+// copy; -DCOPY=0: there is none)
 #include "vectors.cuh"
 
 constexpr int W = 4;
@@ -88,14 +89,25 @@ extern "C" __global__ void prepare(State* state, int shape, double lr, double mi
     state->decay = 1 - rate * weight_decay;
 }
 
+// Weights that have no fp32 copy are rounded up as often as they are near it: updates far below bf16's spacing are not
+// lost, on average.  The bits are a hash (C. Wellons' lowbias32) of the element's place in the layout and the step.
+__device__ __forceinline__ float rounded(float x, long place, unsigned step) {
+    if constexpr (sizeof(MASTER) == 4) return x;
+    unsigned bits = unsigned(place) * 0x9e3779b9u + step * 0x85ebca6bu;
+    bits = (bits ^ bits >> 16) * 0x7feb352du;
+    bits = (bits ^ bits >> 15) * 0x846ca68bu;
+    return __uint_as_float(__float_as_uint(x) + ((bits ^ bits >> 16) & 0xffffu) & 0xffff0000u);
+}
+
 extern "C" __global__ void __launch_bounds__(256)
-adamw(float* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg_sq, WEIGHT* copy,
+adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg_sq, WEIGHT* copy,
       const Chunk* chunks, const State* state, float beta1, float beta2, float eps) {
     if (!state->finite) return;
     const Chunk chunk = chunks[blockIdx.x];
     const float scale = state->scale, step_size = state->step_size, root = state->root;
     const float decay = chunk.decayed ? state->decay : 1.0;
-    float* w_at = weights + chunk.local;
+    const unsigned step = state->step;
+    MASTER* w_at = weights + chunk.local;
     const GRADIENT* g_at = gradients + chunk.start;
     float *m_at = exp_avg + chunk.local, *v_at = exp_avg_sq + chunk.local;
     WEIGHT* copy_at = copy + chunk.start;
@@ -107,25 +119,30 @@ adamw(float* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg_
         w = w * decay - step_size * (m / (sqrtf(v) * root + eps));
     };
     // 16 bytes of fp32, 8 of bf16.
-    const bool aligned = wide(w_at, 16) && wide(m_at, 16) && wide(v_at, 16) && wide(g_at, W * sizeof(GRADIENT)) &&
+    const bool aligned = wide(w_at, W * sizeof(MASTER)) && wide(m_at, 16) && wide(v_at, 16) && wide(g_at, W * sizeof(GRADIENT)) &&
                          wide(copy_at, W * sizeof(WEIGHT));
     const int packs = aligned ? chunk.length / W : 0;
 #pragma unroll 2
     for (int i = threadIdx.x; i < packs; i += 256) {
         float w[W], g[W], m[W], v[W];
-        load(w, w_at + i * W);
+        load_few(w, w_at + i * W);
         load_few(g, g_at + i * W);
         load(m, m_at + i * W);
         load(v, v_at + i * W);
 #pragma unroll
-        for (int j = 0; j < W; ++j) update(w[j], g[j], m[j], v[j]);
-        store(w_at + i * W, w);
+        for (int j = 0; j < W; ++j) {
+            update(w[j], g[j], m[j], v[j]);
+            w[j] = rounded(w[j], chunk.start + i * W + j, step);
+        }
+        store_few(w_at + i * W, w);
         store(m_at + i * W, m);
         store(v_at + i * W, v);
         if (COPY) store_few(copy_at + i * W, w);
     }
     for (int i = packs * W + threadIdx.x; i < chunk.length; i += 256) {
-        update(w_at[i], widen(g_at[i]), m_at[i], v_at[i]);
-        if (COPY) narrow(w_at[i], copy_at[i]);
+        float w = widen(w_at[i]);
+        update(w, widen(g_at[i]), m_at[i], v_at[i]);
+        narrow(rounded(w, chunk.start + i, step), w_at[i]);
+        if (COPY) narrow(w, copy_at[i]);
     }
 }

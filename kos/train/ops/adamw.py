@@ -28,6 +28,7 @@ _CHUNK_DTYPE = np.dtype(
 class CudaAdamW:
     """AdamW over fp32 ``weights``; ``copy``, in their layout, gets them rounded to its dtype.
 
+    ``weights`` may be bfloat16, without a copy: each is rounded up or down at random, so that it is right on average.
     ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), of parts that
     begin and end at multiples of CHUNK; gradients and copy are whole.  Matrices are decayed, vectors are not.
     ``skip_outliers`` > 0 leaves out steps of a norm beyond it, or not finite, instead of stopping at the latter.
@@ -47,11 +48,11 @@ class CudaAdamW:
         grad_clip: float = 0.0,
         skip_outliers: float = 0.0,
     ) -> None:
-        if copy is not None and copy.spans != weights.spans:
-            raise InvalidArgument("CudaAdamW: expected weights and their copy in one layout")
+        if copy is not None and (copy.spans != weights.spans or weights.flat.dtype.name != "float32"):
+            raise InvalidArgument("CudaAdamW: expected float32 weights and their copy in one layout")
         self.ops = ops
         self.weights, self.copy = weights, copy
-        self.exp_avg, self.exp_avg_sq = weights.like(), weights.like()
+        self.exp_avg, self.exp_avg_sq = weights.like("float32"), weights.like("float32")
         self.schedule, self.betas, self.eps = schedule, betas, eps
         self.weight_decay, self.grad_clip, self.skip_outliers = weight_decay, grad_clip, skip_outliers
         self.state = ops.zeros(len(STATE), np.float64)
@@ -130,7 +131,8 @@ class CudaAdamW:
         weight = "float32" if self.copy is None else self.copy.flat.dtype.name
         self.ops.launch(
             "adamw.cu", name, grid, block, *arguments,
-            GRADIENT=gradients.dtype.name, WEIGHT=weight, COPY=int(self.copy is not None),
+            MASTER=self.weights.flat.dtype.name, GRADIENT=gradients.dtype.name, WEIGHT=weight,
+            COPY=int(self.copy is not None),
         )  # fmt: skip
 
 
