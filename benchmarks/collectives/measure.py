@@ -203,10 +203,15 @@ class Run:
 
 
 def measure(job: Job, timer: Timer, runs: Sequence[Run], mode: str, iterations: int, slots: int) -> list[Samples]:
-    """At least ``iterations`` timed calls of each run, in five batches or more, in turns; the first warms up."""
+    """At least ``iterations`` timed calls of each run, in five batches or more, in turns; the first warms up.
+
+    The order of the turns changes from round to round: what one run leaves in the caches helps or hinders the next.
+    """
     samples = [Samples() for _ in runs]
+    orders = np.random.default_rng(0)
     for index in range(1 + max(5, -(-iterations // slots))):
-        for run, sample in zip(runs, samples, strict=True):
+        for turn in orders.permutation(len(runs)):
+            run, sample = runs[turn], samples[turn]
             times, cpu, wrong = run.batch(job, timer, mode)
             ranks = job.gather([cpu, wrong, *times])
             sample.wrong += int(ranks[:, 1].sum())  # of the warm-up too

@@ -47,9 +47,7 @@ class Calls:
         self._words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
         self._peers = [
-            (local, layout.line(local), layout.ring(local))
-            for local in range(segment.size)
-            if local != segment.rank
+            (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
         self._known: dict[Any, int] = {}
         self._late: Wait | None = None  # what ``compare`` waits for

@@ -1,10 +1,10 @@
 """Collectives of the ranks of one host through their segment, in stages of a slot each.
 
 A stage has up to three steps, and every rank a word that counts each of them.  PUT: it has copied what
-others need to its slot.  REDUCED: it has reduced its own part of all ranks' slots to the result slot.  GOT:
-it has copied what it wants, and reads nothing more of this stage.  A slot is filled again when every rank
-has got what it wanted of the stage DEPTH before.  So data crosses the memory bus once each way and all
-else stays in the caches (Jain et al., "Framework for Scalable Intra-Node Collective Operations using Shared
+others need to its slot.  REDUCED: it has reduced its own part, and copied it to the result slot.  GOT: it has
+copied what it wants, and reads nothing more of this stage.  A slot is filled again when every rank has got
+what it wanted of the stage DEPTH before, and not ahead of its stage: that would push this one's data out of
+the core's cache.  So data crosses the memory bus once each way and all else stays in the caches (Jain et al., "Framework for Scalable Intra-Node Collective Operations using Shared
 Memory", SC 2018).
 """
 
@@ -20,13 +20,13 @@ from kos.comm.operation import Operation
 from kos.comm.reduction import Reduction
 from kos.comm.shared.calls import Calls, Wait
 from kos.comm.shared.plans import Plan, Plans
-from kos.comm.shared.segment import DEPTH, GOT, PUT, REDUCED
+from kos.comm.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED
 from kos.comm.work import Steps
 
 Array = np.ndarray[Any, Any]
 Came = Callable[[], bool]
 
-SPINS, CROWDED_SPINS = 300, 2
+SPINS, CROWDED_SPINS = 300, 30
 """Polls of a word (50 ns each) before a wait goes back to the engine, and where ranks outnumber cores: there a
 rank that spins keeps the one it waits for from running, so each of these polls gives the core away."""
 
@@ -41,6 +41,7 @@ class SharedCollectives:
         self._lines = [segment.layout.line(rank) for rank in range(self.size)]
         self._mine = self._lines[self.rank]
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
+        self._of_peers = [[self._lines[rank] + word for rank in self._peers] for word in range(CLOSED)]
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
         self._issued = self._served = 0  # operations that asked for the slots, that are done with them
         self._stage = 0
@@ -50,9 +51,9 @@ class SharedCollectives:
         """Say that this rank begins ``o``, and how it goes on; None if it is not carried here."""
         if o.name == "all_reduce" and o.algorithm == "auto":
             assert o.send is not None and o.recv is not None and o.reduction is not None
-            if o.send.flat.nbytes <= self._plans.block and o.reduction.is_plain:
+            if o.reduction.is_plain:
                 self._calls.announce(o)
-                return self._once(o, o.send.flat, o.recv.flat, o.reduction)
+                return self._all_reduce(o, o.send.flat, o.recv.flat, o.reduction)
         plan = self._plans.make(o)
         return self._run(o, self._calls.publish(o), plan) if plan is not None else None
 
@@ -72,18 +73,15 @@ class SharedCollectives:
             yield
         first, stages = self._stage, -(-count // per_stage)
         self._stage += stages
-        filled = start = 0
+        awaited = [self._lines[rank] + PUT for rank in sources]
+        start = 0
         for stage in range(first, first + stages):
-            while put is not None and filled < min(stages, stage - first + DEPTH):
-                waiting = self._laggard(GOT, first + filled + 1 - DEPTH, self._peers) is not None
-                if waiting and first + filled > stage:
-                    break  # no need to wait for it yet
-                if waiting and not self._reached(GOT, first + filled + 1 - DEPTH, self._peers):
-                    yield from self._until(o, GOT, first + filled + 1 - DEPTH, self._peers)
-                at = filled * per_stage
-                put((first + filled) % DEPTH, at, min(at + per_stage, count))
-                filled += 1
-                words[mine + PUT] = first + filled
+            slot, end = stage % DEPTH, min(start + per_stage, count)
+            if put is not None:
+                if not self._reached(self._of_peers[GOT], stage + 1 - DEPTH):
+                    yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
+                put(slot, start, end)
+                words[mine + PUT] = stage + 1
             if stage == first:
                 # One's own slot may be filled before, the others' are read once all calls agree.
                 while not came():
@@ -92,13 +90,12 @@ class SharedCollectives:
                         yield
                     elif crowded:
                         sched_yield()
-            slot, end = stage % DEPTH, min(start + per_stage, count)
-            if not self._reached(PUT, stage + 1, sources):
+            if not self._reached(awaited, stage + 1):
                 yield from self._until(o, PUT, stage + 1, sources)
             if reduce is not None:
                 reduce(slot, start, end)
                 words[mine + REDUCED] = stage + 1
-                if not self._reached(REDUCED, stage + 1, self._peers):
+                if not self._reached(self._of_peers[REDUCED], stage + 1):
                     yield from self._until(o, REDUCED, stage + 1, self._peers)
             if get is not None:
                 get(slot, start, end)
@@ -109,49 +106,56 @@ class SharedCollectives:
                 yield
         self._served += 1
 
-    def _once(self, o: Operation, x: Array, out: Array, reduction: Reduction) -> Steps:
-        """A plain all_reduce of one stage, as ``_run`` would do it, with little between the lines."""
-        words, mine, peers = self._words, self._mine, self._peers
+    def _all_reduce(self, o: Operation, x: Array, out: Array, reduction: Reduction) -> Steps:
+        """A plain all_reduce as ``_run`` would do it, with little between the lines."""
+        words, mine, peers, plans = self._words, self._mine, self._of_peers, self._plans
         turn, self._issued = self._issued, self._issued + 1
         while self._served != turn:
             self._calls.raise_failure(o.sequence)
             yield
-        stage = self._stage
-        self._stage = stage + 1
-        own, puts, contributions, result, gets = self._plans.parts(reduction, x.size)[stage % DEPTH]
-        if not self._reached(GOT, stage + 1 - DEPTH, peers):
-            yield from self._until(o, GOT, stage + 1 - DEPTH, peers)
-        for view, where in puts:
-            view[...] = x[where]
-        words[mine + PUT] = stage + 1
-        contributions = contributions.copy()
-        contributions[self.rank] = part = x[own]
-        if out is not x:
-            part = out[own]
-        if not self._reached(PUT, stage + 1, peers):
-            yield from self._until(o, PUT, stage + 1, peers)
-        self._calls.check(o)
-        self._plans.sum(reduction, contributions, part)
-        if result is not None:
-            result[...] = part
-            words[mine + REDUCED] = stage + 1
-            if not self._reached(REDUCED, stage + 1, peers):
-                yield from self._until(o, REDUCED, stage + 1, peers)
-            for view, where in gets:
-                out[where] = view
-        words[mine + GOT] = stage + 1
+        first, per_stage = self._stage, plans.block // x.itemsize
+        stages = 1 if x.size <= per_stage else -(-x.size // per_stage)
+        self._stage = first + stages
+        a, b = x, out
+        for stage in range(first, first + stages):
+            if stages > 1:
+                start = (stage - first) * per_stage
+                a = x[start : start + per_stage]
+                b = a if out is x else out[start : start + per_stage]
+            own, puts, contributions, result, gets = plans.parts(reduction, a.size)[stage % DEPTH]
+            if not self._reached(peers[GOT], stage + 1 - DEPTH):
+                yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
+            for view, where in puts:
+                view[...] = a[where]
+            words[mine + PUT] = stage + 1
+            contributions = contributions.copy()
+            contributions[self.rank] = reduced = a[own]
+            if b is not a:
+                reduced = b[own]
+            if not self._reached(peers[PUT], stage + 1):
+                yield from self._until(o, PUT, stage + 1, self._peers)
+            if stage == first:
+                self._calls.check(o)
+            plans.sum(reduction, contributions, reduced)
+            if result is not None:
+                result[...] = reduced
+                words[mine + REDUCED] = stage + 1
+                if not self._reached(peers[REDUCED], stage + 1):
+                    yield from self._until(o, REDUCED, stage + 1, self._peers)
+                for view, where in gets:
+                    b[where] = view
+            words[mine + GOT] = stage + 1
         self._served = turn + 1
 
-    def _reached(self, word: int, value: int, ranks: Sequence[int]) -> bool:
-        """Spin for a while until that word of those ranks has reached ``value``: whether it has."""
-        words, lines, spins, crowded = self._words, self._lines, self._spins, self._crowded
-        for rank in ranks:
-            at = lines[rank] + word
+    def _reached(self, places: Sequence[int], value: int) -> bool:
+        """Spin for a while until the words at ``places`` have reached ``value``: whether they have."""
+        words, spins = self._words, self._spins
+        for at in places:
             while words[at] < value:
                 if spins == 0:
                     return False
                 spins -= 1
-                if crowded:
+                if self._crowded:
                     sched_yield()
         return True
 
