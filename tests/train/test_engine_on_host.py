@@ -86,6 +86,14 @@ def test_steps_are_those_of_the_cpu(emulated, text, tmp_path, capsys):
         assert expected in said, expected
 
 
+def test_gpt2(emulated, text, tmp_path):
+    shape = {"model_type": "gpt2", "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape |= {"intermediate_size": 48, "vocab_size": 256, "tie_word_embeddings": True, "num_key_value_heads": 4}
+    cpu, gpu = (train(text, tmp_path / device, device, model=shape) for device in ("cpu", "cuda"))
+    for name in ("loss", "grad_norm", "val_loss"):
+        np.testing.assert_allclose(column(gpu, name), column(cpu, name), rtol=1e-5)
+
+
 def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
     """Bit for bit on the same device, and on the other from the same checkpoint."""
     whole = train(text, tmp_path / "whole")

@@ -51,7 +51,9 @@ class CudaEngine:
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator) -> None:
         self.config, self.data, self.comm = config, data, comm
-        self.ops = ops = self._make_ops(comm.device or 0)
+        device = comm.device or 0
+        driver.set_device(device)
+        ops = CudaOps(device)
         assert config.micro_batch_size is not None  # for_world has chosen it
         rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
         self.sharded = config.zero == 1 and comm.size > 1
@@ -64,6 +66,9 @@ class CudaEngine:
                 sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
             ).check(),
         )  # fmt: skip
+        if not config.deterministic:
+            ops = self._search(ops, model, len(rounds))
+        self.ops = ops
         self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
         self.model.arena.reserve(self.plan.arena)
         self.model.arena.fix()
@@ -90,9 +95,31 @@ class CudaEngine:
         self._late = [_Late(self._all, self.optimizer.state) for _ in range(2)]
         self._finished = 0.0
 
-    def _make_ops(self, device: int) -> CudaOps:
-        driver.set_device(device)
-        return CudaOps(device)
+    def _search(self, ops: CudaOps, model: LlamaConfig, rounds: int) -> CudaOps:
+        """Operations whose matrix products are the fastest found: by one rank of a machine, for all and for later.
+
+        Its passes are over before the optimizer's state takes the memory that trying them needs.
+        """
+        config, first = self.config, self.comm.local_rank == 0
+        if first:
+            ops = CudaOps(ops.device, ops.stream, search=True)
+            trial = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
+            trial.arena.reserve(self.plan.arena)
+            weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), ops.zeros)
+            gradients, loss = weights.like("float32"), ops.zeros(1, np.float64)
+            tokens = ops.zeros((config.micro_batch_size, config.seq_len), np.int32)
+            for accumulate in {False, rounds > 1}:
+                with ops.step(trial.arena):
+                    trial.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=accumulate)
+            for size in {len(piece) for piece in self._pieces(self.data.val_batches()[0][0])}:
+                trial.loss(weights, tokens[:size], tokens[:size])
+        self.comm.all_gather_bytes(b"")
+        return ops if first else CudaOps(ops.device, ops.stream, search=True)
+
+    def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
+        """Cut into micro-batches."""
+        most = self.config.micro_batch_size or 1
+        return [rows[start : start + most] for start in range(0, len(rows), most)]
 
     def describe(self) -> str:
         about = device_info(self.ops.device)
@@ -225,15 +252,12 @@ class CudaEngine:
     # --- between steps -------------------------------------------------------------------------------
 
     def evaluate(self) -> float:
-        batches, mine = self.data.val_batches(), []
-        weights, most = self._whole_weights(), self.config.micro_batch_size or 1
+        batches, weights = self.data.val_batches(), self._whole_weights()
+        mine = []
         for index in range(self.comm.rank, len(batches), self.comm.size):
             tokens, targets = batches[index]
-            loss = 0.0
-            for start in range(0, len(tokens), most):
-                rows = slice(start, start + most)
-                loss += self.model.loss(weights, tokens[rows], targets[rows]) * len(tokens[rows]) / len(tokens)
-            mine.append(loss)
+            pieces = zip(self._pieces(tokens), self._pieces(targets), strict=True)
+            mine.append(sum(self.model.loss(weights, x, y) * (len(x) / len(tokens)) for x, y in pieces))
         said = self.comm.all_gather_bytes(np.array(mine, np.float64).tobytes())
         return math.fsum(np.frombuffer(b"".join(said), np.float64)) / len(batches)
 

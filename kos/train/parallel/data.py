@@ -84,7 +84,8 @@ class DataParallel:
             if self._carry is not None and round_index > 0:
                 self.ops.add(self._carry, flat, flat)
             if self.comm.size > 1:
-                self.comm.all_reduce(flat, deterministic=True)
+                for bucket in self.buckets:  # not all at once: a backend may need as much memory again
+                    self.comm.all_reduce(flat[bucket], deterministic=True)
             if self._carry is not None and round_index + 1 < rounds:
                 self.ops.copy(flat, self._carry)
         elif round_index + 1 == rounds:

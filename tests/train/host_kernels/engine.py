@@ -18,6 +18,7 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.engines import cuda as engine_module
 from kos.train.engines import feed, memory_plan
+from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
 from kos.train.ops.adamw import _CHUNK_DTYPE as CHUNKS
 from kos.train.ops.adamw import SHAPES, STATE
@@ -73,11 +74,11 @@ class Event:
         not_captured("waiting")
 
 
-COLUMN_MAJOR = {"rope", "rope_backward", "attention", "attention_backward", "swiglu", "swiglu_backward"}
-OPERATIONS = COLUMN_MAJOR | {
-    "embedding", "embedding_backward", "linear", "linear_backward", "rms_norm", "rms_norm_backward",
-    "count_targets", "cross_entropy", "cross_entropy_with_gradient", "mean_loss",
+COLUMN_MAJOR = {
+    f"{name}{backward}" for name in ("rope", "attention", "swiglu", "gelu") for backward in ("", "_backward")
 }  # fmt: skip
+MEMORY_OF = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
+OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
 
 
 class QueuedOps(HostOps):
@@ -257,7 +258,7 @@ def host_engine(monkeypatch) -> None:
         (array_module, "cu"): SimpleNamespace(cuMemcpyAsync=copy, cuMemsetD8Async=fill),
         (engine_module, "driver"): SimpleNamespace(set_device=lambda device: None),
         (engine_module, "device_info"): lambda device: about,
-        (engine_module, "CudaOps"): lambda device: QueuedOps(),
+        (engine_module, "CudaOps"): lambda device, stream=None, search=False: QueuedOps(),
         (memory_plan, "_Sizing"): Sizing,
         (memory_plan, "relaxed_capture"): contextlib.nullcontext,
         (feed, "create_stream"): lambda device: None,
