@@ -4,8 +4,8 @@ A stage has up to three steps, and every rank a word that counts each of them.  
 others need to its slot.  REDUCED: it has reduced its own part, and copied it to the result slot.  GOT: it has
 copied what it wants, and reads nothing more of this stage.  A slot is filled again when every rank has got
 what it wanted of the stage DEPTH before, and not ahead of its stage: that would push this one's data out of
-the core's cache.  So data crosses the memory bus once each way and all else stays in the caches (Jain et al., "Framework for Scalable Intra-Node Collective Operations using Shared
-Memory", SC 2018).
+the core's cache.  So data crosses the memory bus once each way and all else stays in the caches (Jain et
+al., "Framework for Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
 """
 
 from __future__ import annotations
