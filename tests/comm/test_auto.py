@@ -277,6 +277,27 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
     run(body)
 
 
+def test_the_ranks_that_are_left_keep_both(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+    monkeypatch.setattr(nccl_binding, "shrink", lambda comm, excluded, name: Comm(Group(1), 0))
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        comm.all_reduce(zeros(1))
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            comm.rendezvous.threads.world.depart(0, "it is dead")  # type: ignore[union-attr]
+            return
+        rest = comm.shrink()
+        assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
+        for x in (np.ones(3), Array.from_numpy(np.ones(5000, np.float16), 0), Array.from_numpy(np.ones(1), 0)):
+            got = rest.all_reduce(x)
+            assert ((got if isinstance(x, np.ndarray) else got.numpy()) == 1).all()
+        rest.close()
+
+    run(body)
+
+
 def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         if comm.rank:

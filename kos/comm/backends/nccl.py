@@ -136,7 +136,7 @@ class NCCLBackend(DeviceBackend):
             self._end(binding.abort, revoked)
         if comm is not None and not agreed:
             self._end(binding.abort, comm)
-        return NCCLBackend(rendezvous, self.device, comm if agreed else None)
+        return type(self)(rendezvous, self.device, comm if agreed else None)
 
     def close(self) -> None:
         comm, self._comm = self._comm, None
