@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.collectives import report
 from kos import cuda
 from kos.cuda import streams
 from kos.cuda.driver import call, cu
@@ -235,8 +235,9 @@ def main() -> None:
             numbers = [f"{part} {value:.3f}" for part, value in row["errors"].items()]
             print(f"{row['shape']!s:24} {row['implementation']:34} epsilons:", *numbers)
     if arguments.json:
-        with open(arguments.json, "w") as file:
-            json.dump({"device": torch.cuda.get_device_name(), "command": sys.argv, "rows": rows}, file, indent=1)
+        Path(arguments.json).write_text(
+            report.to_json({**report.provenance("benchmarks.attention", 0, 1), "rows": rows})
+        )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
 """The kernel zoo: each operation's naive and fast version side by side, checked, then timed.
 
 usage: python -m benchmarks.kernels [--preset 1b] [--tokens 8192] [--dtype bfloat16] [--only rms_norm …]
-                                    [--compile] [--out FILE.json]
+                                    [--compile] [--json FILE]
 
 Checked: both versions, on a few tokens, against the numpy dialect in float64; the error is told in rounding
 units of the dtype.  Timed: replays of a CUDA graph over several sets of inputs, larger together than the L2
 cache; the median, against the time that the bytes which must move take at the speed of a large device copy
-measured in the same run, and against torch, eager and (``--compile``) compiled.
+measured in the same run, and against torch, eager and (with ``--compile``) compiled too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +21,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks.collectives import report
 from kos import cuda
 from kos.cuda.kernels import load_kernel
 from kos.memory.arena import Arena
 from kos.memory.array import Array
+from kos.train.machine import peak_flops
 from kos.train.model_section import ModelSection
 from kos.train.ops import numpy as reference
 from kos.train.ops.adamw import CudaAdamW
@@ -40,33 +41,36 @@ CHECKED_TOKENS = 96
 ROTATED = 256 << 20  # bytes of inputs in rotation
 
 
+EAGER: dict[str, Callable[..., torch.Tensor]] = {
+    "rms_norm": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
+    "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
+    "cross_entropy": lambda x, t: F.cross_entropy(x.float(), t),
+    "embedding": F.embedding,
+    "rope": lambda x, cos, sin: (x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin).to(x.dtype),
+}
+
+
 class Case(NamedTuple):
     """One operation on one set of inputs."""
 
     nbytes: int  # that must move: each input read once, each output written once
     fast: Callable[[], None]
     naive: Callable[[], None] | None
-    torch: Callable[[], Any] | None
+    torch: Callable[[], Any]
     outputs: dict[str, torch.Tensor]
     expected: Callable[[], dict[str, np.ndarray]]
+    flops: float = 0
 
 
 class Zoo:
     """Makes the cases of one model shape."""
 
-    def __init__(self, shape: ModelSection, dtype: torch.dtype, compiled: bool) -> None:
+    def __init__(self, shape: ModelSection, dtype: torch.dtype) -> None:
         self.ops = CudaOps(0)
         self.arena = self.ops.make_arena()
         self.stream = torch.cuda.ExternalStream(int(self.ops.stream.handle))
         self.shape, self.dtype = shape, dtype
-        self.compile = torch.compile if compiled else lambda function: function
-        self.functions = {
-            "rms_norm": self.compile(lambda x, w: F.rms_norm(x, w.shape, w, 1e-5)),
-            "swiglu": self.compile(lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
-            "cross_entropy": self.compile(lambda x, t: F.cross_entropy(x.float(), t)),
-            "embedding": self.compile(F.embedding),
-            "rope": self.compile(_torch_rope),
-        }
+        self.functions: dict[str, Callable[..., torch.Tensor]] = dict(EAGER)  # or compiled, by ``time``
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype or self.dtype)
@@ -258,7 +262,7 @@ class Zoo:
             return {"d_table": d64}
 
         leaf = self.random(vocabulary, d).requires_grad_()
-        y = F.embedding(tokens, leaf)
+        y = self.functions["embedding"](tokens, leaf)
         touched = len(torch.unique(tokens)) * d * 4
         return Case(
             _bytes(d_out) + 2 * touched,
@@ -303,7 +307,7 @@ class Zoo:
         )
 
     def linear(self, n: int) -> Case:
-        """The MLP's first product: at the speed of arithmetic, shown for cuBLASLt's first choice against torch's."""
+        """The MLP's first product, by cuBLASLt's first choice: its limit is arithmetic."""
         d, f = self.shape.hidden_size, 2 * self.shape.intermediate_size
         x, w, out = self.random(n, d), self.random(f, d), self.empty(n, f)
         arrays = _arrays(x, w, out)
@@ -314,6 +318,7 @@ class Zoo:
             lambda: torch.mm(x, w.T, out=out),
             {"out": out},
             lambda: {"out": _host(x) @ _host(w).T},
+            2.0 * n * d * f,
         )
 
     def _heads(self) -> tuple[int, int, int]:
@@ -349,20 +354,30 @@ class Zoo:
             )
         return errors
 
-    def time(self, name: str, tokens: int) -> dict[str, Any]:
+    def time(self, name: str, tokens: int, compiled: bool) -> dict[str, Any]:
         """Microseconds of one call of each version."""
-        first = getattr(self, name)(tokens)
-        cases = [first, *(getattr(self, name)(tokens) for _ in range(min(3, ROTATED // first.nbytes)))]
-        torch.cuda.synchronize()
-        row: dict[str, Any] = {"op": name, "bytes": first.nbytes}
+        self.functions = dict(EAGER)
+        cases = self._cases(name, tokens)
+        row: dict[str, Any] = {"op": name, "bytes": cases[0].nbytes, "flops": cases[0].flops}
         with torch.cuda.stream(self.stream):
             for version in ("fast", "naive"):
                 runs = [getattr(case, version) for case in cases]
                 if runs[0] is not None:
                     row[f"{version}_us"] = self._time_graph(runs)
-            if first.torch is not None:
-                row["torch_us"] = self._time_eager([case.torch for case in cases])
+            row["torch_us"] = self._time_eager([case.torch for case in cases])
+        if compiled and (function := name.removesuffix("_backward")) in EAGER:
+            self.functions[function] = torch.compile(EAGER[function])
+            cases = self._cases(name, tokens)
+            with torch.cuda.stream(self.stream):
+                row["torch_compiled_us"] = self._time_eager([case.torch for case in cases])
         return row
+
+    def _cases(self, name: str, tokens: int) -> list[Case]:
+        """As many as are larger than the cache together, and at most 4."""
+        first = getattr(self, name)(tokens)
+        cases = [first, *(getattr(self, name)(tokens) for _ in range(min(3, ROTATED // first.nbytes)))]
+        torch.cuda.synchronize()
+        return cases
 
     def _time_graph(self, runs: list[Callable[[], None]]) -> float:
         for run in runs:
@@ -390,11 +405,6 @@ class Zoo:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1e3
-
-
-def _torch_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, -1)
-    return (x * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)
 
 
 def _arrays(*tensors: torch.Tensor) -> list[Array]:
@@ -430,33 +440,34 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--only", nargs="+", default=OPERATIONS, choices=OPERATIONS)
-    parser.add_argument("--compile", action="store_true", help="torch compiled rather than eager")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile", action="store_true", help="time torch compiled, too")
+    parser.add_argument("--json", type=Path, help="write all rows to this file")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     shape = ModelSection(**PRESETS[arguments.preset].values["model"])
-    zoo = Zoo(shape, getattr(torch, arguments.dtype), arguments.compile)
-    limit = copy_speed(zoo)
-    theirs = "torch compiled" if arguments.compile else "torch eager"
+    zoo = Zoo(shape, getattr(torch, arguments.dtype))
+    speed = copy_speed(zoo)
+    peak = peak_flops(torch.cuda.get_device_name()) if arguments.dtype == "bfloat16" else None
     print(f"{torch.cuda.get_device_name()}, {arguments.preset}, {arguments.tokens} tokens, {arguments.dtype}; "
-          f"copy {limit / 1e12:.2f} TB/s")  # fmt: skip
-    print(f"{'operation':<20}{'naive us':>10}{'fast us':>10}{'limit us':>10}{'of limit':>10}"
-          f"{theirs + ' us':>20}{'error fast/naive, units':>26}")  # fmt: skip
+          f"copy {speed / 1e12:.2f} TB/s; errors in rounding units")  # fmt: skip
+    print(f"{'operation':<20}" + "".join(f"{title:>12}" for title in (
+        "naive us", "fast us", "limit us", "of limit", "torch us", "compiled us", "error fast", "naive")))  # fmt: skip
     rows = []
     for name in arguments.only:
         errors = zoo.check(name)
-        row = zoo.time(name, arguments.tokens)
-        limit_us = row["bytes"] / limit * 1e6
-        rows.append({**row, "limit_us": limit_us, "errors": errors, "torch": theirs})
-        naive = f"{row['naive_us']:.1f}" if "naive_us" in row else "-"
-        told = " / ".join(f"{errors[version]:.2f}" for version in errors)
-        print(f"{name:<20}{naive:>10}{row['fast_us']:>10.1f}{limit_us:>10.1f}{limit_us / row['fast_us']:>10.1%}"
-              f"{row['torch_us']:>20.1f}{told:>26}", flush=True)  # fmt: skip
+        row = zoo.time(name, arguments.tokens, arguments.compile)
+        limit = max(row["bytes"] / speed, row["flops"] / peak if peak else 0) * 1e6
+        rows.append({**row, "limit_us": limit, "of_limit": limit / row["fast_us"], "errors": errors})
+        numbers = (row.get("naive_us"), row["fast_us"], limit, 100 * limit / row["fast_us"], row["torch_us"],
+                   row.get("torch_compiled_us"), errors["fast"], errors.get("naive"))  # fmt: skip
+        print(f"{name:<20}" + "".join(f"{'-':>12}" if x is None else f"{x:>12.2f}" for x in numbers), flush=True)
         torch.cuda.empty_cache()
-    if arguments.out:
-        head = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_per_second": limit,
-                "preset": arguments.preset, "tokens": arguments.tokens, "dtype": arguments.dtype}  # fmt: skip
-        arguments.out.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    if arguments.json:
+        arguments.json.write_text(report.to_json({
+            **report.provenance("benchmarks.kernels", 0, 1), "preset": arguments.preset, "tokens": arguments.tokens,
+            "dtype": arguments.dtype, "limits": {"copy_bytes_per_second": speed, "flops_per_second": peak},
+            "rows": rows,
+        }))  # fmt: skip
 
 
 if __name__ == "__main__":
