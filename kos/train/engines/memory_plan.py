@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kos.cuda.driver import call, cu
-from kos.cuda.graphs import capture, relaxed_capture
 from kos.dtypes import DTYPES
 from kos.errors import ConfigError
 from kos.memory.arena import ALIGNMENT, Arena
@@ -15,7 +16,7 @@ from kos.memory.array import Array
 from kos.train.config import TrainConfig
 from kos.train.gpt2 import make_model
 from kos.train.llama_config import LlamaConfig
-from kos.train.ops import cublaslt
+from kos.train.ops import attention, cublaslt
 from kos.train.ops.cuda import CudaOps
 from kos.train.parameters import Parameters
 
@@ -98,27 +99,41 @@ def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int)
     assert config.micro_batch_size is not None
     tokens = sizing.zeros((config.micro_batch_size, config.seq_len), np.int32)
     loss = sizing.zeros(1, np.float64)
-    with relaxed_capture(), capture(ops.stream) as graph:
-        with sizing.step(llama.arena):
-            llama.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=False)
-        llama.loss(weights, tokens, tokens)
-    graph.close()
+    with sizing.step(llama.arena):
+        llama.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=False)
+    llama.loss(weights, tokens, tokens)
     return llama.arena.peak + 4 * tokens.nbytes + ALIGNMENT * 4  # validation brings its tokens from the host
 
 
 class _Sizing(CudaOps):
-    """Operations recorded for a graph that never runs, on arrays without memory: what they take is counted."""
+    """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
 
     def __init__(self, ops: CudaOps) -> None:
-        super().__init__(ops.device, ops.stream)
-        self._ground = Array.empty(1 << 16, np.uint8, ops.device, stream=ops.stream, label="memory plan")
+        self.__dict__.update(ops.__dict__, matmul=lambda *operands, **options: None)
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
 
+    @contextmanager
+    def step(self, arena: Arena) -> Iterator[None]:
+        yield
+        arena.release(0)
+
     def zeros(self, shape: Any, dtype: Any) -> Array:
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        return Array(self._ground.pointer, shape, dtype, self.device, stream=self.stream)
+        return Array(ALIGNMENT, shape, dtype, self.device)
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def attention(self, *arguments: Any) -> None:
+        pass
+
+    def attention_backward(
+        self, d_out: Any, qkv: Any, out: Any, lse: Array, heads: int, kv_heads: int, d_qkv: Any, arena: Arena
+    ) -> None:
+        with arena.scope():
+            attention.take_statistics(lse, arena)
 
     def rope_tables(self, frequencies: Any, positions: Any, dtype: Any) -> tuple[Array, Array]:
         shape = (len(positions), len(frequencies))

@@ -120,10 +120,9 @@ def attention_backward(
     tiles = _BACKWARD[head_dim] | (tiles or {}) if hopper else tiles or {}
     padded, row = -(-length // _PAD) * _PAD, head_dim * 2
     blocks, group = -(-length // _BLOCK), heads // kv_heads
-    chunks = samples * heads * padded // 64
     section_kv = _section(samples * kv_heads, 1, length, head_dim * group)
     with arena.scope():
-        statistics = arena.take((chunks * 128,), np.float32)
+        statistics = take_statistics(log_sum_exp, arena)
         prepare = _kernel("statistics", "attention_statistics", qkv, head_dim, {})
         threads = samples * padded * heads * (head_dim // 8)
         inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer, statistics.pointer)
@@ -146,6 +145,12 @@ def attention_backward(
         shared = (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * row
         kernel_kv(stream, samples * kv_heads * blocks, 256, *pointers, *size, section_kv, shared=shared)
         kernel_q(stream, samples * heads * blocks, 256, *pointers, *size, section_q, shared=shared)
+
+
+def take_statistics(log_sum_exp: Array, arena: Arena) -> Array:
+    """The scratch memory of the backward."""
+    samples, heads, length = log_sum_exp.shape
+    return arena.take((2 * samples * heads * -(-length // _PAD) * _PAD,), np.float32)
 
 
 @functools.cache
