@@ -6,13 +6,13 @@
 
 #include "reduce.cuh"
 
-using Index = long long;
+using i64 = long long;
 #define EACH(i, count)                                                                  \
-    for (Index i = blockIdx.x * Index(blockDim.x) + threadIdx.x; i < count;             \
-         i += gridDim.x * Index(blockDim.x))
+    for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < count;             \
+         i += gridDim.x * i64(blockDim.x))
 
 // out[i] = in[0][i] op in[1][i] op ...; rank r's contribution begins at in + r * stride.
-extern "C" __global__ void reduce_ordered(const Bits *in, Index stride, RESULT::Bits *out, Index count) {
+extern "C" __global__ void reduce_ordered(const Bits *in, i64 stride, RESULT::Bits *out, i64 count) {
     EACH(i, count) {
         Wide x[RANKS];
 #pragma unroll
@@ -24,16 +24,16 @@ extern "C" __global__ void reduce_ordered(const Bits *in, Index stride, RESULT::
 }
 
 // out[i] = in[i] * factor, before it travels.
-extern "C" __global__ void scale(const Bits *in, RESULT::Bits *out, Index count, double factor) {
+extern "C" __global__ void scale(const Bits *in, RESULT::Bits *out, i64 count, double factor) {
     EACH(i, count) out[i] = RESULT::narrow(multiply(T::widen(in[i]), Wide(factor)));
 }
 
 // into[i] = into[i] op other[i]: one step of a schedule.
-extern "C" __global__ void combine(Bits *into, const Bits *other, Index count) {
+extern "C" __global__ void combine(Bits *into, const Bits *other, i64 count) {
     EACH(i, count) into[i] = T::narrow(Op::combine(T::widen(into[i]), T::widen(other[i])));
 }
 
 // out[i] = in[i], a whole reduction, finished and rounded.
-extern "C" __global__ void finish(const Bits *in, RESULT::Bits *out, Index count) {
+extern "C" __global__ void finish(const Bits *in, RESULT::Bits *out, i64 count) {
     EACH(i, count) out[i] = RESULT::narrow(Op::finish(T::widen(in[i])));
 }
