@@ -1,11 +1,14 @@
-"""What the flight recorder costs a call: python -m benchmarks.recorder
+"""What is always on costs a call: python -m benchmarks.recorder
 
-Times the record of a launched operation and of its completion apart from everything else, as the
-communicator makes them; prints nanoseconds a call, the best of some runs.
+Times apart from everything else, as the communicator makes them: the flight recorder's record of a launched
+operation and of its completion; and of an all_reduce on a host the fingerprint of the call, its publication and
+its comparison with the other ranks' calls, which have come.  Nanoseconds a call, the best of many runs.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from time import perf_counter_ns, time_ns
 
 import numpy as np
@@ -13,18 +16,57 @@ import numpy as np
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, Group
 from kos.comm.reduction import ReduceOp, resolve
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.shared import Calls, Segment, open_segment
+from kos.comm.shared.segment import ARRIVED, RING
 from kos.dtypes import dtype_of
 from kos.memory import as_buffer
 
-CALLS, RUNS = 20_000, 30
+CALLS, RUNS = 2_000, 300
+
+
+def best(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(RUNS):
+        began = perf_counter_ns()
+        for _ in range(CALLS):
+            call()
+        times.append((perf_counter_ns() - began) / CALLS)
+    return min(times)
+
+
+def all_reduce() -> Operation:
+    buffer = as_buffer(np.zeros((4, 4), np.float32), "x", writable=True)
+    reduction = resolve(ReduceOp.SUM, dtype_of(buffer.dtype.numpy), 1)
+    return Operation("all_reduce", 0, buffer, buffer, reduction, timeout=120.0, sequence=0)
+
+
+def calls_beside_others(ranks: int, operation: Operation) -> Calls:
+    """Rank 0 of a host, whose other ranks have called the same as ``operation`` for ever."""
+    group, segments = ThreadGroup(ranks), dict[int, Segment | None]()
+
+    def open_mine(rank: int) -> None:
+        segments[rank], _ = open_segment(ThreadRendezvous(group, rank, 20.0))
+
+    threads = [threading.Thread(target=open_mine, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    segment = segments[0]
+    assert segment is not None
+    calls = Calls(segment)
+    for rank in range(1, ranks):
+        segment.words[segment.layout.line(rank) + ARRIVED] = 1 << 60
+        for slot in range(RING):
+            segment.words[segment.layout.ring(rank) + slot] = calls.mark(operation)
+    return calls
 
 
 def main() -> None:
+    operation = all_reduce()
     group = Group.world(0, 1, "mock")
     recorder = group.recorder
-    buffer = as_buffer(np.zeros((4, 4), np.float32), "x", writable=True)
-    reduction = resolve(ReduceOp.SUM, dtype_of(buffer.dtype.numpy), 1)
-    operation = Operation("all_reduce", 0, buffer, buffer, reduction, timeout=120.0, sequence=0)
 
     def empty() -> None:
         pass
@@ -37,18 +79,19 @@ def main() -> None:
         if record is not None:
             record[COMPLETED] = time_ns()
 
-    def best(call: object) -> float:
-        times = []
-        for _ in range(RUNS):
-            began = perf_counter_ns()
-            for _ in range(CALLS):
-                call()
-            times.append((perf_counter_ns() - began) / CALLS)
-        return min(times)
-
     nothing = best(empty)
     launched, over = best(launch) - nothing, best(complete) - nothing
-    print(f"launch {launched:.0f} ns + completion {over:.0f} ns = {launched + over:.0f} ns a call")
+    print(f"recorder: launch {launched:.0f} ns + completion {over:.0f} ns = {launched + over:.0f} ns a call")
+    for ranks in (2, 4, 8):
+        calls = calls_beside_others(ranks, operation)
+
+        def compared(calls: Calls = calls) -> None:
+            operation.mark = 0  # a persistent operation keeps it
+            operation.sequence += 1
+            calls.announce(operation)
+            calls.check(operation)
+
+        print(f"comparison of calls, {ranks} ranks: {best(compared) - nothing:.0f} ns a call")
 
 
 if __name__ == "__main__":

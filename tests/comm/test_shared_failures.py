@@ -70,6 +70,20 @@ def test_mismatch_is_the_same_error_on_all_ranks(case: str, odd: int) -> None:
     assert len(set(messages)) == 1
 
 
+@pytest.mark.parametrize("call", [lambda c, x: c.all_reduce(x), lambda c, x: c.broadcast(x, 1)])
+def test_a_mismatch_is_seen_before_a_third_rank_comes(call: Callable[[kos.Communicator, Any], Any]) -> None:
+    seen = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            assert seen.wait(20)
+        with pytest.raises(CollectiveMismatch, match="they differ in count 4 against 5"):
+            call(comm, np.zeros(3 + comm.rank))
+        seen.set()
+
+    run(body, 3)
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("odd", [0, -1])
 @pytest.mark.parametrize("case", CASES)
@@ -232,9 +246,7 @@ ULFM = ["--with-ft", "ulfm"]
 def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
     """What a program under mpirun printed, line by line."""
     command = [MPIRUN, *options, "-n", str(ranks), sys.executable, program(tmp_path, text)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=40, check=False, cwd="/"
-    )
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=40, check=False, cwd="/")
     assert done.stdout, done.stderr
     return done.stdout.splitlines()
 

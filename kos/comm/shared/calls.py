@@ -85,37 +85,27 @@ class Calls:
         gone, and what another rank of the host failed of.
         """
         self.announce(o)
-        words, sequence, fingerprint = self._words, o.sequence, o.mark
-        slot = sequence % RING
-
-        peers = iter(self._peers)
-        peer: tuple[int, int, int] | None = next(peers)
+        words, sequence = self._words, o.sequence
         wait: Wait | None = None
 
         def everybody_came() -> bool:
-            nonlocal peer, wait
-            while peer is not None:
-                local, line, ring = peer
+            nonlocal wait
+            for local, line, _ in self._peers:
                 if words[line + ARRIVED] <= sequence:
-                    if wait is None:
-                        wait = Wait(self, o)
+                    wait = wait or Wait(self, o)
                     wait.look(local)
                     return False
-                if words[ring + slot] != fingerprint and words[line + ARRIVED] < sequence + RING:
-                    self._mismatch(o.sequence, local)
-                peer = next(peers, None)
-            if words[self._failure]:
-                self.raise_failure(sequence)
+            self.check(o)
             return True
 
         return everybody_came
 
     def check(self, o: Operation) -> None:
-        """Compare ``o`` with the calls of the other ranks, all of which have begun it; raises as the poll does."""
-        words, sequence, mark = self._words, o.sequence, o.mark
+        """Compare ``o`` with the calls of the ranks that have begun it; raises as the poll of ``publish``."""
+        words, sequence, mark = self._words, o.sequence, o.mark or self.mark(o)
         slot = sequence % RING
         for local, line, ring in self._peers:
-            if words[ring + slot] != mark and words[line + ARRIVED] < sequence + RING:
+            if words[ring + slot] != mark and sequence < words[line + ARRIVED] < sequence + RING:
                 self._mismatch(sequence, local)
         if words[self._failure]:
             self.raise_failure(sequence)
@@ -157,12 +147,7 @@ class Calls:
     def explain(self, o: Operation, error: KosError) -> KosError:
         """What the ranks of the host know better about an ``error`` that ``o`` met on its way."""
         try:
-            self.raise_failure(o.sequence)
-            slot = o.sequence % RING
-            for local, line, ring in self._peers:
-                came = o.sequence < self._words[line + ARRIVED] < o.sequence + RING
-                if came and self._words[ring + slot] != self._words[self._ring + slot]:
-                    self._mismatch(o.sequence, local)
+            self.check(o)
         except KosError as known:
             return known
         return error
@@ -270,7 +255,7 @@ class Calls:
 
 
 class Wait:
-    """One wait of a collective: hears of failures at every poll, looks now and then whether the peer lives."""
+    """One wait of a collective: hears of failures at every poll, compares calls and looks for the dead now and then."""
 
     __slots__ = ("_calls", "_departed", "_look_at", "_operation", "_sequence")
 
@@ -287,6 +272,7 @@ class Wait:
         now = time.monotonic()
         if now < self._look_at:
             return
+        calls.check(self._operation)  # it may have come before another that is still awaited
         why = calls.departed(local)
         if why is None:
             self._look_at = now + LOOK_EVERY
