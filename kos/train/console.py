@@ -111,6 +111,8 @@ def describe(row: Mapping[str, Any]) -> str:
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_second']:,.0f} tokens/s",
     ]
+    if row.get("tokens_per_second_per_gpu", row["tokens_per_second"]) != row["tokens_per_second"]:
+        parts.append(f"{row['tokens_per_second_per_gpu']:,.0f} a GPU")
     if "mfu_causal" in row:
         parts.append(f"MFU {row['mfu_causal']:.1%}/{row['mfu_non_causal']:.1%}")
     if "memory_bytes" in row:

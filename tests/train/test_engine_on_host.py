@@ -11,13 +11,15 @@ from kos.cuda import unavailable
 from kos.errors import ConfigError, TrainingError
 from kos.testing import spawn
 from kos.train import checkpoint, loop
-from kos.train.config import TrainConfig
-from kos.train.engines import choose_device
+from kos.train.config import TrainConfig, parse
+from kos.train.engines import choose_device, memory_plan
 from kos.train.engines import cuda as engine_module
 from kos.train.engines.cuda import CudaEngine
+from kos.train.engines.memory_plan import GIB, plan_memory
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
 from kos.train.ops.adamw import CHUNK
+from kos.train.ops.cuda import CudaOps
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device, on_host
 
 SMALL: dict[str, Any] = {
@@ -159,8 +161,8 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, monkey
 
     def poisoned(self):
         queue(self)
-        step, gradient = self.optimizer.state[:1], self.gradients["model.layers.1.mlp.up_proj.weight"]
-        on_device(lambda: on_host(gradient).fill(np.nan) if on_host(step)[0] == 2 else None)
+        gradient, bad = self.gradients["model.layers.1.mlp.up_proj.weight"], self.data.batch(2)[0][:2]
+        on_device(lambda: on_host(gradient).fill(np.nan) if (on_host(self.feed.batch)[0, 0] == bad).all() else None)
 
     monkeypatch.setattr(CudaEngine, "_queue_gradients", poisoned)
     with pytest.raises(TrainingError, match=r"step 3: .* gradient norm, got nan \(first in .*layers.1.mlp.up_proj"):
@@ -174,6 +176,29 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, monkey
 def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
     with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .* less takes a --micro"):
         train(text, tmp_path, model={**SMALL["model"], "intermediate_size": 8_000_000})
+
+
+def plan(*flags, ranks=1):
+    """The plan of a preset on GPUs of 138.9 GiB."""
+    config = parse(list(flags)).for_world(ranks, "cuda")
+    ops = CudaOps.__new__(CudaOps)
+    ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
+    rounds = config.batch_size // config.micro_batch_size // ranks
+    return plan_memory(
+        config, config.model_config_for(256), ops, ranks=ranks, head_rows=8192, multiple=1, rounds=rounds
+    )
+
+
+def test_the_plan_of_published_models(monkeypatch):
+    """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
+    monkeypatch.setattr(memory_plan, "call", lambda function: (int(138.9 * GIB), 0))
+    with pytest.raises(ConfigError, match=r"got 20\d\.\d\d GiB: activations.*below 2 or --recompute .* or --zero 1$"):
+        plan("--preset", "8b", ranks=8).check()
+    sharded = plan("--preset", "8b", "--zero", "1", ranks=8).check()
+    assert 7.4 * 8.03e9 < sharded.total - sharded.arena < 7.7 * 8.03e9
+    taken = [plan("--preset", "1b", "--recompute", how).arena for how in ("none", "norms", "block")]
+    # Kept of a token and layer: x, mid, norms, heads (5 D), q k v (1.5 D), gate, up and their product (12 D).
+    assert taken[0] > 32768 * 16 * 2048 * 2 * 18.5 and taken[1] < 0.72 * taken[0] and taken[2] < 0.2 * taken[0]
 
 
 def test_a_gpu_that_is_not_there(text, tmp_path):

@@ -49,8 +49,8 @@ class MemoryPlan(NamedTuple):
         )
 
     def __str__(self) -> str:
-        rows = [f"  {name:<34}{size / GIB:>9.2f} GiB" for name, size in self.uses.items()]
-        rows.append(f"  {'total':<34}{self.total / GIB:>9.2f} GiB of {self.free / GIB:.2f} free on {self.device}")
+        rows = [f"  {name:<42}{size / GIB:>9.2f} GiB" for name, size in self.uses.items()]
+        rows.append(f"  {'total':<42}{self.total / GIB:>9.2f} GiB of {self.free / GIB:.2f} free on {self.device}")
         return "\n".join(rows)
 
 
