@@ -160,9 +160,8 @@ class Communicator(Operations):
         """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
 
         This communicator is given up: ranks that still wait in one of its operations raise RankLost from it.
-        With MPI it takes ``mpirun --with-ft ulfm``; by environment rank 0 must be left.  Raises BackendUnavailable
-        where the loss of a rank ends the group, RendezvousError when a rank that is not gone does not come within
-        the timeout.
+        With MPI it takes ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the
+        group, RendezvousError when a rank that is not gone does not come within the timeout.
         """
         self._check_open()
         self.rendezvous.check_shrink()

@@ -21,26 +21,27 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kos.comm.hub import BYE, DATA, FAILURES, LEFT, REFUSED, RESULT, SHRINK, SHRUNK, Hub, pair
+from kos.comm.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
 from kos.comm.secret import load_secret
-from kos.comm.tcp import Connection, Network, Stranger, drive, is_loopback, is_ours, plain_address
+from kos.comm.tcp import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours, plain_address
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 AGENT_PORTS = 16
 GRACE_SECONDS = 2.0  # the hub names at the timeout who is missing; if it says nothing, it is the hub that is
+CALL_SECONDS = 2.0  # in which a host that is there answers
 BUSY_SECONDS = 1.0  # a port may be in use for a moment by a connection that the kernel gave it to
 
 
 class TCPRendezvous(Rendezvous):
     """A group of ranks around the hub beside its rank 0; ``network`` is how they reach each other."""
 
-    def __init__(
-        self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None
-    ) -> None:
+    def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
-        self._told_local_rank = local_rank
+        self._told_local_rank, self._purpose = local_rank, b""
         self._connection: Connection | None = None  # to the hub, while the group is open
+        self._door: socket.socket | None = None  # where ranks that are left call
+        self._doors: list[tuple[str, int]] = []  # of all ranks
         self._hub: Hub | None = None  # on rank 0
         self._failure: KosError | None = None
         if size == 1:
@@ -60,46 +61,76 @@ class TCPRendezvous(Rendezvous):
         wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
         ranks = [r for r in range(self.size) if color is not None and wishes[r][0] == color]
         ranks.sort(key=lambda r: (wishes[r][1], r))
-        listener, card = self._invite() if len(ranks) > 1 and ranks[0] == self.rank else (None, b"")
-        cards = self.allgather(card)
-        return self._descendant(ranks, cards[ranks[0]], listener) if ranks else None
+        listener, card = self._listen() if len(ranks) > 1 and ranks[0] == self.rank else (None, "")
+        cards = self.allgather(card.encode())
+        return self._child(ranks, cards[ranks[0]].decode(), listener) if ranks else None
 
     def check_shrink(self) -> None:
         if self.size > 1 and self._connection is None:
             raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
 
     def shrink(self) -> TCPRendezvous:
-        """By the hub, which knows who is gone.  Raises RankLost if that is rank 0, and the hub with it."""
-        if self.size == 1:
-            return self._descendant([0], b"", None)
-        listener, card = self._invite() if self.rank == 0 else (None, b"")
+        """The group of the ranks that still listen at their doors; the lowest of them brings them together."""
+        deadline, purpose = time.monotonic() + self.timeout, b"shrink " + self._purpose
         try:
-            answer = self._talk(SHRINK + card, (SHRUNK, REFUSED))
-            if answer[:1] == REFUSED:
-                raise RendezvousError(answer[1:].decode(errors="replace"))
-        except KosError:
-            if listener is not None:
-                listener.close()
-            raise
-        ranks, card = answer[1:].split(b" ", 1)
-        self.close()
-        return self._descendant([int(rank) for rank in ranks.split(b",")], card, listener)
+            for leader in filter(self._listens, range(self.rank)):
+                with contextlib.suppress(ConnectionError):  # it has gone meanwhile
+                    return self._follow(leader, purpose, deadline + GRACE_SECONDS)
+            return self._lead(purpose, deadline)
+        finally:
+            self.close()
 
-    def _invite(self) -> tuple[socket.socket, bytes]:
-        """A listener of this rank's, and what tells others how to call there."""
+    def _follow(self, leader: int, purpose: bytes, deadline: float) -> TCPRendezvous:
+        try:
+            connection = self.network.call(*self._doors[leader], purpose, self.rank, self.size, deadline)
+            answer = json.loads(drive(connection.receive(), connection.sock, deadline))
+        except TimeoutError as error:
+            raise RendezvousError(f"shrink: ranks [{leader}] did not come within {self.timeout:g} s") from error
+        if isinstance(answer, str):
+            raise RendezvousError(answer)
+        ranks, card = answer
+        return self._child(ranks, card, None)
+
+    def _lead(self, purpose: bytes, deadline: float) -> TCPRendezvous:
+        above = set(filter(self._listens, range(self.rank + 1, self.size)))
+        if not above:
+            return self._child([self.rank], "", None)
+        assert self._door is not None
+        key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
+        others, missing = admit_all(self._door, key, above, self.size, deadline, gone)
+        ranks, (listener, card) = sorted([self.rank, *others]), self._listen()
+        problem = f"shrink: ranks {missing} did not come within {self.timeout:g} s" if missing else ""
+        for connection in others.values():
+            connection.post(json.dumps(problem or [ranks, card]).encode())
+            with contextlib.suppress(OSError):  # it has gone meanwhile: the group that meets will miss it
+                drive(connection.flush(), connection.sock, deadline + GRACE_SECONDS)
+        if problem:
+            listener.close()
+            raise RendezvousError(problem)
+        return self._child(ranks, card, listener)
+
+    def _listens(self, rank: int) -> bool:
+        """Whether that rank is there: the system of one that is gone refuses its callers."""
+        host, port = self._doors[rank]
+        try:
+            socket.create_connection((host or self.network.hub, port), CALL_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        """For the hub of another group; and what its ranks must know to find it."""
         listener = self.network.listen()
-        where = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
-        return listener, json.dumps(where).encode()
+        card = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
+        return listener, json.dumps(card)
 
-    def _descendant(self, ranks: list[int], card: bytes, listener: socket.socket | None) -> TCPRendezvous:
-        """The group of these ranks of this one, around the first's listener."""
+    def _child(self, ranks: list[int], card: str, listener: socket.socket | None) -> TCPRendezvous:
+        """The group of these ranks of this one, around the hub of that card."""
         rank, size = ranks.index(self.rank), len(ranks)
         child = TCPRendezvous(rank, size, self.timeout, self.network, self._told_local_rank)
         if size > 1:
             host, port, purpose = json.loads(card)
             child._meet(host, [port], purpose.encode(), listener)
-        elif listener is not None:
-            listener.close()
         return child
 
     def close(self) -> None:
@@ -111,6 +142,7 @@ class TCPRendezvous(Rendezvous):
     def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Come together around the hub, which is this rank's if it has the listener."""
         where = f"rank 0 listens at {host or self.network.hub}:{'-'.join(map(str, ports))}"
+        self._purpose = purpose
         if listener is not None:
             self._connection, hubs_end = pair()
             self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
@@ -120,7 +152,9 @@ class TCPRendezvous(Rendezvous):
         else:
             self._connection = self._call_hub(host, ports, purpose)
         try:
-            self.barrier()
+            self._door = self.network.listen()
+            mine = self.network.host, self._door.getsockname()[1]
+            self._doors = [json.loads(door) for door in self.allgather(json.dumps(mine).encode())]
         except BaseException:
             self.close()
             raise
@@ -145,6 +179,8 @@ class TCPRendezvous(Rendezvous):
 
     def _hang_up(self, last_word: bytes) -> None:
         connection, self._connection = self._connection, None
+        if self._door is not None:
+            self._door.close()
         if connection is None:
             return
         self._failure = self._failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
@@ -157,15 +193,6 @@ class TCPRendezvous(Rendezvous):
         """What the hub answers to all once everybody has said something."""
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
-        answer = self._talk(message, (RESULT, *FAILURES))
-        kind, answer = answer[:1], answer[1:]
-        if kind == RESULT:
-            return answer
-        self._failure = FAILURES[kind](answer.decode(errors="replace"))
-        raise self._failure
-
-    def _talk(self, message: bytes, kinds: Sequence[bytes]) -> bytes:
-        """Say ``message`` to the hub; its answer, of one of ``kinds``: others were for what was given up."""
         assert self._connection is not None
         if self._hub is not None:
             self._hub.timeout = self.timeout  # which may have been set
@@ -174,13 +201,16 @@ class TCPRendezvous(Rendezvous):
         try:
             with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
                 drive(connection.flush(), connection.sock, deadline)
-            while (answer := drive(connection.receive(), connection.sock, deadline))[:1] not in kinds:
-                pass
-            return answer
+            answer = drive(connection.receive(), connection.sock, deadline)
         except TimeoutError:
             self._failure = RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s")
         except OSError:
             self._failure = RankLost("rendezvous: rank 0 is gone: its connection was closed")
+        else:
+            kind, answer = answer[:1], answer[1:]
+            if kind not in FAILURES:
+                return answer
+            self._failure = FAILURES[kind](answer.decode(errors="replace"))
         raise self._failure
 
     def _host_group(self) -> tuple[int, int]:

@@ -17,8 +17,8 @@ from kos.comm.tcp import MAX_MESSAGE, Connection, Door, Waiting
 from kos.errors import KosError, RankLost, RendezvousError
 
 # What ranks say, and what the hub answers: the first byte of each message.
-DATA, BYE, LEFT, SHRINK = b"D", b"B", b"L", b"S"
-RESULT, LOST, FAILED, SHRUNK, REFUSED = b"R", b"G", b"F", b"N", b"X"
+DATA, BYE, LEFT = b"D", b"B", b"L"
+RESULT, LOST, FAILED = b"R", b"G", b"F"
 
 FAILURES: dict[bytes, type[KosError]] = {LOST: RankLost, FAILED: RendezvousError}
 
@@ -43,9 +43,6 @@ class Hub(threading.Thread):
         self._slots: dict[int, bytes] = {}  # what came for the exchange in progress
         self._deadline: float | None = None  # of the exchange in progress
         self._failure: bytes | None = None
-        self._shrinking: set[int] = set()  # who has come to go on without those that are gone
-        self._card = b""  # where they meet
-        self._shrink_by: float | None = None
         self._closing: float | None = None
         self._door = Door(listener, key, self._selector, self._admit)
         self._admit(0, size, own)
@@ -73,7 +70,7 @@ class Hub(threading.Thread):
 
     def _patience(self) -> float:
         """Seconds until the clock must be looked at; strangers are dismissed about once a second."""
-        deadlines = [t for t in (self._deadline, self._closing, self._shrink_by) if t is not None]
+        deadlines = [t for t in (self._deadline, self._closing) if t is not None]
         return max(0.0, min([t - time.monotonic() for t in deadlines] + [1.0]))
 
     def _look_at_clock(self) -> None:
@@ -84,28 +81,6 @@ class Hub(threading.Thread):
                 f"rendezvous: ranks {missing} of {self._size} did not come within {self.timeout:g} s "
                 f"({self._where})",
             )
-
-        if self._shrink_by is not None and time.monotonic() >= self._shrink_by:
-            missing = sorted(self._members.keys() - self._shrinking)
-            self._end_shrink(REFUSED + f"shrink: ranks {missing} did not come within {self.timeout:g} s".encode())
-
-    def _shrink(self, rank: int, card: bytes) -> None:
-        """A rank comes to go on without those that are gone; rank 0 says where."""
-        self._shrinking.add(rank)
-        self._card = card or self._card
-        self._shrink_by = self._shrink_by or time.monotonic() + self.timeout
-        self._check_shrink()
-
-    def _check_shrink(self) -> None:
-        if 0 in self._members and self._shrinking >= self._members.keys():
-            ranks = b",".join(b"%d" % rank for rank in sorted(self._members))
-            self._end_shrink(SHRUNK + ranks + b" " + self._card)
-
-    def _end_shrink(self, answer: bytes) -> None:
-        callers, self._shrinking, self._shrink_by = self._shrinking, set(), None
-        for rank in sorted(callers & self._members.keys(), reverse=True):  # rank 0 last
-            if rank in self._members:  # sending to one may end another
-                self._send(rank, answer)
 
     def _admit(self, rank: int, size: int, connection: Connection) -> None:
         """A process that knows the secret says which rank it is."""
@@ -164,8 +139,6 @@ class Hub(threading.Thread):
                 self._left[rank] = "it closed the group"
                 self._check_open_exchange()
                 return
-            elif kind == SHRINK:
-                self._shrink(rank, message[1:])
             elif kind == LEFT:
                 self._leave(rank, message[1:].decode(errors="replace"))
                 return
@@ -237,8 +210,6 @@ class Hub(threading.Thread):
         if connection is not None:
             self._selector.unregister(connection.sock)
             connection.close()
-        self._shrinking.discard(rank)
-        self._check_shrink()
         if rank == 0 and self._closing is None:
             self._closing = time.monotonic() + FAREWELL_SECONDS
 

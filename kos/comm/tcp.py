@@ -283,10 +283,10 @@ def admit_all(
     size: int,
     deadline: float,
     gone: Callable[[int], bool] = lambda rank: False,
-) -> dict[int, Connection]:
-    """The connections of the ranks ``expected`` that call, and are not ``gone``; closes the listener.
+) -> tuple[dict[int, Connection], list[int]]:
+    """The connections of the ranks ``expected`` that call; closes the listener.
 
-    Raises RendezvousError naming the ranks that did not call before the deadline.
+    And those ranks that did not call before the deadline, and are not ``gone``.
     """
     admitted: dict[int, Connection] = {}
 
@@ -299,24 +299,16 @@ def admit_all(
     with selectors.DefaultSelector() as selector:
         door = Door(listener, key, selector, admit)
         try:
-            while admitted.keys() != expected:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    missing = sorted(expected - admitted.keys())
-                    raise RendezvousError(f"ranks {missing} did not connect in time")
+            while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
                 events = selector.select(min(remaining, 1.0))
                 for event, _ in events:
                     event.data()
                 if not events:
                     expected = {rank for rank in expected if rank in admitted or not gone(rank)}
                 door.expire()
-        except BaseException:
-            for connection in admitted.values():
-                connection.close()
-            raise
         finally:
             door.close()
-    return admitted
+    return admitted, sorted(missing)
 
 
 def connect(host: str, port: int, deadline: float) -> socket.socket:

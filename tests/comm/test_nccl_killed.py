@@ -71,8 +71,10 @@ def test_a_killed_rank_of_an_mpi_job(tmp_path: Path, last: bool, call: str) -> N
     assert job(tmp_path, ranks, text, *ULFM) == [f"left: {ranks - 1}"] * (ranks - 1)
 
 
+@pytest.mark.parametrize("last", [True, False])
 @pytest.mark.parametrize("call", ["", ", algorithm='ring'"])
-def test_a_killed_rank_without_mpi(call: str) -> None:
+def test_a_killed_rank_without_mpi(last: bool, call: str) -> None:
     ranks = gpus()
-    results = run_processes(PROGRAM.format(last=True, call=call), ranks)
-    assert [text.splitlines()[-1:] for _, text in results[:-1]] == [[f"left: {ranks - 1}"]] * (ranks - 1), results
+    results = run_processes(PROGRAM.format(last=last, call=call), ranks)
+    left = results[:-1] if last else results[1:]
+    assert [text.splitlines()[-1:] for _, text in left] == [[f"left: {ranks - 1}"]] * (ranks - 1), results

@@ -89,7 +89,7 @@ def test_strangers_are_dismissed(reason: str, monkeypatch: pytest.MonkeyPatch) -
                 sock.close()
 
     def door() -> list[int]:
-        return list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon()))
+        return list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon())[0])
 
     assert run_threads(door, callers) == [[1], None]
 
@@ -359,7 +359,7 @@ def test_a_door_that_can_let_nobody_in_does_not_spin(monkeypatch: pytest.MonkeyP
     port = listener.getsockname()[1]
     caller, admitted = run_threads(
         lambda: network.call("127.0.0.1", port, b"purpose", 1, 2, soon()).close(),
-        lambda: list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon())),
+        lambda: list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon())[0]),
     )
     assert (caller, admitted) == (None, [1])
     assert left.is_set() and tries[2] - tries[0] >= 0.4, "it asked again and again"

@@ -8,18 +8,19 @@ from typing import Any
 import pytest
 
 from kos.comm.env_rendezvous import EnvRendezvous
-from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from tests.comm.tcp_ranks import run_processes, run_ranks
 
 
 def die(rendezvous: EnvRendezvous) -> None:
     """What the others see of a process that is killed."""
-    assert rendezvous._connection is not None
+    assert rendezvous._connection is not None and rendezvous._door is not None
     rendezvous._connection.close()
+    rendezvous._door.close()
     rendezvous._connection = None
 
 
-@pytest.mark.parametrize("gone", [[1], [3], [1, 2], [1, 2, 3], []])
+@pytest.mark.parametrize("gone", [[0], [1], [3], [0, 1], [1, 2], [0, 2, 3], []], ids=str)
 @pytest.mark.parametrize("waiting", [True, False])
 def test_the_ranks_that_are_left_meet(gone: list[int], waiting: bool) -> None:
     """Whether or not they had learned of the loss."""
@@ -51,7 +52,7 @@ def test_the_ranks_that_are_left_meet(gone: list[int], waiting: bool) -> None:
 def test_twice() -> None:
     def body(rendezvous: EnvRendezvous) -> int:
         part: Any = rendezvous
-        for gone in (3, 2):
+        for gone in (0, 2):
             part.barrier()
             if rendezvous.rank == gone:
                 die(part)
@@ -62,64 +63,76 @@ def test_twice() -> None:
         part.close()
         return size
 
-    assert run_ranks(4, body) == [2, 2, 0, 0]
+    assert run_ranks(4, body) == [0, 2, 0, 2]
 
 
 def test_a_rank_that_lives_and_does_not_come() -> None:
-    """It is named, and once it comes they go on."""
+    """All that come name it, and none goes on without it."""
     refused = threading.Barrier(3)
 
-    def body(rendezvous: EnvRendezvous) -> int:
-        rendezvous.timeout = 0.3 if rendezvous.rank == 0 else 20.0
-        rendezvous.barrier()  # and rank 0 has told its hub
-        if rendezvous.rank == 1:
-            refused.wait(20)
-        else:
-            with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not come within 0.3 s"):
-                rendezvous.shrink()
-            refused.wait(20)
-        rendezvous.timeout = 20.0
-        part = rendezvous.shrink()
-        part.barrier()
-        part.close()
-        return part.size
-
-    assert run_ranks(3, body) == [3, 3, 3]
-
-
-def test_without_rank_0_there_is_no_hub() -> None:
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.barrier()
-        if rendezvous.rank == 0:
-            rendezvous.close()
-            return
-        with pytest.raises(KosError, match=r"rank 0 (is gone|gave no answer)"):
-            rendezvous.shrink()
+        rendezvous.timeout = 0.5
+        if rendezvous.rank != 1:
+            with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not come within 0.5 s"):
+                rendezvous.shrink()
+        refused.wait(20)
 
     run_ranks(3, body)
 
 
-PROGRAM = """
-import os, numpy as np, kos
-with kos.init("tcp", timeout=20) as comm:
-    me = comm.rank
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
+    def body(rendezvous: EnvRendezvous) -> int:
+        rendezvous.barrier()
+        if rendezvous.rank == gone:
+            assert rendezvous._door is not None
+            rendezvous._door.setblocking(True)
+            rendezvous._door.accept()  # another has seen that it was there
+            die(rendezvous)
+            return 0
+        part = rendezvous.shrink()
+        part.barrier()
+        return part.size
+
+    assert run_ranks(3, body) == [0 if rank == gone else 2 for rank in range(3)]
+
+
+SURVIVE = """
+import os
+import numpy as np, kos
+import kos.comm.backends.host as host
+if not {shared}:
+    host.open_segment = lambda _: (None, "switched off by the test")
+with kos.init(timeout=10) as comm:
+    me, killed = comm.rank, {killed}
     comm.all_reduce(np.ones(3))
-    if me == {killed}:
+    comm.rendezvous.barrier()
+    if me in killed:
         os.kill(os.getpid(), 9)
-    try:
-        while True:
-            comm.all_reduce(np.ones(100_000))
-    except kos.errors.RankLost as error:
-        assert "rank {killed} is gone" in str(error), error
+    if me != 2:  # who notices, and who does not
+        try:
+            while True:
+                comm.all_reduce(np.ones(100_000))
+        except kos.errors.RankLost as error:
+            assert "is gone" in str(error), error
+    left = [r for r in range(4) if r not in killed]
     with comm.shrink() as part:
-        total = part.all_reduce(np.full(100_000, float(me)))
-        print(part.size, total[0], total[-1], part.all_gather(np.array(me)).tolist())
+        assert part.all_gather(np.array(me)).tolist() == left
+        total = part.all_reduce(np.full(100_000, float(me)), deterministic=True)
+        with part.split(part.rank % 2) as half:
+            half.barrier()
+        again = part.shrink()
+        again.barrier()
+        print(total[0], total[-1], again.size, again.backend.shares_memory, flush=True)
 """
 
 
-@pytest.mark.parametrize("killed", [1, 2])
-def test_a_killed_process(killed: int) -> None:
-    left = [rank for rank in range(3) if rank != killed]
-    said = f"2 {3.0 - killed} {3.0 - killed} {left}\n"
-    results = run_processes(PROGRAM.format(killed=killed), 3)
-    assert [results[rank] for rank in left] == [(0, said)] * 2
+@pytest.mark.parametrize(
+    ("killed", "shared"), [([0], True), ([0], False), ([0, 1], True), ([1, 3], False), ([3], True)], ids=str
+)
+def test_a_killed_process(killed: list[int], shared: bool) -> None:
+    results = run_processes(SURVIVE.format(killed=killed, shared=shared), 4)
+    total, left = 6.0 - sum(killed), 4 - len(killed)
+    expected = (0, f"{total} {total} {left} {shared}\n")
+    assert [r for r in results if r[0] != -9] == [expected] * left, results

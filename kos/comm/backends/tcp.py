@@ -483,7 +483,10 @@ def _connect_all(rendezvous: Rendezvous) -> dict[int, socket.socket]:
                 host, port, purpose = cards[peer]
                 found[peer] = network.call(host, port, purpose.encode(), rank, size, deadline)
             above = set(range(rank + 1, size))
-            found |= admit_all(listener, network.key(card[2].encode()), above, size, deadline)
+            others, missing = admit_all(listener, network.key(card[2].encode()), above, size, deadline)
+            found |= others
+            if missing:
+                raise RendezvousError(f"ranks {missing} did not connect in time")
         except (OSError, RendezvousError) as error:
             for connection in found.values():
                 connection.close()
