@@ -1,8 +1,8 @@
 """What is always on costs a call: python -m benchmarks.recorder
 
 Times apart from everything else, as the communicator makes them: the flight recorder's record of a launched
-operation and of its completion; and of an all_reduce on a host the fingerprint of the call, its publication and
-its comparison with the other ranks' calls, which have come.  Nanoseconds a call, the best of many runs.
+operation and of its completion; and on a host the fingerprint of a call, its publication and its comparison with
+the other ranks' calls, which have come.  Nanoseconds a call, the best of many runs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def best(call: Callable[[], object]) -> float:
     return min(times)
 
 
-def all_reduce() -> Operation:
+def example() -> Operation:
     buffer = as_buffer(np.zeros((4, 4), np.float32), "x", writable=True)
     reduction = resolve(ReduceOp.SUM, dtype_of(buffer.dtype.numpy), 1)
     return Operation("all_reduce", 0, buffer, buffer, reduction, timeout=120.0, sequence=0)
 
 
 def calls_beside_others(ranks: int, operation: Operation) -> Calls:
-    """Rank 0 of a host, whose other ranks have called the same as ``operation`` for ever."""
+    """Rank 0 of a host, whose other ranks have called the same as ``operation`` so often as is remembered."""
     group, segments = ThreadGroup(ranks), dict[int, Segment | None]()
 
     def open_mine(rank: int) -> None:
@@ -57,14 +57,14 @@ def calls_beside_others(ranks: int, operation: Operation) -> Calls:
     assert segment is not None
     calls = Calls(segment)
     for rank in range(1, ranks):
-        segment.words[segment.layout.line(rank) + ARRIVED] = 1 << 60
+        segment.words[segment.layout.line(rank) + ARRIVED] = RING
         for slot in range(RING):
-            segment.words[segment.layout.ring(rank) + slot] = calls.mark(operation)
+            segment.words[segment.layout.ring(rank) + slot] = calls.mark(operation) + slot
     return calls
 
 
 def main() -> None:
-    operation = all_reduce()
+    operation = example()
     group = Group.world(0, 1, "mock")
     recorder = group.recorder
 
@@ -85,13 +85,19 @@ def main() -> None:
     for ranks in (2, 4, 8):
         calls = calls_beside_others(ranks, operation)
 
-        def compared(calls: Calls = calls) -> None:
+        def all_reduce(calls: Calls = calls) -> None:
             operation.mark = 0  # a persistent operation keeps it
-            operation.sequence += 1
+            operation.sequence = (operation.sequence + 1) % RING
             calls.announce(operation)
             calls.check(operation)
 
-        print(f"comparison of calls, {ranks} ranks: {best(compared) - nothing:.0f} ns a call")
+        def other(calls: Calls = calls) -> None:
+            operation.mark = 0
+            operation.sequence = (operation.sequence + 1) % RING
+            calls.publish(operation)()
+
+        costs = f"all_reduce {best(all_reduce) - nothing:.0f}, other collectives {best(other) - nothing:.0f} ns a call"
+        print(f"comparison of calls, {ranks} ranks: {costs}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What each rank of a host calls, published before it goes on: mismatches, absences and deaths are seen.
 
-A rank that begins collective s writes the 64-bit fingerprint of its call to its ring and then counts
-itself in.  Whoever waits for a rank compares the fingerprints once it has come.  What went wrong first is
+A rank that begins collective s writes the fingerprint of its call, plus s, to its ring and then counts itself
+in.  Whoever waits for a rank compares the fingerprints once it has come.  What went wrong first is
 written once for all ranks of the host, so that all of them say the same.
 """
 
@@ -75,7 +75,7 @@ class Calls:
     def announce(self, o: Operation) -> None:
         """Say that this rank begins ``o``."""
         words, sequence = self._words, o.sequence
-        words[self._ring + sequence % RING] = o.mark or self.mark(o)
+        words[self._ring + sequence % RING] = (o.mark or self.mark(o)) + sequence
         words[self._line + ARRIVED] = sequence + 1
 
     def publish(self, o: Operation) -> Callable[[], bool]:
@@ -85,30 +85,35 @@ class Calls:
         gone, and what another rank of the host failed of.
         """
         self.announce(o)
-        words, sequence = self._words, o.sequence
         wait: Wait | None = None
 
         def everybody_came() -> bool:
             nonlocal wait
-            for local, line, _ in self._peers:
-                if words[line + ARRIVED] <= sequence:
-                    wait = wait or Wait(self, o)
-                    wait.look(local)
-                    return False
-            self.check(o)
-            return True
+            absent = self.check(o)
+            if absent is not None:
+                wait = wait or Wait(self, o)
+                wait.look(absent)
+            return absent is None
 
         return everybody_came
 
-    def check(self, o: Operation) -> None:
-        """Compare ``o`` with the calls of the ranks that have begun it; raises as the poll of ``publish``."""
-        words, sequence, mark = self._words, o.sequence, o.mark or self.mark(o)
-        slot = sequence % RING
+    def check(self, o: Operation) -> int | None:
+        """Compare ``o`` with the calls of the ranks that have begun it; returns the last that has not, if any.
+
+        Raises as the poll of ``publish``.
+        """
+        words, sequence, absent = self._words, o.sequence, None
+        slot, same = sequence % RING, (o.mark or self.mark(o)) + sequence
         for local, line, ring in self._peers:
-            if words[ring + slot] != mark and sequence < words[line + ARRIVED] < sequence + RING:
-                self._mismatch(sequence, local)
+            if words[ring + slot] != same:
+                came = words[line + ARRIVED]
+                if came <= sequence:
+                    absent = local
+                elif came < sequence + RING:
+                    self._mismatch(sequence, local)
         if words[self._failure]:
             self.raise_failure(sequence)
+        return absent
 
     def compare(self, o: Operation, first: int) -> int:
         """Compare the calls from the ``first``-th on, ``o`` being the last, with those of the other ranks so far.
@@ -226,7 +231,7 @@ class Calls:
 
     def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
         """The call that a rank made as its ``sequence``-th collective, as text and as what must be equal."""
-        fingerprint = self._words[self.segment.layout.ring(local) + sequence % RING]
+        fingerprint = self._words[self.segment.layout.ring(local) + sequence % RING] - sequence
         for index in range(TEXTS):
             at = self.segment.layout.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
