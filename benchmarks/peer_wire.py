@@ -26,13 +26,13 @@ def main() -> None:
                 for turns in (1, 4, 1 << 30):  # vectors of each thread for one peer at a time
                     chunk = min(turns * round_, per_peer)
                     run = kernel.bind(
-                        bench.stream, blocks, threads, bench.memory.peer_pointers.pointer, bench.rank, bench.size,
+                        blocks, threads, bench.memory.peer_pointers.pointer, bench.rank, bench.size,
                         per_peer, chunk, write, bench.wrong.pointer,
                     )  # fmt: skip
 
                     def step(stream: Any, run: Any = run) -> None:
                         barrier(stream)
-                        run()
+                        run(stream)
 
                     us = bench.time(step, per_peer * 8) - base
                     line.append(f"{chunk // KB:>6} KB a turn {(bench.size - 1) * per_peer / us / 1e3:6.1f} GB/s")

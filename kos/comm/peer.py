@@ -183,11 +183,10 @@ class PeerEngine:
 
     def _kernel(self, file: str, launch: Launch, dtype: DType, op: ReduceOp, **macros: Any) -> Any:
         name = "uint8" if dtype.name == "bool" else dtype.name
-        kernel = load_kernel(
+        return load_kernel(
             KERNELS / file, launch.algorithm, self.device,
             DTYPE=name, OP=op.name, THREADS=launch.threads, ONLY=launch.algorithm.upper(), **macros, **self._macros,
         )  # fmt: skip
-        return _loaded(kernel)
 
     def _bind_packets(
         self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float
@@ -327,9 +326,9 @@ class PeerEngine:
         longest = max(nbytes for _, nbytes in (*sends, *recvs))
         if not longest:
             return _nothing
-        kernel = _loaded(load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros))
+        kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros)
         blocks = min(-(-longest // _SHARE), self.blocks)
-        threads = min(-(-longest // blocks // 512 + 1) * 32, 512)
+        threads = min(-(-longest // (blocks * 512)) * 32, 512)  # a vector each
         pieces += [0] * (4 * (MAX_RANKS - self.size))
         return self._bind(
             kernel, blocks, threads,
@@ -338,12 +337,8 @@ class PeerEngine:
 
     def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0) -> Run:
         """A function that launches ``kernel``; where a rank has its GPU alone, while the kernel before it ends."""
-        from cuda.core import LaunchConfig, launch
-
-        kernel.bind(None, blocks, threads, *arguments, shared=shared)  # asks for the shared memory
-        overlap = self._overlap
-        config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared, programmatic_stream_serialization=overlap)
-        return lambda stream: launch(streams.as_stream(stream), config, kernel.handle, *arguments)
+        run: Run = kernel.bind(blocks, threads, *arguments, shared=shared, overlap=self._overlap)
+        return run
 
     def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
         """Table of addresses and offset of a buffer that all ranks map, if vectors can move it."""
@@ -355,7 +350,7 @@ class PeerEngine:
 
     def bind_barrier(self) -> Run:
         """A barrier of all ranks' streams."""
-        kernel = _loaded(load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros))
+        kernel = load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros)
         return self._bind(kernel, 1, 32, self._context.pointer, self.memory.pointer, self.rank)
 
     @property
@@ -407,11 +402,3 @@ class PeerEngine:
 
 def _nothing(stream: Any) -> None:
     """What is queued where there is nothing to do."""
-
-
-def _loaded(kernel: Any) -> Any:
-    """The kernel, on its device now: CUDA would load it at its first launch, and wait for kernels that run,
-    which may be another rank's that waits for this one."""
-    with driver.on_device(kernel.device):
-        call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(kernel.handle.handle)))
-    return kernel

@@ -245,26 +245,41 @@ class Kernel:
         """
         config = self._configs.get((grid, block, shared, cooperative))
         if config is None:
-            config = self._config(grid, block, shared, cooperative)
+            config = self._configs[grid, block, shared, cooperative] = self._config(grid, block, shared, cooperative)
         self._launch(streams.as_stream(None) if stream is None else stream, config, self.handle, *arguments)
 
     def bind(
-        self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0, cooperative: bool = False
-    ) -> Callable[[], None]:
-        """A function that launches with these arguments: everything is resolved once."""
-        config = self._config(grid, block, shared, cooperative)
-        return functools.partial(self._launch, streams.as_stream(stream), config, self.handle, *arguments)
+        self,
+        grid: Any,
+        block: Any,
+        *arguments: Any,
+        shared: int = 0,
+        cooperative: bool = False,
+        overlap: bool = False,
+    ) -> Callable[[Any], None]:
+        """A function that launches with these arguments on a stream: everything else is resolved, and loaded, now.
 
-    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool) -> Any:
+        ``overlap`` lets the launch begin before the kernel queued before it has ended (programmatic dependent
+        launch): the kernel must wait for it itself.
+        """
+        config, handle, launch = self._config(grid, block, shared, cooperative, overlap), self.handle, self._launch
+        with driver.on_device(self.device):
+            # CUDA would load it at its first launch, and wait for kernels that run, which may wait for this one.
+            call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(handle.handle)))
+        return lambda stream: launch(streams.as_stream(stream), config, handle, *arguments)
+
+    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool = False) -> Any:
         from cuda.core import LaunchConfig
 
         with driver.on_device(self.device):
-            config = LaunchConfig(grid=grid, block=block, shmem_size=shared, is_cooperative=cooperative)
+            config = LaunchConfig(
+                grid=grid, block=block, shmem_size=shared,
+                is_cooperative=cooperative, programmatic_stream_serialization=overlap,
+            )  # fmt: skip
             if shared > self._shared:  # beyond 48 KB a kernel must ask
                 limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
                 self._shared = shared
-        self._configs[grid, block, shared, cooperative] = config
         return config
 
 

@@ -242,7 +242,7 @@ def test_dynamic_shared_memory(device: int, stream, rng: np.random.Generator, ki
     a, b = Array.from_numpy(x, device, stream=stream), Array.empty(count, np.float32, device, stream=stream)
     b.fill_bytes(255, stream)
     kernel = cuda.load_kernel(SAXPY, "reverse", device, **FLOAT)
-    kernel.bind(stream, 1, 1024, a.pointer, b.pointer, count, shared=4 * count, cooperative=True)()
+    kernel.bind(1, 1024, a.pointer, b.pointer, count, shared=4 * count, cooperative=True)(stream)
     np.testing.assert_array_equal(b.numpy(stream), x[::-1])
 
 
@@ -260,13 +260,13 @@ def test_launch_cost(device: int, stream) -> None:
     x = Array.zeros(1, np.float32, device, stream=stream)
     kernel = cuda.load_kernel(SAXPY, "saxpy", device, **FLOAT)
     arguments = x.pointer, x.pointer, np.float32(0), 1
-    bound = kernel.bind(stream, 1, 32, *arguments)
-    for name, launch in (("call", lambda: kernel(stream, 1, 32, *arguments)), ("bound", bound)):
+    bound = kernel.bind(1, 32, *arguments)
+    for name, launch in (("call", lambda s: kernel(s, 1, 32, *arguments)), ("bound", bound)):
         best = 1e9
         for _ in range(20):
             started = time.perf_counter()
             for _ in range(100):
-                launch()
+                launch(stream)
             best = min(best, (time.perf_counter() - started) / 100)
             cuda.synchronize(device)
         print(f"launch by {name}: {1e6 * best:.2f} us of CPU")

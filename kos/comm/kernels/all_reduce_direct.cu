@@ -75,11 +75,11 @@ __device__ __noinline__ void reduce_rest(const u64* in_table, long long in_offse
     if (rank != RANKS - 1 || blockIdx.x != 0 || i >= count) return;
     Wide sum = {};
     for (int r = 0; r < RANKS; r++) {
-        Wide x = T::widen(*reinterpret_cast<const volatile Bits*>(in_table[r] + in_offset + i * sizeof(Bits)));
+        Wide x = T::widen(load_element<Bits>(in_table[r] + in_offset + i * sizeof(Bits)));
         sum = r == 0 ? x : Op::combine(sum, x);
     }
     for (int r = 0; r < RANKS; r++)
-        *reinterpret_cast<volatile Bits*>(out_table[r] + out_offset + i * sizeof(Bits)) = T::narrow(Op::finish(sum));
+        store_element<Bits>(out_table[r] + out_offset + i * sizeof(Bits), T::narrow(Op::finish(sum)));
 }
 
 // v[k] is of rank (rank + k): rotate so that v[r] is of rank r, with indices known to the compiler.

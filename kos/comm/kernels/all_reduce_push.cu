@@ -31,7 +31,7 @@ __device__ __noinline__ void put_slowly(Vector v, u64 out, long long i, long lon
 #pragma unroll
     for (int k = 0; k < PER_VECTOR; k++)
         if (i * PER_VECTOR + k < count)
-            reinterpret_cast<volatile Bits*>(out)[i * PER_VECTOR + k] = get<Bits>(v.x, k);
+            store_element<Bits>(out + (i * PER_VECTOR + k) * sizeof(Bits), get<Bits>(v.x, k));
 }
 template <bool plain>
 __device__ __forceinline__ Vector fetch(const char* in, long long i, long long count) {

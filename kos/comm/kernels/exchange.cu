@@ -28,8 +28,8 @@ struct Piece {
 enum Count { SENT = 0, GOT = 64, ARRIVED_BATCHES = 128, TAKEN_BATCHES = 192 };
 
 template <class V> struct Move {
-    static __device__ __forceinline__ V load(u64 from) { return *reinterpret_cast<const volatile V*>(from); }
-    static __device__ __forceinline__ void store(u64 to, const V& v) { *reinterpret_cast<volatile V*>(to) = v; }
+    static __device__ __forceinline__ V load(u64 from) { return load_element<V>(from); }
+    static __device__ __forceinline__ void store(u64 to, const V& v) { store_element(to, v); }
 };
 template <> struct Move<Vector> {
     static __device__ __forceinline__ Vector load(u64 from) {

@@ -48,6 +48,14 @@ __device__ inline u64 nanoseconds() {
     return now;
 }
 
+// One element, wherever it lies.
+template <class V> __device__ __forceinline__ V load_element(u64 address) {
+    return *reinterpret_cast<const volatile V*>(address);
+}
+template <class V> __device__ __forceinline__ void store_element(u64 address, V value) {
+    *reinterpret_cast<volatile V*>(address) = value;
+}
+
 // 16 bytes in one access, which is single-copy atomic.  The load is volatile, because ptxas narrows a relaxed one to
 // the words that are used, and reads them one by one.
 __device__ __forceinline__ void store_whole(u64 address, u64 low, u64 high) {

@@ -1,4 +1,5 @@
 // CUDA kernels as plain C++ on the host, for tests without a GPU: a thread is a fiber, a block runs at a time.
+// Every thread of the host has a GPU of its own.
 //
 // What is checked is the kernels' own arithmetic, indexing and barriers, not the hardware's memory order or
 // speed.  A fiber runs until it waits at a barrier or exchanges values with its warp; exited threads count as
@@ -11,7 +12,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__ static thread_local
 #define __restrict__
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
@@ -22,21 +23,22 @@ struct Index {
 struct uint2 {
     unsigned x, y;
 };
-static Index threadIdx, blockIdx, blockDim, gridDim;
-alignas(16) static unsigned char dynamic_shared[1 << 18];
+static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+alignas(16) static thread_local unsigned char dynamic_shared[1 << 18];
 
 struct Fiber {
     ucontext_t context;
     char* stack;
     bool done;
-    long block_waits, group_waits, warp_waits;
+    long at_barrier, block_waits, group_waits, warp_waits;
 };
-static Fiber fibers[1024];
-static ucontext_t scheduler;
-static int current, votes[1024];
-static unsigned long long slots[1024];
-static void (*kernel_body)(void*);
-static void* kernel_arguments;
+static thread_local Fiber fibers[1024];
+static thread_local ucontext_t scheduler;
+static thread_local int current, votes[1024];
+static thread_local unsigned long long slots[1024];
+static thread_local void (*kernel_body)(void*);
+static thread_local void* kernel_arguments;
+static thread_local unsigned seed = 1;  // of the order in which warps run
 
 static void wait_for(int first, int last, long Fiber::*waits) {
     const int me = current;
@@ -48,7 +50,19 @@ static void wait_for(int first, int last, long Fiber::*waits) {
         swapcontext(&fibers[me].context, &scheduler);
     }
 }
-static void __syncthreads() { wait_for(0, blockDim.x, &Fiber::block_waits); }
+static thread_local int present, gone;  // fibers of the block at the barrier, and at their end
+static thread_local long generation = 1;  // of the barrier
+static void leave_barrier_if_all_came() {
+    if (present && present + gone == blockDim.x) present = 0, ++generation;
+}
+static void __syncthreads() {
+    Fiber& me = fibers[current];
+    me.at_barrier = generation;
+    ++me.block_waits;
+    ++present;
+    leave_barrier_if_all_came();
+    while (me.at_barrier == generation) swapcontext(&me.context, &scheduler);
+}
 static void group_barrier(int threads) {
     const int first = current / threads * threads;
     wait_for(first, first + threads, &Fiber::group_waits);
@@ -110,16 +124,18 @@ static unsigned short to_bfloat16(float x) {  // to nearest even
 static void fiber_main() {
     kernel_body(kernel_arguments);
     fibers[current].done = true;
+    ++gone;
+    leave_barrier_if_all_came();
     swapcontext(&fibers[current].context, &scheduler);
 }
 
 static void run_grid(int grid_x, int grid_y, int threads) {
     constexpr int stack = 64 << 10;
-    unsigned seed = 1;
     blockDim = {threads, 1};
     gridDim = {grid_x, grid_y};
     for (int block = 0; block < grid_x * grid_y; ++block) {
         blockIdx = {block % grid_x, block / grid_x};
+        present = gone = 0;
         for (int i = 0; i < threads; ++i) {
             Fiber& fiber = fibers[i];
             if (!fiber.stack) fiber.stack = (char*)malloc(stack);
@@ -127,7 +143,7 @@ static void run_grid(int grid_x, int grid_y, int threads) {
             fiber.context.uc_stack.ss_sp = fiber.stack;
             fiber.context.uc_stack.ss_size = stack;
             fiber.done = false;
-            fiber.block_waits = fiber.group_waits = fiber.warp_waits = 0;
+            fiber.at_barrier = fiber.block_waits = fiber.group_waits = fiber.warp_waits = 0;
             makecontext(&fiber.context, fiber_main, 0);
         }
         // Warps at random, each for a while: some run far ahead, up to the next barrier.
@@ -136,7 +152,7 @@ static void run_grid(int grid_x, int grid_y, int threads) {
             const int first = seed / 65536 % ((threads + 31) / 32) * 32;
             for (int turn = seed >> 29; turn >= 0; --turn)
                 for (int i = first; i < first + 32 && i < threads; ++i)
-                    if (!fibers[i].done) {
+                    if (!fibers[i].done && fibers[i].at_barrier != generation) {
                         current = i;
                         threadIdx = {i, 0};
                         swapcontext(&scheduler, &fibers[i].context);

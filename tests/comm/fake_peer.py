@@ -1,0 +1,143 @@
+"""The peer backend without a GPU: ranks are threads, device memory is the host's, and the kernels are the real ones,
+compiled by the host's C++ compiler, on a machine that reorders what they store (``ptx_host.h``).
+
+What they compute, how they cut, wait, count and order is tested; hardware and time are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm import peer as engine
+from kos.comm import tuning
+from kos.comm.backends import peer
+from kos.comm.backends.peer import PeerBackend
+from kos.comm.rendezvous import Rendezvous
+from kos.cuda import driver
+from kos.cuda.kernels import _read_sources
+from kos.memory.array import Array
+from tests.comm.fake_nccl import WAIT, Memory, no_gpu
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+HERE = Path(__file__).parent
+SIMT = HERE.parent / "train/host_kernels/simt.h"
+
+
+NAMES = {  # the kernels of a file, all compiled at once; bulk needs a GPU's own copy engine
+    "all_reduce_packets": ("one_shot", "two_shot", "ring", "tree"),
+    "all_reduce_push": ("push",),
+    "all_reduce_direct": ("direct",),
+}
+THREADS = {"all_reduce_push": 32, "all_reduce_direct": 32}  # others take any number
+
+
+@functools.cache
+def library(path: Path, defines: tuple[tuple[str, Any], ...]) -> Any:
+    """C functions ``run_<kernel>`` that run the kernels of a file: (blocks, threads, seed, arguments)."""
+    folder = Path(tempfile.mkdtemp(prefix="kos-host-kernels-"))
+    try:
+        source, headers = _read_sources(path)
+        headers["ptx.cuh"] = f'#pragma once\n#include "{SIMT}"\n#include "{HERE / "ptx_host.h"}"\n'
+        source += "\n".join(f"RUN({name})" for name in NAMES.get(path.stem, (path.stem,)))
+        for name, text in {**headers, "kernels.cc": source}.items():
+            (folder / name).write_text(text)
+        options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared"]
+        options += [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
+        command = [COMPILER, *options, folder / "kernels.cc", "-o", folder / "kernels.so"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[:3000]
+        return ctypes.CDLL(str(folder / "kernels.so"))
+    finally:
+        shutil.rmtree(folder)
+
+
+_compiling = threading.Lock()
+
+
+class HostKernel:
+    """A kernel whose launch returns when it has run."""
+
+    def __init__(self, path: Path, name: str, device: int, **defines: Any) -> None:
+        defines.pop("ONLY", None), defines.pop("THREADS", None)
+        self._threads = THREADS.get(path.stem, 0)
+        if self._threads:
+            defines["THREADS"] = self._threads
+        with _compiling:
+            self._run = getattr(library(path, tuple(sorted(defines.items()))), f"run_{name}")
+
+    def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> Callable[[Any], None]:
+        assert blocks > 0 and threads > 0
+        words = [int(np.float64(x).view(np.uint64)) if isinstance(x, np.floating) else int(x) for x in arguments]
+        packed = (ctypes.c_uint64 * len(words))(*(word % (1 << 64) for word in words))
+        seeds = itertools.count(threading.get_ident() % 99_991)
+        threads = self._threads or min(threads, 64)
+        return lambda stream: self._run(blocks, threads, ctypes.c_uint(next(seeds) * 2_654_435_761 % (1 << 32)), packed)
+
+
+class HostMemory:
+    """SymmetricMemory among threads."""
+
+    def __init__(self, rendezvous: Rendezvous, nbytes: int, device: int) -> None:
+        self._rendezvous, self.nbytes = rendezvous, nbytes
+        self._own = Memory(nbytes)
+        ctypes.memset(self._own.pointer, 0, nbytes)
+        self.pointer = self._own.pointer
+        self.pointers = tuple(int(data) for data in rendezvous.allgather(str(self.pointer).encode()))
+        self.peer_pointers = Array.from_numpy(np.array(self.pointers, np.uint64), device)
+
+    def offset_of(self, pointer: int, nbytes: int) -> int | None:
+        offset = pointer - self.pointer
+        return offset if 0 <= offset <= self.nbytes - nbytes else None
+
+    def close(self) -> None:
+        self.unmap()
+
+    def unmap(self) -> None:
+        self._rendezvous.barrier()
+        self.pointers = ()
+
+    def abort(self) -> None:
+        self.pointers = ()
+
+
+@contextlib.contextmanager
+def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 2) -> Iterator[None]:
+    """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
+    with no_gpu(monkeypatch):
+        cu = driver.cu
+        info = SimpleNamespace(uuid="GPU", multiprocessors=ranks * multiprocessors, arch="sm_80", name="a stand-in")
+        nothing = lambda *arguments: (0,)  # noqa: E731
+        monkeypatch.setattr(cu, "cuThreadExchangeStreamCaptureMode", lambda mode: (0, mode))
+        for module in (engine, peer):
+            monkeypatch.setattr(module, "cu", cu)
+        for module in (engine, tuning):
+            monkeypatch.setattr(module, "device_info", lambda device: info)
+        monkeypatch.setattr(tuning, "nvlinks", lambda device: None)
+        monkeypatch.setattr(engine, "pinned_empty", lambda count, dtype, device: np.zeros(count, dtype))
+        monkeypatch.setattr(engine, "load_kernel", HostKernel)
+        monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
+        monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
+        monkeypatch.setattr(peer, "Scratch", Memory)
+        monkeypatch.setattr(peer, "_stream", lambda handle: handle)
+        monkeypatch.setattr(driver, "synchronize", nothing)
+        yield
+
+
+def communicator(rendezvous: Rendezvous, timeout: float = WAIT) -> kos.Communicator:
+    """A communicator of the peer backend whose ranks are threads."""
+    return kos.Communicator(PeerBackend(rendezvous, 0), rendezvous, {}, timeout)

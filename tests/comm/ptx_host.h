@@ -1,0 +1,165 @@
+// What ptx.cuh says, on the host: memory that ranks share is weakly ordered, as a GPU's is.
+//
+// A store stays with its block for a while and reaches memory in any order, except that
+// - a release comes after what its thread has stored, and what its block had stored before its last barrier;
+// - a block sees its own stores, of other threads after a barrier; stores to one place keep their order;
+// - the end of a thread, and __threadfence_system, let out what the thread has stored.
+// Whatever waits lets other threads, and other ranks, run.
+#include <emmintrin.h>
+#include <sched.h>
+#include <time.h>
+#include <unistd.h>
+#include <utility>
+
+#define __noinline__ __attribute__((noinline))
+using u64 = unsigned long long;
+
+struct uint4 {
+    unsigned x, y, z, w;
+};
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+template <class V> static V max(V a, V b) { return a < b ? b : a; }
+static unsigned min(int a, unsigned b) { return min(unsigned(a), b); }
+template <class V> static V __ldg(const V* p) { return *p; }
+static unsigned atomicMax(unsigned* p, unsigned x) { return *p = max(*p, x); }
+static unsigned atomicCAS(unsigned* p, unsigned old, unsigned x) { return __sync_val_compare_and_swap(p, old, x); }
+template <class To, class From> static To same_bits(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+}
+static double __longlong_as_double(u64 x) { return same_bits<double>(x); }
+static long long __double_as_longlong(double x) { return same_bits<long long>(x); }
+static float __fadd_rn(float a, float b) { return a + b; }
+static float __fmul_rn(float a, float b) { return a * b; }
+static float __fdiv_rn(float a, float b) { return a / b; }
+static double __dadd_rn(double a, double b) { return a + b; }
+static double __dmul_rn(double a, double b) { return a * b; }
+static double __ddiv_rn(double a, double b) { return a / b; }
+
+// Stores on their way to memory.
+struct Store {
+    u64 address;
+    int bytes, fiber;
+    long barriers;  // that its thread had passed
+    alignas(16) unsigned char data[16];
+    bool overlaps(u64 at, u64 n) const { return address < at + n && at < address + bytes; }
+    void arrive() const {
+        if (bytes == 16) _mm_store_si128((__m128i*)address, *(const __m128i*)data);
+        else if (bytes == 8) __atomic_store_n((u64*)address, *(const u64*)data, __ATOMIC_RELEASE);
+        else if (bytes == 4) __atomic_store_n((unsigned*)address, *(const unsigned*)data, __ATOMIC_RELEASE);
+        else memcpy((void*)address, data, bytes);
+    }
+};
+constexpr int MOST = 64;
+static thread_local Store on_their_way[MOST];
+static thread_local int stores;
+static thread_local unsigned dice = 12345;
+static unsigned draw() { return (dice = dice * 1664525u + 1013904223u) >> 8; }
+
+template <class Chosen> static void let_out(Chosen chosen) {
+    int kept = 0;
+    for (int i = 0; i < stores; ++i) {
+        if (chosen(on_their_way[i])) on_their_way[i].arrive();
+        else if (kept++ != i) on_their_way[kept - 1] = on_their_way[i];
+    }
+    stores = kept;
+}
+static void let_one_out() {
+    if (!stores) return;
+    const Store picked = on_their_way[draw() % stores];
+    let_out([&](const Store& s) { return s.overlaps(picked.address, picked.bytes); });
+}
+static bool seen_here(const Store& s) {
+    return s.fiber == current || s.barriers < fibers[current].block_waits;
+}
+static void give_way() {
+    if (draw() % 4 == 0) let_one_out();
+    if (draw() % 32 == 0) sched_yield();
+    if (draw() % 1024 == 0) usleep(100);
+    swapcontext(&fibers[current].context, &scheduler);
+}
+static void put(u64 address, const void* data, int bytes) {
+    if (stores == MOST || draw() % 8 == 0) let_one_out();
+    Store& s = on_their_way[stores++];
+    s.address = address, s.bytes = bytes, s.fiber = current, s.barriers = fibers[current].block_waits;
+    memcpy(s.data, data, bytes);
+}
+static void see(u64 address, int bytes) {
+    let_out([&](const Store& s) { return s.overlaps(address, bytes) && seen_here(s); });
+}
+
+static void after_former_kernel() {}
+static unsigned load_relaxed(u64 address) {
+    see(address, 4);
+    return __atomic_load_n((unsigned*)address, __ATOMIC_ACQUIRE);
+}
+static void store_relaxed(u64 address, unsigned value) { put(address, &value, 4); }
+static unsigned load_acquire(u64 address) {
+    give_way();
+    return load_relaxed(address);
+}
+static void store_release(u64 address, unsigned value) {
+    let_out(seen_here);
+    put(address, &value, 4);
+}
+static void __threadfence_system() {
+    let_out([](const Store& s) { return s.fiber == current; });
+}
+struct Vector {
+    unsigned x[4];
+};
+static void load(Vector& v, u64 address) {
+    see(address, 16);
+    for (int k = 0; k < 4; ++k) v.x[k] = __atomic_load_n((unsigned*)address + k, __ATOMIC_RELAXED);
+}
+static void store(u64 address, const Vector& v) { put(address, &v, 16); }
+template <class V> static V load_element(u64 address) {
+    see(address, sizeof(V));
+    return *(const volatile V*)address;
+}
+template <class V> static void store_element(u64 address, V value) { put(address, &value, sizeof(V)); }
+static void store_whole(u64 address, u64 low, u64 high) {
+    const u64 both[2] = {low, high};
+    put(address, both, 16);
+}
+static void load_whole(u64 address, u64& low, u64& high) {
+    if (draw() % 2) give_way();
+    see(address, 16);
+    alignas(16) u64 both[2];
+    _mm_store_si128((__m128i*)both, *(const volatile __m128i*)address);
+    low = both[0], high = both[1];
+}
+static u64 nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000ull + now.tv_nsec;
+}
+
+static float from_half(unsigned short x) { return float(same_bits<_Float16>(x)); }
+static unsigned short to_half(float x) { return same_bits<unsigned short>(_Float16(x)); }
+unsigned short e4m3_to_half(unsigned char);  // 8-bit floats are not added here
+unsigned char to_e4m3(float), to_e5m2(float);
+
+// A launch: its arguments as 64-bit words, as the kernel's parameters want them.
+template <class A> static A from_word(u64 word) {
+    if constexpr (sizeof(A) == 8) return same_bits<A>(word);
+    else return A(word);
+}
+template <class... A, size_t... I>
+static void call_with(void (*kernel)(A...), const u64* words, std::index_sequence<I...>) {
+    kernel(from_word<A>(words[I])...);
+}
+template <class... A> static void call_with(void (*kernel)(A...), const u64* words) {
+    call_with(kernel, words, std::index_sequence_for<A...>());
+    __threadfence_system();
+}
+
+#define RUN(kernel)                                                                                  \
+    extern "C" void run_##kernel(int blocks, int threads, unsigned shuffle, const u64* words) {      \
+        seed = dice = shuffle;                                                                       \
+        kernel_body = [](void* words) { call_with(kernel, (const u64*)words); };                     \
+        kernel_arguments = (void*)words;                                                             \
+        run_grid(blocks, 1, threads);                                                                \
+    }

@@ -1,0 +1,190 @@
+"""The peer backend and its kernels without a GPU: see ``fake_peer``.  The same conformance suite, ranks as threads."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from kos import ReduceOp
+from kos.comm.launches import Launch
+from kos.comm.peer import PeerEngine
+from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
+from kos.dtypes import dtype_of
+from kos.errors import RankLost
+from kos.memory.array import Array
+from tests.comm import test_conformance as conformance
+from tests.comm import test_peer as on_gpus
+from tests.comm.fake_peer import COMPILER, HostMemory, communicator, no_gpus
+from tests.comm.gpu_ranks import OnGPU
+from tests.comm.ranks import assert_bits, inputs
+from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
+from tests.comm.test_peer import (  # noqa: F401 -- collected here
+    test_any_bytes_to_and_from_anybody,
+    test_messages,
+    test_messages_of_a_batch_wait_for_none_of_it,
+    test_minimum_keeps_nan,
+    test_windows_are_freed_when_all_ranks_let_go,
+)
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
+
+SIZE = 3
+BF16 = np.dtype(ml_dtypes.bfloat16)
+REDUCTIONS = [  # one of each way in which kernels treat a type
+    (BF16, ReduceOp.SUM), (np.dtype(np.float64), ReduceOp.PREMUL_SUM), (np.dtype(np.float16), ReduceOp.MAX),
+    (np.dtype(np.int8), ReduceOp.SUM), (np.dtype(np.complex64), ReduceOp.AVG),
+]  # fmt: skip
+LAUNCHES = [
+    Launch("one_shot", threads=32), Launch("two_shot", blocks=2, threads=64), Launch("ring", threads=32),
+    Launch("tree", threads=32), Launch("push", blocks=2, threads=32), Launch("direct", blocks=2, threads=32),
+]  # fmt: skip
+
+
+class ThreadRanks:
+    """Ranks on threads that live as long as the tests, each with a GPU that is a stand-in."""
+
+    pool = ThreadPoolExecutor(4)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def run(self, fn: Callable[[Any], Any], timeout: float = 20.0) -> list[Any]:
+        return self.run_bare(lambda rendezvous: self._with_communicator(fn, rendezvous, timeout), timeout)
+
+    @staticmethod
+    def _with_communicator(fn: Callable[[Any], Any], rendezvous: Rendezvous, timeout: float) -> Any:
+        comm = communicator(rendezvous, timeout)
+        result = fn(OnGPU(comm))
+        comm.close()
+        return result
+
+    def run_bare(self, fn: Callable[[Rendezvous], Any], timeout: float = 20.0) -> list[Any]:
+        threads, failures = ThreadGroup(self.size), []
+
+        def rank(index: int) -> Any:
+            try:
+                return fn(ThreadRendezvous(threads, index, timeout))
+            except BaseException:
+                failures.append((index, traceback.format_exc()))
+                threads.fail(RankLost, "another rank failed")
+
+        results = [running.result(3 * timeout) for running in [self.pool.submit(rank, i) for i in range(self.size)]]
+        assert not failures, "rank {} failed:\n{}".format(*failures[0])
+        return results
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with no_gpus(monkeypatch, SIZE):
+        monkeypatch.setattr(on_gpus, "LARGE", 20_011)
+        monkeypatch.setattr(on_gpus, "MUCH", 400_000)
+        yield
+
+
+@pytest.fixture
+def ranks(no_gpu: None) -> ThreadRanks:
+    return ThreadRanks(SIZE)
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
+def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    conformance.test_all_reduce(ranks, seed, dtype, op)
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
+def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    conformance.test_reduce_scatter(ranks, seed, dtype, op)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.dtype(np.int64)], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["reduce_scatter_v", "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather_and_scatter"],
+)
+def test_operation(ranks: Any, seed: int, name: str, dtype: np.dtype) -> None:
+    getattr(conformance, f"test_{name}")(ranks, seed, dtype)
+
+
+def test_reduce(ranks: Any, seed: int) -> None:
+    conformance.test_reduce(ranks, seed, BF16, False)
+
+
+@pytest.mark.parametrize("algorithm", ["two_shot", "ring", "tree"])
+def test_named_algorithms(ranks: Any, seed: int, algorithm: str) -> None:
+    on_gpus.test_named_algorithms(ranks, seed, algorithm)
+
+
+def test_a_broadcast_by_parts(ranks: ThreadRanks, seed: int) -> None:
+    def body(gpu: Any) -> None:
+        for count in (1 << 18, 300_011):
+            for root in range(gpu.size):
+                xs = inputs(seed, gpu.size, count, np.uint8)
+                out = np.full(count, 7, np.uint8)
+                assert gpu.broadcast(xs[gpu.rank], root, out=out) is out
+                assert_bits(out, xs[root], "out of place")
+                gpu.broadcast(xs[gpu.rank], root)
+                assert_bits(xs[gpu.rank], xs[root], "in place")
+
+    ranks.run(body)
+
+
+def storm(rendezvous: Rendezvous, seed: int, launches: list[Launch], turns: int, **macros: Any) -> int:
+    """All-reduces and exchanges back to back, of random sizes, kinds and places; wrong elements on this rank."""
+    rng, rank, size = np.random.default_rng(seed), rendezvous.rank, rendezvous.size
+    engine = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13, **macros)
+    memory = HostMemory(rendezvous, 1 << 17, 0)
+    engine.register(memory)
+    symmetric = Array(memory.pointer, (1 << 15,), np.float32, 0)
+    wrong = 0
+    for _ in range(turns):
+        count, start = int(rng.integers(1, 5000)), int(rng.integers(0, 9))
+        x, out = (Array.zeros(5100, np.float32, 0) for _ in range(2))
+        if rng.random() < 0.5:
+            x, out = symmetric[:5100], symmetric[8192:13292]
+        x, out = x[start : start + count], out[start : start + count]
+        if rng.random() < 0.3:
+            out = x
+        data = [rng.integers(-99, 99, count).astype(np.float32) for _ in range(size)]
+        x.copy_from(data[rank])
+        if launches and rng.random() < 0.7:
+            launch = launches[int(rng.integers(len(launches)))]
+            run = engine.bind_all_reduce(
+                x.pointer, out.pointer, count, dtype_of(np.dtype(np.float32)), ReduceOp.SUM, launch=launch
+            )
+            expected, got = sum(data), out
+        else:  # some bytes of everybody to everybody
+            nbytes = rng.integers(0, 4 * count, (size, size))
+            got = Array.zeros(int(nbytes[:, rank].sum()), np.uint8, 0)
+            starts = np.cumsum([0, *nbytes[:, rank]])
+            sends = [(x.pointer, int(n)) for n in nbytes[rank]]
+            recvs = [(got.pointer + int(a), int(n)) for a, n in zip(starts, nbytes[:, rank], strict=False)]
+            run = engine.bind_exchange(sends, recvs)
+            expected = np.concatenate([data[r].view(np.uint8)[: nbytes[r, rank]] for r in range(size)])
+        run(0)
+        engine.check("storm")
+        wrong += int((got.numpy() != expected).sum())
+    rendezvous.barrier()
+    engine.close()
+    return wrong
+
+
+def test_back_to_back(ranks: ThreadRanks, seed: int) -> None:
+    assert ranks.run_bare(lambda r: storm(r, seed, LAUNCHES, 60)) == [0] * SIZE
+
+
+def test_epochs_start_over(ranks: ThreadRanks, seed: int) -> None:
+    """A channel that has counted to its end wipes its inbox and goes on."""
+    assert ranks.run_bare(lambda r: storm(r, seed, LAUNCHES[:4], 60, RENEW_EPOCH=20)) == [0] * SIZE
+
+
+@pytest.mark.parametrize("launch", [None, *LAUNCHES], ids=lambda x: x.algorithm if x else "exchange")
+def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, launch: Launch | None) -> None:
+    """The negative control: kernels that look at no flag must read what has not come."""
+    launches = [launch] if launch else []
+    assert sum(ranks.run_bare(lambda r: storm(r, seed, launches, 40, BROKEN=1))) > 0
