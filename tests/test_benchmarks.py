@@ -7,9 +7,11 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from benchmarks.collectives.cases import (
     parse_sizes,
 )
 from benchmarks.collectives.implementations import Ours
+from benchmarks.collectives.limits import DeviceLimits
 from benchmarks.collectives.measure import DeviceTimer, HostTimer, Job, Run, measure
 from benchmarks.collectives.memory import DeviceMemory, HostMemory, Space
 from benchmarks.collectives.peers_gpu import RawNCCL
@@ -328,6 +331,41 @@ def test_rows_of_gpus_on_stand_ins(op: str, in_place: bool, monkeypatch: pytest.
     kinds = {"all_reduce": 3, "gather": 1, "scatter": 1, "send_recv": 1}.get(op, 2)
     assert [row[1:] for row in rows] == [(15, 0, True)] * 3 * kinds
     assert (untouched[2] > 0) != ((op, in_place) == ("broadcast", True)) and other[-1][2] >= 0
+
+
+def test_limits_of_gpus_on_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is launched, copied and gathered; every interval takes 0.5 ms."""
+    stream = SimpleNamespace(handle=7, __cuda_stream__=lambda: (0, 7))
+    bytes_copied: list[int] = []
+
+    def run(control: Communicator) -> dict[str, float]:
+        return DeviceLimits(Job(control), 0, stream).figures()
+
+    def load(path: Path, name: str, device: int) -> Any:
+        kernel = create_autospec(kernels.Kernel, instance=True)
+
+        def bind(grid: int, block: int, *arguments: int) -> Any:
+            assert isinstance(grid, int) and isinstance(block, int)
+            return lambda stream: None
+
+        kernel.bind.side_effect = bind
+        return kernel
+
+    with no_gpu(monkeypatch):
+        cu = driver.cu
+        slab = SimpleNamespace(pointer=4096, pointers=(4096, 8192))
+        monkeypatch.setattr("kos.memory.symmetric.SymmetricMemory", lambda *arguments: nullcontext(slab))
+        monkeypatch.setattr("kos.cuda.load_kernel", load)
+        graph = SimpleNamespace(replay=lambda stream: None)
+        monkeypatch.setattr("kos.cuda.capture", lambda stream, keep: nullcontext(graph))
+        monkeypatch.setattr(cu, "cuEventElapsedTime", lambda begun, ended: (0, 0.5), raising=False)
+        monkeypatch.setattr(cu, "cuEventSynchronize", lambda event: (0,), raising=False)
+        monkeypatch.setattr(cu, "cuMemcpyAsync", lambda to, of, n, stream: bytes_copied.append(n) or (0,))
+        figures = spawn(run, 2)
+    assert figures[0] == figures[1]
+    assert figures[0]["launch_us"] == 5 and figures[0]["flag_round_trip_us"] == 0.5
+    assert figures[0]["pair_gbps"] == pytest.approx(bytes_copied[0] / 125e-6 / 1e9)
+    assert len(bytes_copied) == 24  # of rank 0 alone
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])

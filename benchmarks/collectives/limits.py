@@ -9,7 +9,8 @@ ranks are threads the flag counts nothing.
 GPU: limit = launch + round trip of a flag / 2 + busbw factor x bytes / bandwidth of a pair, where launch is an
 empty kernel's share of a CUDA graph of them, the flag travels between two GPUs by release stores and acquire
 loads of one thread on each, and the bandwidth is what one GPU's copy engine sends to another while all other
-links are idle.  The factor x bytes is what must leave and enter each GPU (without multicast or reductions in the switch).
+links are idle.  The factor x bytes is what must leave and enter each GPU (without multicast or reductions in the
+switch).
 """
 
 from __future__ import annotations
@@ -106,8 +107,8 @@ class DeviceLimits:
 
         self._stream, self._handle = stream, int(stream.handle)
         source = Path(__file__).with_name("device.cu")
-        empty = load_kernel(source, "empty", device).bind(stream, 1, 32)
-        self.launch_us = self._graph_us([empty] * 100, 20)
+        empty = load_kernel(source, "empty", device).bind(1, 32)
+        self.launch_us = self._graph_us([partial(empty, stream)] * 100, 20)
         self.flag_us, self.pair_gbps = 0.0, 0.0
         if job.size > 1:
             self._measure_links(job, device, load_kernel(source, "ping_pong", device))
@@ -122,8 +123,8 @@ class DeviceLimits:
                 pointers = slab.pointers
                 arguments = pointers[job.rank], pointers[1 - job.rank], _DEVICE_FLAG_ROUNDS, int(job.rank == 0)
                 # Once: the flags count from zero.
-                run = ping_pong.bind(self._stream, 1, 1, *arguments, _FLAG_CYCLES)
-                flag = self._us([run]) / _DEVICE_FLAG_ROUNDS
+                run = ping_pong.bind(1, 1, *arguments, _FLAG_CYCLES)
+                flag = self._us([partial(run, self._stream)]) / _DEVICE_FLAG_ROUNDS
             self.flag_us = float(job.gather([flag])[:2, 0].min())  # the second to start waits for nobody
             best = float("inf")
             if job.rank == 0:

@@ -1,0 +1,70 @@
+"""The kernels that add for nccl, compiled for the host, beside the stand-ins by which its logic is tested."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.backends.nccl_ordered import KERNELS
+from kos.dtypes import DTYPES
+from tests.comm import fake_peer
+from tests.comm.fake_nccl import FakeKernel
+from tests.comm.fake_peer import COMPILER, HostKernel
+from tests.comm.ranks import assert_bits
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+RANKS, COUNT = 3, 997
+NAMES = ("reduce_ordered", "scale", "combine", "finish")
+CASES = {
+    "reduce_ordered": [
+        ("bfloat16", "bfloat16", "SUM"), ("float32", "float16", "SUM"), ("float64", "float64", "AVG"),
+        ("int16", "int16", "PROD"), ("uint8", "uint8", "BXOR"), ("int64", "int64", "MIN"),
+    ],
+    "scale": [("bfloat16", "float32", "SUM"), ("float64", "float64", "SUM")],
+    "combine": [("float32", "float32", "SUM"), ("int16", "int16", "PROD"), ("float16", "float16", "MAX")],
+    "finish": [("float32", "bfloat16", "AVG"), ("float64", "float64", "AVG"), ("float32", "float16", "SUM")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in NAMES for case in CASES[name]])
+def test_as_the_stand_in(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, case: tuple[str, str, str]) -> None:
+    monkeypatch.setitem(fake_peer.NAMES, "reduce_ordered", NAMES)
+    dtype, result, op = case
+    generator, given = np.random.default_rng(seed), DTYPES[dtype]
+    x = generator.normal(size=RANKS * COUNT) * 100
+    if not given.is_float:
+        x = generator.integers(0, 2**32, RANKS * COUNT, np.uint64)
+    with np.errstate(invalid="ignore"):
+        x = x.astype(given.numpy)
+    if name in ("combine", "reduce_ordered") and given.is_float:
+        x[::101] = np.nan
+    results = []
+    for kernel in (
+        FakeKernel(name, *case, RANKS),
+        HostKernel(KERNELS, name, 0, DTYPE=dtype, RESULT=result, OP=op, RANKS=RANKS),
+    ):
+        source = x.copy()
+        out = source[COUNT : 2 * COUNT] if name == "combine" else np.zeros(COUNT, DTYPES[result].numpy)
+        ends: list[Any] = [address(source), address(out)]
+        arguments = {
+            "reduce_ordered": [ends[0], COUNT, ends[1], COUNT],
+            "scale": [*ends, COUNT, np.float64(0.3)],
+            "combine": [ends[1], ends[0], COUNT],
+            "finish": [*ends, COUNT],
+        }[name]
+        if isinstance(kernel, FakeKernel):
+            kernel(0, 4, 64, *arguments)
+        else:
+            kernel.bind(4, 64, *arguments)(0)
+        results.append(out)
+    expected, got = results
+    numbers = ~np.isnan(expected)
+    assert (np.isnan(got) == ~numbers).all() and numbers.any()
+    assert_bits(got[numbers], expected[numbers], f"{name} of {dtype} to {result}")
+
+
+def address(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
