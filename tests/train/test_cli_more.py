@@ -54,7 +54,7 @@ def test_a_loss_that_is_lost_is_one_line_and_ends_the_job(text: Path, tmp_path: 
     assert time.monotonic() - began < 15
     assert done.returncode == 1
     (error,) = _errors(done)
-    said = re.search(r"step (\d+): expected a finite (loss|gradient norm), got (nan|inf); .*--lr", error)
+    said = re.search(r"step (\d+): expected a finite (loss|gradient norm), got (nan|inf) \(first in .*--lr", error)
     assert said and "Traceback" not in done.stderr, done.stderr
     step = int(said[1])
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, step))

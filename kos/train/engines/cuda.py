@@ -91,7 +91,7 @@ class CudaEngine:
         self._all = self._mine if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
         self._rounds, self._micro_batches = len(rounds), comm.size * len(rounds)
         self._graph: Graph | None = None
-        self._eager_steps = 0
+        self._warm = False  # whether a step has loaded all kernels and met all ranks
         self._late = [_Late(self._all, self.optimizer.state) for _ in range(2)]
         self._finished = 0.0
 
@@ -100,21 +100,24 @@ class CudaEngine:
 
         Its passes are over before the optimizer's state takes the memory that trying them needs.
         """
-        config, first = self.config, self.comm.local_rank == 0
-        if first:
-            ops = CudaOps(ops.device, ops.stream, search=True)
-            trial = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
+        config = self.config
+
+        def passes() -> CudaOps:
+            trying = CudaOps(ops.device, ops.stream, search=True)
+            trial = make_model(model, trying, head_rows=HEAD_ROWS, recompute=config.recompute)
             trial.arena.reserve(self.plan.arena)
-            weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), ops.zeros)
-            gradients, loss = weights.like("float32"), ops.zeros(1, np.float64)
-            tokens = ops.zeros((config.micro_batch_size, config.seq_len), np.int32)
+            weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), trying.zeros)
+            gradients, loss = weights.like("float32"), trying.zeros(1, np.float64)
+            tokens = trying.zeros((config.micro_batch_size, config.seq_len), np.int32)
             for accumulate in {False, rounds > 1}:
-                with ops.step(trial.arena):
+                with trying.step(trial.arena):
                     trial.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=accumulate)
             for size in {len(piece) for piece in self._pieces(self.data.val_batches()[0][0])}:
                 trial.loss(weights, tokens[:size], tokens[:size])
-        self.comm.all_gather_bytes(b"")
-        return ops if first else CudaOps(ops.device, ops.stream, search=True)
+            return trying
+
+        found = together(self.comm, lambda: passes() if self.comm.local_rank == 0 else None)
+        return found or CudaOps(ops.device, ops.stream, search=True)
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
         """Cut into micro-batches."""
@@ -191,14 +194,14 @@ class CudaEngine:
         late.asked[0] = stop
         self.feed.take(step)
         self._mine[:1].copy_from(late.asked, stream)
-        if self._graph is None and self.config.graph and self._eager_steps:
-            with capture(stream) as self._graph:  # the step before has loaded all kernels and met all ranks
+        if self._graph is None and self.config.graph and self._warm:
+            with capture(stream) as self._graph:
                 self._queue_step()
         if self._graph is not None:
             self._graph.replay(stream)
         else:
             self._queue_step()
-            self._eager_steps += 1
+            self._warm = True
         late.fetch(self._all, self.optimizer.state, stream)
         if step + 1 < self.config.steps:
             self.feed.fetch(step + 1)
