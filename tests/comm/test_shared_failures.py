@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.operation import Operation
 from kos.comm.shared import Segment
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm.shared_ranks import run
@@ -82,6 +83,36 @@ def test_a_mismatch_is_seen_before_a_third_rank_comes(call: Callable[[kos.Commun
         seen.set()
 
     run(body, 3)
+
+
+def test_a_rank_that_comes_while_it_is_looked_for() -> None:
+    class Words:
+        """Those of the segment; rank 1 comes right after the word at ``place`` was read first."""
+
+        def __init__(self, place: int, comes: Callable[[], None]) -> None:
+            self.place, self.comes = place, comes
+
+        def __getitem__(self, place: int) -> int:
+            word = calls[0].segment.words[place]
+            if place == self.place:
+                self.place = -1
+                self.comes()
+            return word
+
+    calls: dict[int, Any] = {}
+
+    def body(comm: kos.Communicator) -> None:
+        calls[comm.rank] = comm.backend._calls
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            mine, theirs = (Operation("barrier", rank, sequence=0) for rank in range(2))
+            calls[0].announce(mine)
+            assert calls[0].check(mine) == 1
+            calls[0]._words = Words(calls[0].segment.layout.ring(1), lambda: calls[1].announce(theirs))
+            assert calls[0].check(mine) is None
+        comm.rendezvous.barrier()
+
+    run(body, 2, close=False)
 
 
 @pytest.mark.mpi
