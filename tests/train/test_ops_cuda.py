@@ -284,7 +284,7 @@ def test_gelu(ops, side, rng, arena, n, f):
     reference.gelu(columns(x64), out64, Arena())
     reference.gelu_backward(columns(d_out64), columns(x64), dx64, Arena())
     side.close(out, out64, 3)
-    side.close(dx, dx64, 4)
+    side.close(dx, dx64, 20 if side.dtype == "float32" else 3)  # 2 u' multiplies what 1 - s has lost where s is near 1
 
 
 def test_gelu_stands_large_inputs(ops, side, arena):
