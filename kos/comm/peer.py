@@ -4,7 +4,8 @@ The engine owns the slab in which the kernels meet, chooses a kernel and its lau
 what a kernel that gave up was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
 
-``exchange`` moves a piece to and from each rank.  All-reduce: ``one_shot`` and ``two_shot`` (packets, small and
+``exchange`` moves a piece to and from each rank; reduce-scatter and, between symmetric buffers, all-gather have
+kernels of their own.  All-reduce: ``one_shot`` and ``two_shot`` (packets, small and
 middle sizes), ``direct`` and ``bulk`` (reads from buffer to buffer), ``push`` (writes alone), ``copies`` (copy
 engines, symmetric buffers only), all of them adding in rank order; ``ring`` and ``tree``, which follow the
 schedules of that name.
@@ -108,7 +109,7 @@ class PeerEngine:
         self._out = self._in + staging
         self._slots = self._out + staging
         slots = CHANNELS * 2 * self.size
-        self._slot = max(staging // slots // 16 * 16, 16)
+        self._slot = max(staging // slots // 16 * 16, 512)
         self.memory = SymmetricMemory(rendezvous, self._slots + slots * self._slot, device)
         words = [*self.memory.pointers, self._record.__array_interface__["data"][0], self.rank]
         self._context = Array.from_numpy(np.array(words, np.uint64), device, label="peer context")
@@ -234,14 +235,43 @@ class PeerEngine:
         pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
         piece = count if place else -(-count // pieces // vector) * vector
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
-        blocks = min(launch.blocks or 64, self.blocks, self.staging // 256 // self.size)
-        share = -(-(-(-piece // vector // self.size) + 8) // blocks) + 8
-        batch = min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
+        blocks, batch = self._batches(launch, -(-piece // vector // self.size))
         return self._bind(
             kernel, blocks, launch.threads,
             self._context.pointer, self.memory.pointer, self.rank, self._in, batch,
             *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
         )  # fmt: skip
+
+    def bind_reduce_scatter(self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run | None:
+        """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
+        part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, PREMUL_SUM."""
+        nbytes = count * dtype.itemsize
+        if (send | recv | nbytes) % 16 or op is ReduceOp.PREMUL_SUM or self.size == 1:
+            return None
+        launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
+        blocks, batch = self._batches(launch, -(-nbytes // 16))
+        kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
+        return self._bind(
+            kernel, blocks, launch.threads,
+            self._context.pointer, self.memory.pointer, self.rank, self._in, batch, send, recv, count,
+        )  # fmt: skip
+
+    def bind_all_gather(self, send: int, recv: int, nbytes: int) -> Run | None:
+        """The all-gather of ``nbytes`` from each rank into symmetric memory; None for what is not aligned in it."""
+        place = self._symmetric(recv, nbytes * self.size)
+        if place is None or (send | nbytes) % 16:
+            return None
+        kernel = load_kernel(KERNELS / "all_gather.cu", "all_gather", self.device, THREADS=512, **self._macros)
+        blocks = min(-(-nbytes // _SHARE), self.blocks)
+        return self._bind(
+            kernel, blocks, 512, self._context.pointer, self.memory.pointer, self.rank, *place, send, nbytes
+        )
+
+    def _batches(self, launch: Launch, chunk: int) -> tuple[int, int]:
+        """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory."""
+        blocks = min(launch.blocks or 64, self.blocks, self.staging // 256 // self.size)
+        share = -(-(chunk + 8) // blocks) + 8
+        return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
 
     def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         """Copy engines fetch and deliver, a kernel adds a piece while the next one is fetched.

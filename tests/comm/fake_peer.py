@@ -40,10 +40,10 @@ SIMT = HERE.parent / "train/host_kernels/simt.h"
 
 NAMES = {  # the kernels of a file, all compiled at once; bulk needs a GPU's own copy engine
     "all_reduce_packets": ("one_shot", "two_shot", "ring", "tree"),
-    "all_reduce_push": ("push",),
+    "all_reduce_push": ("push", "reduce_scatter"),
     "all_reduce_direct": ("direct",),
 }
-THREADS = {"all_reduce_push": 32, "all_reduce_direct": 32}  # others take any number
+THREADS = {"all_reduce_push": 32, "all_reduce_direct": 32, "all_gather": 32}  # others take any number
 
 
 @functools.cache

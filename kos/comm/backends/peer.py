@@ -268,7 +268,14 @@ class PeerBackend(DeviceBackend):
     def _bind_reduction(self, o: Operation) -> Run:
         """reduce, reduce_scatter and reduce_scatter_v."""
         assert o.reduction is not None and o.send is not None
-        kernel_types(o.reduction, self.device)  # refused here, before anything is sent
+        name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
+        if o.name == "reduce_scatter" and o.send.count:
+            assert o.recv is not None
+            run = self._engine.bind_reduce_scatter(
+                o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op
+            )
+            if run is not None:
+                return run
         ordered = OrderedReduction(self, o) if o.send.count else _in_turn(())
         return lambda stream: ordered(streams.handle(stream))
 
@@ -283,6 +290,9 @@ class PeerBackend(DeviceBackend):
                     return self._broadcast_by_parts(send, recv, root or 0)
                 sends, recvs = [send if rank == root else _NONE] * size, self._only(root, recv)
             case "all_gather" | "all_gather_v":
+                direct = self._engine.bind_all_gather(send[0], recv[0], send[1]) if o.name == "all_gather" else None
+                if direct is not None:
+                    return direct
                 sends, recvs = [send] * size, self._cut(o.recv, o.recv_counts)
             case "all_to_all" | "all_to_all_v":
                 sends, recvs = self._cut(o.send, o.send_counts), self._cut(o.recv, o.recv_counts)

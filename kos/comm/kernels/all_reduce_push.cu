@@ -1,4 +1,4 @@
-// All-reduce by writes alone, for bandwidth: on NVLink they are faster than reads.
+// All-reduce and reduce-scatter by writes alone, for bandwidth: on NVLink they are faster than reads.
 //
 // Rank r adds chunk r.  Its peers write their parts into its staging memory, it adds them to its own in rank order
 // and writes the sum into everybody's output.  A channel's share of a chunk goes in batches through two places:
@@ -9,9 +9,14 @@
 // No barrier is needed at the start: staging is free, for the former call ended in a barrier, and a sum is written
 // only when all ranks have pushed, hence have come here; in place, they have read what it overwrites.  At the end a
 // barrier tells that all sums have come.  An output that is not symmetric is collected in staging memory, ``piece``
-// elements at a time, and copied by its own rank.
+// elements at a time, and copied by its own rank.  A reduce-scatter is the same without the last step: a sum stays where
+// it was added.
 #include "channel.cuh"
 #include "reduce.cuh"
+
+// -DONLY=PUSH compiles that one alone.
+#define PUSH 1
+#define REDUCE_SCATTER 2
 
 #ifndef THREADS
 #define THREADS 512
@@ -84,7 +89,8 @@ struct Share {
         }
     }
 
-    template <bool plain>
+    // Add batch g and write the sums to so many ranks, this one first.
+    template <bool plain, int TARGETS>
     __device__ __forceinline__ void add(unsigned g) const {
         const int n = length(g, rank);
         for (int i = threadIdx.x; i < n; i += THREADS) {
@@ -101,7 +107,7 @@ struct Share {
             for (int r = 1; r < RANKS; r++) sum.combine(v[r].x);
             sum.finish(v[0].x);
 #pragma unroll
-            for (int k = 0; k < RANKS; k++) {
+            for (int k = 0; k < TARGETS; k++) {
                 const u64 to = out[(rank + k) % RANKS];
                 if (collected) store(to + 16 * at, v[0]);
                 else put<plain>(v[0], to, at, count);
@@ -124,6 +130,36 @@ struct Share {
     }
 };
 
+// All batches; the next one is on the wire while one is added.
+template <int TARGETS>
+__device__ __forceinline__ void push_and_add(Channel& channel, const Share& s, unsigned batches, bool plain) {
+    const unsigned before = channel.batches;
+    for (unsigned g = 0; g <= batches; g++) {
+        if (g < batches) {
+            if (g >= 2) channel.await_all(TAKEN, before + g - 1, 0);
+            stall(s.rank, before + g, 0);
+            if (plain) s.push<true>(g);
+            else s.push<false>(g);
+            channel.tell_all(PUSHED, before + g + 1);
+        }
+        if (g == 0) continue;
+        channel.await_all(PUSHED, before + g, 1);
+        stall(s.rank, before + g, 1);
+        if (plain) s.add<true, TARGETS>(g - 1);
+        else s.add<false, TARGETS>(g - 1);
+        if (g + 1 < batches) channel.tell_all(TAKEN, before + g);
+    }
+    channel.batches += batches;
+    channel.barrier(2);
+}
+
+// How ``vectors`` are cut: into a chunk for each rank, of whole 128-byte lines, and a chunk into channels.
+__device__ __forceinline__ long long chunk_of(long long vectors) { return ((vectors + RANKS - 1) / RANKS + 7) / 8 * 8; }
+__device__ __forceinline__ long long share_of(long long chunk) {
+    return ((chunk + gridDim.x - 1) / gridDim.x + 7) / 8 * 8;
+}
+
+#if !defined(ONLY) || ONLY == PUSH
 extern "C" __global__ void __launch_bounds__(THREADS)
     push(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
          const u64* out_table, long long out_offset, const char* source, char* target, long long count,
@@ -136,9 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         out[threadIdx.x] = out_table[threadIdx.x] + out_offset;
     }
     __syncthreads();
-    const long long most = (piece + PER_VECTOR - 1) / PER_VECTOR;
-    const long long chunk = ((most + RANKS - 1) / RANKS + 7) / 8 * 8;  // 128-byte lines
-    const long long share = ((chunk + gridDim.x - 1) / gridDim.x + 7) / 8 * 8;
+    const long long chunk = chunk_of((piece + PER_VECTOR - 1) / PER_VECTOR), share = share_of(chunk);
     const unsigned batches = unsigned((share + batch - 1) / batch);
 
     for (long long base = 0; base < count; base += piece) {
@@ -147,25 +181,29 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const Share s{in, n, (n + PER_VECTOR - 1) / PER_VECTOR, chunk, share, batch, own_rank, staging, out,
                       target != nullptr};
         const bool plain = reinterpret_cast<u64>(in) % 16 == 0 && n % PER_VECTOR == 0;
-        const unsigned before = channel.batches;
-        for (unsigned g = 0; g <= batches; g++) {
-            if (g < batches) {
-                if (g >= 2) channel.await_all(TAKEN, before + g - 1, 0);
-                stall(own_rank, before + g, 0);
-                if (plain) s.push<true>(g);
-                else s.push<false>(g);
-                channel.tell_all(PUSHED, before + g + 1);
-            }
-            if (g == 0) continue;  // the next batch is on the wire while one is added
-            channel.await_all(PUSHED, before + g, 1);
-            stall(own_rank, before + g, 1);
-            if (plain) s.add<true>(g - 1);
-            else s.add<false>(g - 1);
-            if (g + 1 < batches) channel.tell_all(TAKEN, before + g);
-        }
-        channel.batches += batches;
-        channel.barrier(2);
+        push_and_add<RANKS>(channel, s, batches, plain);
         if (target) s.copy_to(target + base * sizeof(Bits));
     }
     channel.close();
 }
+#endif
+
+#if !defined(ONLY) || ONLY == REDUCE_SCATTER
+// ``count`` elements for each rank, whole vectors, both ends aligned like them; ``target`` may be this rank's part.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    reduce_scatter(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
+                   const char* source, char* target, long long count) {
+    __shared__ u64 staging[RANKS], out[RANKS];
+    after_former_kernel();
+    Channel channel(context, own_slab, own_rank);
+    const long long chunk = count / PER_VECTOR, share = share_of(chunk);
+    if (threadIdx.x < RANKS) {
+        staging[threadIdx.x] = context->slab[threadIdx.x] + staging_offset;
+        out[threadIdx.x] = reinterpret_cast<u64>(target) - 16 * own_rank * chunk;  // of this rank alone is written to
+    }
+    __syncthreads();
+    const Share s{source, RANKS * count, RANKS * chunk, chunk, share, batch, own_rank, staging, out, false};
+    push_and_add<1>(channel, s, unsigned((share + batch - 1) / batch), true);
+    channel.close();
+}
+#endif

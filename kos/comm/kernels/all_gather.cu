@@ -1,0 +1,38 @@
+// All-gather by writes, where all ranks map the output: rank r writes its ``bytes`` to place r of everybody's.
+//
+// The first barrier: nobody is written to before it is done with what its output held; the second: all has come.
+// Block b carries the same share of every rank's bytes, so a channel's barriers cover what its block touches.
+#include "channel.cuh"
+
+#ifndef THREADS
+#define THREADS 512
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    all_gather(const Context* context, u64 own, unsigned rank, const u64* out_table, u64 out_offset, u64 source,
+               u64 bytes) {
+    constexpr int UNROLL = 4;
+    after_former_kernel();
+    Channel channel(context, own, rank);
+    u64 out[RANKS];
+#pragma unroll
+    for (int k = 0; k < RANKS; k++) out[k] = __ldg(out_table + (rank + k) % RANKS) + out_offset + rank * bytes;
+    const u64 vectors = bytes / 16, share = (vectors + gridDim.x - 1) / gridDim.x;
+    const u64 end = min((blockIdx.x + 1) * share, vectors);
+    stall(rank, channel.barriers, 0);
+    channel.barrier(0);
+    stall(rank, channel.barriers, 1);
+    for (u64 i = blockIdx.x * share + threadIdx.x; i < end; i += UNROLL * THREADS) {
+        Vector v[UNROLL];
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++)
+            if (i + u * THREADS < end) load(v[u], source + 16 * (i + u * THREADS));
+#pragma unroll
+        for (int k = 0; k < RANKS; k++)
+#pragma unroll
+            for (int u = 0; u < UNROLL; u++)
+                if (i + u * THREADS < end) store(out[k] + 16 * (i + u * THREADS), v[u]);
+    }
+    channel.barrier(1);
+    channel.close();
+}
