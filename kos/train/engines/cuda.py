@@ -91,7 +91,6 @@ class CudaEngine:
         self._all = self._mine if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
         self._rounds, self._micro_batches = len(rounds), comm.size * len(rounds)
         self._graph: Graph | None = None
-        self._warm = False  # whether a step has loaded all kernels and met all ranks
         self._late = [_Late(self._all, self.optimizer.state) for _ in range(2)]
         self._finished = 0.0
 
@@ -194,17 +193,24 @@ class CudaEngine:
         late.asked[0] = stop
         self.feed.take(step)
         self._mine[:1].copy_from(late.asked, stream)
-        if self._graph is None and self.config.graph and self._warm:
-            with capture(stream) as self._graph:
-                self._queue_step()
-        if self._graph is not None:
+        if self.config.graph:
+            self._graph = self._graph or self._capture()
             self._graph.replay(stream)
         else:
             self._queue_step()
-            self._warm = True
         late.fetch(self._all, self.optimizer.state, stream)
         if step + 1 < self.config.steps:
             self.feed.fetch(step + 1)
+
+    def _capture(self) -> Graph:
+        """The step as a graph, after a rehearsal without effect has loaded all kernels and met all ranks."""
+        count = self.optimizer.step_count
+        self.optimizer.halt()
+        self._queue_step()
+        self.optimizer.step_count = count
+        with capture(self.ops.stream) as graph:
+            self._queue_step()
+        return graph
 
     def _queue_step(self) -> None:
         self._queue_gradients()

@@ -68,9 +68,14 @@ class CudaAdamW:
 
     @step_count.setter
     def step_count(self, step: int) -> None:
-        state = np.zeros(len(STATE))
-        state[0] = step
-        self.state.copy_from(state, self.ops.stream)
+        self._set(step=step)
+
+    def halt(self) -> None:
+        """Let updates change nothing until ``step_count`` is set."""
+        self._set(halted=1)
+
+    def _set(self, **state: float) -> None:
+        self.state.copy_from(np.array([state.get(name, 0) for name in STATE], np.float64), self.ops.stream)
 
     def queue(
         self, gradients: Parameters, average: float = 1.0, add_up: Callable[[Array], object] | None = None
