@@ -22,7 +22,7 @@ from kos.cuda.graphs import Graph, capture
 from kos.cuda.streams import Event
 from kos.errors import CollectiveTimeout
 from kos.memory.array import Array
-from kos.memory.pool import pinned_empty
+from kos.memory.pool import pinned_empty, pool_of
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset
 from kos.train.engines import StepResult
@@ -116,6 +116,7 @@ class CudaEngine:
             return trying
 
         found = together(self.comm, lambda: passes() if self.comm.local_rank == 0 else None)
+        pool_of(ops.device).trim()  # pieces of other sizes than those that follow
         return found or CudaOps(ops.device, ops.stream, search=True)
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:

@@ -252,6 +252,7 @@ def host_engine(monkeypatch) -> None:
         (array_module, "pool_of"): lambda device: SimpleNamespace(allocate=allocate),
         (array_module, "streams"): streams,
         (array_module, "cu"): SimpleNamespace(cuMemcpyAsync=copy, cuMemsetD8Async=fill),
+        (engine_module, "pool_of"): lambda device: SimpleNamespace(trim=lambda: None),
         (engine_module, "driver"): SimpleNamespace(set_device=lambda device: None),
         (engine_module, "device_info"): lambda device: about,
         (engine_module, "CudaOps"): lambda device, stream=None, search=False: QueuedOps(),
