@@ -153,15 +153,15 @@ class CudaEngine:
 
     def load(self, state: AdamW | None) -> None:
         stream, whole = self.ops.stream, self.gradients.flat  # idle between steps, and as large as they
-        step = self.comm.all_gather_bytes(str(state.step_count if state else 0).encode())[0]
-        for target, source in self._states(state):
+        step = int(self.comm.all_gather_bytes(str(state.step_count if state else 0).encode())[0])
+        for target, source in self._states(state)[: 3 if step else 1]:  # moments begin as zeros, here already
             if source is not None:
                 whole[: source.size].copy_from(source, stream)
             if self.comm.size > 1:
                 self.comm.broadcast(whole, 0)
             for part, local in target.parts():
                 target.flat[local].copy_from(whole[part], stream)
-        self.optimizer.step_count = int(step)
+        self.optimizer.step_count = step
         self.optimizer.refresh_copy()
 
     def state(self) -> AdamW | None:
