@@ -264,3 +264,15 @@ def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypa
     (runs / "tiny-3").mkdir()  # a start that failed
     train(resume="auto", steps=3)
     assert checkpoint.find(runs / "tiny").step == 2 and checkpoint.find(runs / "tiny-2").step == 3
+
+
+def test_recompute_and_outliers(text: Path, tmp_path: Path, capsys: Any) -> None:
+    """What is computed again is the same; steps that are left out move nothing and count."""
+    plain = _train(text, tmp_path / "plain", steps=5)
+    again = _train(text, tmp_path / "again", steps=5, recompute="block")
+    assert _losses(again).tobytes() == _losses(plain).tobytes()
+    norms = [row["grad_norm"] for row in plain]
+    capsys.readouterr()
+    rows = _train(text, tmp_path / "skipped", 2, steps=3, skip_outliers=0.5 * min(norms))
+    assert f"before training: {rows[-1]['val_loss']:.4f}" in capsys.readouterr().out
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["grad_norm"] == pytest.approx(norms[0], rel=1e-5)

@@ -272,7 +272,8 @@ class CudaEngine:
         return math.fsum(np.frombuffer(b"".join(said), np.float64)) / len(batches)
 
     def sampler(self) -> tuple[Llama, Weights]:
-        return make_model(self.model.config, self.ops), self._whole_weights()
+        ops = CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
+        return make_model(self.model.config, ops), self._whole_weights()
 
 
 class _Late:
