@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from kos.cuda import unavailable
 from kos.errors import ConfigError, TrainingError
 from kos.testing import spawn
-from kos.train import checkpoint, loop
+from kos.train import checkpoint, engines, loop
 from kos.train.config import TrainConfig, parse
 from kos.train.engines import choose_device, memory_plan
 from kos.train.engines import cuda as engine_module
@@ -18,6 +19,7 @@ from kos.train.engines.cuda import CudaEngine
 from kos.train.engines.memory_plan import GIB, plan_memory
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
+from kos.train.ops import cublaslt
 from kos.train.ops.adamw import CHUNK
 from kos.train.ops.cuda import CudaOps
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device, on_host
@@ -210,3 +212,21 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
     for changes, name in (({"zero": 1}, "--zero: expected 0"), ({"dtype": "bfloat16"}, "--dtype: expected float32")):
         with pytest.raises(ConfigError, match=f"{name} on the CPU"):
             train(text, tmp_path, device="cpu", **changes)
+
+
+def test_which_gpus_do(monkeypatch, caplog):
+    """An old one is refused by its name; one that ranks share is taken only on request."""
+    gpu = SimpleNamespace(compute_capability=(7, 5), name="Old", uuid="1")
+    monkeypatch.setattr(engines, "require", lambda: None)
+    monkeypatch.setattr(engines, "unavailable", lambda: None)
+    monkeypatch.setattr(engines, "device_info", lambda device: gpu)
+    monkeypatch.setattr(cublaslt, "_library", lambda: None)
+    with pytest.raises(ConfigError, match=r"for rank 0: expected compute capability 8.0, got 7.5 \(Old\)"):
+        spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2)
+    gpu.compute_capability = (9, 0)
+    assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cuda"]
+    assert spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2) == ["cuda"] * 2
+    assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 2) == ["cpu"] * 2
+    assert "not on this machine's GPUs: ranks share a GPU" in caplog.text
+    with pytest.raises(ConfigError, match="device: expected the same on all ranks, got auto on rank 0 and cpu"):
+        spawn(lambda comm: choose_device("cpu" if comm.rank else "auto", comm), 2)

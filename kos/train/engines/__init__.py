@@ -108,7 +108,8 @@ def _usable_gpu(comm: Communicator) -> str:
         device = device_info(comm.device or 0)
         if device.compute_capability < LEAST_CAPABILITY:
             got = ".".join(map(str, device.compute_capability))
-            return f"\nexpected compute capability {'.'.join(map(str, LEAST_CAPABILITY))}, got {got} ({device.name})"
+            least = ".".join(map(str, LEAST_CAPABILITY))
+            return f"\nexpected compute capability {least}, got {got} ({device.name})"
         from kos.train.ops import cublaslt
 
         cublaslt._library()
