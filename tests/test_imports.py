@@ -17,6 +17,7 @@ FILES = sorted((ROOT / "kos").rglob("*.py"))
 FLOORS = {
     "errors": 0,
     "dtypes": 0,
+    "files": 0,
     "cuda": 1,
     "memory": 1,
     "comm": 2,

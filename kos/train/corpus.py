@@ -1,7 +1,4 @@
-"""Where training data comes from: what ``--data`` names, as documents of text or as token files.
-
-A source says which documents are for training and which are held out for validation.
-"""
+"""Where training data comes from: what ``--data`` names, as texts or as token files."""
 
 from __future__ import annotations
 
@@ -13,152 +10,126 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from kos.errors import DataError
 from kos.train.download import TINYSHAKESPEARE, cached
 from kos.train.stdlib import read_stdlib
-from kos.train.token_files import format_of, is_token_file, map_tokens
+from kos.train.token_files import VOCAB_SIZES, is_token_file, map_tokens
 
 _log = logging.getLogger(__name__)
 
 HELD_OUT = 10
-"""One part in this many is for validation: of the characters of a text, of the files of a folder."""
+"""One part in this many is for validation: of a text or a token file, of the files of a folder."""
 
 
 @dataclass(frozen=True)
-class TextCorpus:
-    """Documents of text."""
+class Corpus:
+    """What to train on, and what is held out for validation: texts, or memory-mapped arrays of tokens."""
 
     name: str
-    train: Sequence[str]
-    val: Sequence[str]
+    train: Sequence[Any]
+    val: Sequence[Any]
+    vocab_size: int | None = None  # of tokens; None: text
 
 
-@dataclass(frozen=True)
-class TokenCorpus:
-    """Arrays of tokens, memory-mapped; ``vocab_size`` is that of the format."""
-
-    name: str
-    train: Sequence[NDArray[Any]]
-    val: Sequence[NDArray[Any]]
-    vocab_size: int
-
-
-def read_corpus(data: str) -> TextCorpus | TokenCorpus:
+def read_corpus(data: str) -> Corpus:
     """The corpus that ``--data`` names.
 
-    ``stdlib``, ``tinyshakespeare``, or a path: a text file (its last tenth is held out), a folder of text
-    files (every tenth is held out, in the order of their names, at least one), a token file (its last
-    tenth is held out), or a folder or glob pattern of token files (those named ``*val*`` are held out).
+    ``stdlib``, ``tinyshakespeare``, or a path: a text or token file (its last tenth is held out), a folder of
+    text files (every tenth is held out, in the order of their names, at least one), or a folder or glob pattern
+    of token files (those named ``*val*`` are held out).
 
     Raises:
         DataError: missing, unreadable, empty or binary.
     """
+    try:
+        return _read(data)
+    except OSError as error:
+        got = f"{error.filename}: {error.strerror}"
+        raise DataError(f"--data {data}: expected readable files, got {got}") from None
+
+
+def _read(data: str) -> Corpus:
     if data == "stdlib":
-        return TextCorpus(data, *read_stdlib())
+        return Corpus(data, *read_stdlib())
     if data == TINYSHAKESPEARE.name:
-        return TextCorpus(data, *_cut(_read_text(cached(TINYSHAKESPEARE))))
+        return _cut(data, _read_text(cached(TINYSHAKESPEARE)))
     path = Path(data)
     if path.is_dir():
         return _read_folder(path)
     if path.is_file():
-        return _read_file(path)
+        return _cut(path.name, map_tokens(path) if is_token_file(path) else _read_text(path))
     if path.exists():
-        raise DataError(
-            f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)"
-        )
+        raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     matches = [Path(match) for match in sorted(glob.glob(data))] if glob.has_magic(data) else []
     if not matches:
-        raise DataError(
-            f"--data: expected stdlib, {TINYSHAKESPEARE.name}, or the path of a file or folder, got {data!r} "
-            "(no such file)"
-        )
+        names = f"stdlib, {TINYSHAKESPEARE.name}, or the path of a file or folder"
+        raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
     if other := next((match for match in matches if not is_token_file(match)), None):
         raise DataError(f"--data: expected a pattern of token files, got {data!r} ({other} is none)")
     return _token_corpus(data, matches)
 
 
-def _read_file(path: Path) -> TextCorpus | TokenCorpus:
-    if not is_token_file(path):
-        return TextCorpus(path.name, *_cut(_read_text(path)))
-    tokens = map_tokens(path)
-    at = len(tokens) - len(tokens) // HELD_OUT
-    return TokenCorpus(path.name, [tokens[:at]], [tokens[at:]], format_of(path).vocab_size)
+def _cut(name: str, whole: Any) -> Corpus:
+    """The first nine tenths of a text or of tokens, and the rest (nanoGPT's data/shakespeare_char/prepare.py)."""
+    at = int(len(whole) * (1 - 1 / HELD_OUT))
+    return Corpus(name, [whole[:at]], [whole[at:]], None if isinstance(whole, str) else VOCAB_SIZES[whole.itemsize])
 
 
-def _read_folder(folder: Path) -> TextCorpus | TokenCorpus:
-    paths = sorted(_visible_files(folder))
+def _read_folder(folder: Path) -> Corpus:
+    paths = _visible_files(folder)
     if tokens := [path for path in paths if path.suffix == ".bin" and is_token_file(path)]:
         return _token_corpus(str(folder), tokens)
     texts = []
     for path in paths:
         try:
             texts.append(_read_text(path))
-        except _NotText as error:
+        except DataError as error:
             _log.warning("skipped: %s", error)
     if not texts:
         raise DataError(
-            f"{folder}: expected a folder with text files, got {len(paths)} files, none of them text"
+            f"--data {folder}: expected a folder with text files, got {len(paths)} files, none of them text"
         )
     if len(texts) == 1:
-        return TextCorpus(folder.name, *_cut(texts[0]))
+        return _cut(folder.name, texts[0])
     val = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
     train = [text for i, text in enumerate(texts) if i % HELD_OUT != HELD_OUT - 1][: len(texts) - len(val)]
-    return TextCorpus(folder.name, train, val)
+    return Corpus(folder.name, train, val)
 
 
 def _visible_files(folder: Path) -> list[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
     found = []
-    for where, folders, files in os.walk(folder, onerror=_unreadable_folder):
+    for where, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [Path(where, name) for name in files if not name.startswith(".")]
-    return [path for path in found if path.is_file()]
+    return sorted(path for path in found if path.is_file())
 
 
-def _unreadable_folder(error: OSError) -> None:
-    raise DataError(f"{error.filename}: expected a readable folder, got {error.strerror}")
-
-
-def _token_corpus(name: str, paths: Sequence[Path]) -> TokenCorpus:
+def _token_corpus(name: str, paths: Sequence[Path]) -> Corpus:
     """Token files, those for validation told by their names."""
     val = [path for path in paths if "val" in path.name]
     train = [path for path in paths if "train" in path.name and path not in val]
     if not train or not val:
         names = ", ".join(path.name for path in paths[:4])
-        raise DataError(f"{name}: expected token files named *train* and *val*, got {names}")
-    for path in (*train, *val):
-        if format_of(path) != format_of(train[0]):
-            raise DataError(f"{path}: expected the token format of {train[0].name}, got another")
-    return TokenCorpus(
-        name, [map_tokens(p) for p in train], [map_tokens(p) for p in val], format_of(train[0]).vocab_size
-    )
-
-
-class _NotText(DataError):
-    """A file that is readable and not text: skipped in a folder, refused by name."""
+        raise DataError(f"--data {name}: expected token files named *train* and *val*, got {names}")
+    shards = {path: map_tokens(path) for path in (*train, *val)}
+    size = shards[train[0]].itemsize
+    if other := next((path for path, tokens in shards.items() if tokens.itemsize != size), None):
+        raise DataError(f"--data {other}: expected the token format of {train[0].name}, got another")
+    return Corpus(name, [shards[path] for path in train], [shards[path] for path in val], VOCAB_SIZES[size])
 
 
 def _read_text(path: Path) -> str:
-    """A UTF-8 file that is not empty."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: expected a readable text file, got {error.strerror}") from None
+    """A UTF-8 file.  DataError where it is empty or no text."""
+    content = path.read_bytes()
     if not content:
-        raise _NotText(f"{path}: expected text, got an empty file")
+        raise DataError(f"--data {path}: expected text, got an empty file")
     if (nul := content.find(b"\0")) >= 0:
-        raise _NotText(f"{path}: expected UTF-8 text or an llm.c token file, got a NUL at byte {nul}")
+        raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got a NUL at byte {nul}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _NotText(
-            f"{path}: expected UTF-8 text or an llm.c token file, got byte 0x{content[error.start]:02x} "
-            f"at {error.start}"
-        ) from None
-
-
-def _cut(text: str) -> tuple[list[str], list[str]]:
-    """The first nine tenths of the characters, and the rest (nanoGPT's data/shakespeare_char/prepare.py)."""
-    at = int(len(text) * (1 - 1 / HELD_OUT))
-    return [text[:at]], [text[at:]]
+        got = f"byte 0x{content[error.start]:02x} at {error.start}"
+        raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got {got}") from None

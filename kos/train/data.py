@@ -2,8 +2,7 @@
 
 The batch of a step is a pure function of (seed, step): windows of ``seq_len + 1`` tokens at random places,
 as nanoGPT draws them, from a Philox generator keyed by both (Salmon et al., "Parallel random numbers: as
-easy as 1, 2, 3", SC11).  So a run is resumed without any state of the data, and any number of ranks sees
-the same batches: each asks for its rows only.
+easy as 1, 2, 3", SC11).
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from numpy.typing import NDArray
 
 from kos.errors import ConfigError, DataError
 from kos.train.config import TrainConfig
-from kos.train.corpus import TextCorpus, TokenCorpus, read_corpus
-from kos.train.tokenizers import NumberTokenizer, Tokenizer, make_tokenizer, smallest_dtype
+from kos.train.corpus import read_corpus
+from kos.train.tokenizers import NumberTokenizer, Tokenizer, make_tokenizer
 
 EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
@@ -69,13 +68,11 @@ class Dataset:
     """SHA-256 of the tokens (of very large shards: of their ends): tells other data when resuming."""
 
     def __post_init__(self) -> None:
-        for split in ("train", "val"):
-            length = len(getattr(self, split))
-            if length < self.seq_len + 1:
-                raise DataError(
-                    f"--data {self.name}: expected at least seq_len + 1 = {self.seq_len + 1} tokens to "
-                    f"{'train' if split == 'train' else 'validate'} on, got {length}"
-                )
+        least = self.seq_len + 1
+        for tokens, use in ((self.train, "train"), (self.val, "validate")):
+            if len(tokens) < least:
+                expected = f"at least seq_len + 1 = {least} tokens to {use} on"
+                raise DataError(f"--data {self.name}: expected {expected}, got {len(tokens)}")
 
     def batch(self, step: int) -> Batch:
         """The whole batch of ``step`` (counted from 0)."""
@@ -85,7 +82,7 @@ class Dataset:
         """Some rows of ``batch(step)``.  Raises DataError for a token beyond the tokenizer's vocabulary."""
         draws = np.random.Philox(key=np.array([self.seed, step], np.uint64)).random_raw(self.batch_size)
         starts = draws % np.uint64(len(self.train) - self.seq_len)
-        return self._windows(self.train, [int(starts[i]) for i in indices])
+        return self.windows(self.train, starts[list(indices)])
 
     def val_batches(self) -> ValBatches:
         """``eval_batches`` batches of equal size, the same ones at each evaluation."""
@@ -95,18 +92,17 @@ class Dataset:
         """One phrase for the log."""
         return f"{len(self.train):,} + {len(self.val):,} tokens of {self.name} ({self.tokenizer.name})"
 
-    def _windows(self, tokens: Tokens, starts: Sequence[int]) -> Batch:
-        windows = np.stack([tokens.window(start, self.seq_len + 1) for start in starts])
+    def windows(self, tokens: Tokens, starts: Iterable[int]) -> Batch:
+        """The sequences that start at ``starts``."""
+        windows = np.stack([tokens.window(int(start), self.seq_len + 1) for start in starts])
         if (largest := int(windows.max())) >= self.tokenizer.vocab_size:
-            raise DataError(
-                f"--data {self.name}: expected tokens below the vocabulary's {self.tokenizer.vocab_size}, "
-                f"got {largest}"
-            )
+            expected = f"tokens below the vocabulary's {self.tokenizer.vocab_size}"
+            raise DataError(f"--data {self.name}: expected {expected}, got {largest}")
         windows = windows.astype(np.int32)
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
-class ValBatches(Sequence[Batch]):
+class ValBatches:
     """Windows evenly spread over the validation tokens, none overlapping another; made when asked for.
 
     A batch has ``batch_size`` sequences, or fewer: at most ``EVAL_BATCH_TOKENS`` tokens, and no more windows
@@ -116,21 +112,16 @@ class ValBatches(Sequence[Batch]):
     def __init__(self, data: Dataset) -> None:
         self._data = data
         windows = (len(data.val) - 1) // data.seq_len
-        self._rows = max(1, min(data.batch_size, EVAL_BATCH_TOKENS // data.seq_len, windows))
-        self._batches = min(data.eval_batches, windows // self._rows)
-        count = self._rows * self._batches
-        self._starts = [window * windows // count * data.seq_len for window in range(count)]
+        rows = max(1, min(data.batch_size, EVAL_BATCH_TOKENS // data.seq_len, windows))
+        batches = min(data.eval_batches, windows // rows)
+        count = rows * batches
+        self._starts = (np.arange(count) * windows // count * data.seq_len).reshape(batches, rows)
 
     def __len__(self) -> int:
-        return self._batches
+        return len(self._starts)
 
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        starts = self._starts[index * self._rows : (index + 1) * self._rows]
-        return self._data._windows(self._data.val, starts)
+    def __getitem__(self, index: int) -> Batch:
+        return self._data.windows(self._data.val, self._starts[index])
 
 
 def load_data(config: TrainConfig) -> Dataset:
@@ -142,43 +133,36 @@ def load_data(config: TrainConfig) -> Dataset:
         ConfigError: a tokenizer that does not go with the data.
     """
     corpus = read_corpus(config.data)
-    if isinstance(corpus, TextCorpus):
+    splits = [corpus.train, corpus.val]
+    if corpus.vocab_size is None:
         spec = "bytes" if config.tokenizer == "auto" else config.tokenizer
         tokenizer = make_tokenizer(spec, text=[*corpus.train, *corpus.val])
-        train, val = ([_encode(tokenizer, split)] for split in (corpus.train, corpus.val))
+        splits = [[_encode(tokenizer, texts)] for texts in splits]
+    elif config.tokenizer == "auto":
+        tokenizer = NumberTokenizer(config.model.vocab_size or corpus.vocab_size)
+    elif config.tokenizer == "chars":
+        expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
+        raise ConfigError(f"--tokenizer: expected {expected}, got 'chars'")
     else:
-        tokenizer = _tokenizer_of_files(config, corpus)
-        train, val = list(corpus.train), list(corpus.val)
+        tokenizer = make_tokenizer(config.tokenizer)
     tokenizer.encode(config.prompt)
     return Dataset(
         name=corpus.name,
-        train=Tokens(train),
-        val=Tokens(val),
+        train=Tokens(splits[0]),
+        val=Tokens(splits[1]),
         tokenizer=tokenizer,
         seed=config.seed,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         eval_batches=config.eval_batches,
-        fingerprint=_fingerprint([*train, *val]),
+        fingerprint=_fingerprint([*splits[0], *splits[1]]),
     )
 
 
-def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> NDArray[Any]:
-    """The documents one after another, each ended by eos where the tokenizer has one."""
-    end = np.array([] if tokenizer.eos is None else [tokenizer.eos], smallest_dtype(tokenizer.vocab_size))
-    parts = [part for text in documents for part in (tokenizer.encode(text), end)]
-    return np.concatenate(parts) if parts else end
-
-
-def _tokenizer_of_files(config: TrainConfig, corpus: TokenCorpus) -> Tokenizer:
-    if config.tokenizer == "chars":
-        raise ConfigError(
-            f"--tokenizer: expected auto, bytes or a tokenizer.json for the token files {corpus.name}, "
-            "got 'chars'"
-        )
-    if config.tokenizer == "auto":
-        return NumberTokenizer(config.model.vocab_size or corpus.vocab_size)
-    return make_tokenizer(config.tokenizer)
+def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> NDArray[Any]:
+    """The texts one after another, each ended by eos where the tokenizer has one."""
+    end = np.array([] if tokenizer.eos is None else [tokenizer.eos], tokenizer.dtype)
+    return np.concatenate([part for text in texts for part in (tokenizer.encode(text), end)])
 
 
 def _fingerprint(shards: Iterable[NDArray[Any]]) -> str:

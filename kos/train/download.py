@@ -6,13 +6,13 @@ import fcntl
 import hashlib
 import os
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
 from kos.errors import DataError
+from kos.files import cache_folder, replace_file
 
 CHUNK = 1 << 16
 SOCKET_SECONDS = 10.0
@@ -29,6 +29,17 @@ class Download:
     size: int
     sha256: str
 
+    def fault(self, content: bytes) -> str | None:
+        """What is wrong with ``content``, if anything."""
+        if len(content) != self.size:
+            got = f"more than {self.size}" if len(content) > self.size else len(content)
+            return f"expected {self.size} bytes, got {got}"
+        digest = hashlib.sha256(content).hexdigest()
+        return None if digest == self.sha256 else f"expected sha256 {self.sha256}, got {digest}"
+
+    def is_at(self, path: Path) -> bool:
+        return path.exists() and self.fault(path.read_bytes()) is None
+
 
 TINYSHAKESPEARE = Download(
     name="tinyshakespeare",
@@ -39,62 +50,32 @@ TINYSHAKESPEARE = Download(
 )
 
 
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kos``, or ``~/.cache/kos``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kos"
-
-
 def cached(download: Download, folder: Path | None = None) -> Path:
     """The path of the file, which is downloaded if the cache has no good one.
 
-    Processes of one host take turns: the first downloads, the others find its file.  The file appears
-    under its name only when it is whole and right.
+    Processes of one host take turns: the first downloads, the others find its file.
 
     Raises:
-        DataError: no network, not the expected content, or a cache that cannot be written.
+        DataError: no network, not the expected content, or a cache that cannot be used.
     """
     folder = folder or cache_folder()
     path = folder / f"{download.name}.txt"
-    if _is_good(path, download):
-        return path
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{download.name}.lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not _is_good(path, download):
-                _store(path, _fetch(download))
+        if not download.is_at(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"{download.name}.lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not download.is_at(path):
+                    replace_file(path, _fetch(download))
     except OSError as error:
-        raise DataError(
-            f"--data {download.name}: expected a cache that can be written, got {error}"
-        ) from None
+        raise DataError(f"--data {download.name}: expected a cache that can be written, got {error}") from None
     return path
-
-
-def _is_good(path: Path, download: Download) -> bool:
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    return len(content) == download.size and hashlib.sha256(content).hexdigest() == download.sha256
-
-
-def _store(path: Path, content: bytes) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _fetch(download: Download) -> bytes:
     url = os.environ.get(download.variable) or download.url
     deadline = time.monotonic() + TOTAL_SECONDS
-    content = bytearray()
+    content = b""
     try:
         with urllib.request.urlopen(url, timeout=SOCKET_SECONDS) as response:
             while len(content) <= download.size and (chunk := response.read1(CHUNK)):
@@ -102,16 +83,10 @@ def _fetch(download: Download) -> bytes:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{len(content)} bytes after {TOTAL_SECONDS:g} s")
     except (OSError, HTTPException, ValueError) as error:
-        reason = " ".join(str(getattr(error, "reason", "") or error or type(error).__name__).split())
-        code = f"{error.code} " if isinstance(error, urllib.error.HTTPError) else ""
         raise DataError(
-            f"--data {download.name}: expected to download it from {url}, got {code}{reason}; "
+            f"--data {download.name}: expected to download it from {url}, got {' '.join(str(error).split())}; "
             "without a network, give a text of your own by --data PATH"
         ) from None
-    if len(content) != download.size:
-        size = f"more than {download.size}" if len(content) > download.size else str(len(content))
-        raise DataError(f"--data {download.name}: expected {download.size} bytes from {url}, got {size}")
-    digest = hashlib.sha256(content).hexdigest()
-    if digest != download.sha256:
-        raise DataError(f"--data {download.name}: expected sha256 {download.sha256} from {url}, got {digest}")
-    return bytes(content)
+    if fault := download.fault(content):
+        raise DataError(f"--data {download.name}: {fault} from {url}")
+    return content

@@ -1,8 +1,7 @@
 """The default corpus: sources of Python's own standard library, real text that every Python ships.
 
-The selection is fixed: files that CPython 3.11 to 3.14 all have, also as Debian packages python3, without
-tests, platform stubs and tables of data.  What they say differs between versions of Python; the
-fingerprint of the data tells.
+The selection is fixed: files that CPython 3.11 to 3.14 all have, also Debian's, without tests, platform stubs
+and tables of data.  What they say differs between versions of Python; the fingerprint of the data tells.
 """
 
 from __future__ import annotations
@@ -44,21 +43,12 @@ TRAIN, VAL = tuple(_TRAIN.split()), tuple(_VAL.split())
 
 
 def read_stdlib(root: Path | None = None) -> tuple[list[str], list[str]]:
-    """The training and the held-out files, as text, in a fixed order.
-
-    Raises:
-        DataError: this Python does not ship its sources.
-    """
+    """The training and the held-out files, as text, in a fixed order.  DataError where Python came without them."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
-    return [_read(root, name) for name in TRAIN], [_read(root, name) for name in VAL]
-
-
-def _read(root: Path, name: str) -> str:
-    path = root / f"{name}.py"
     try:
-        return path.read_text("utf-8")
+        train, val = ([(root / f"{name}.py").read_text("utf-8") for name in names] for names in (TRAIN, VAL))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
         raise DataError(
-            f"--data stdlib: expected this Python to ship its sources, got {path}: {reason}; give --data PATH"
+            f"--data stdlib: expected this Python to ship its sources, got {error}; give --data PATH"
         ) from None
+    return train, val

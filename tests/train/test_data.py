@@ -93,9 +93,7 @@ def test_any_number_of_ranks_sees_the_same_batch(size: int) -> None:
 
 
 def test_steps_and_seeds_differ() -> None:
-    batches = [
-        make(np.arange(10**6), seed=seed).batch(step)[0].tobytes() for seed in (1, 2) for step in (0, 1, 2)
-    ]
+    batches = [make(np.arange(10**6), seed=seed).batch(step)[0].tobytes() for seed in (1, 2) for step in (0, 1, 2)]
     assert len(set(batches)) == 6
 
 
@@ -160,9 +158,7 @@ def test_text_becomes_tokens(tmp_path: Path) -> None:
 
 def test_documents_end_with_eos(tmp_path: Path) -> None:
     library = pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
-    words = library.Tokenizer(
-        library.models.WordLevel({"<end>": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]")
-    )
+    words = library.Tokenizer(library.models.WordLevel({"<end>": 0, "a": 1, "b": 2, "[UNK]": 3}, unk_token="[UNK]"))
     words.pre_tokenizer = library.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
@@ -170,9 +166,7 @@ def test_documents_end_with_eos(tmp_path: Path) -> None:
     folder.mkdir()
     for name, text in {"1": "a b a", "2": "b", "3": "a a"}.items():
         write(folder, text, name)
-    data = load_data(
-        parse(["--data", str(folder), "--tokenizer", str(tmp_path / "tokenizer.json"), "--seq-len", "1"])
-    )
+    data = load_data(parse(["--data", str(folder), "--tokenizer", str(tmp_path / "tokenizer.json"), "--seq-len", "1"]))
     assert data.train.window(0, len(data.train)).tolist() == [1, 2, 1, 0, 2, 0]
     assert data.val.window(0, len(data.val)).tolist() == [1, 1, 0]
 
@@ -186,14 +180,8 @@ def test_token_files_and_their_tokenizer(tmp_path: Path) -> None:
     path = tokens_file(tmp_path, [*range(100)])
     data = load_data(parse(["--data", path, "--seq-len", "5"]))
     assert (data.tokenizer.name, data.tokenizer.vocab_size) == ("numbers", 50_257)
-    assert (
-        load_data(parse(["--data", path, "--seq-len", "5", "--vocab-size", "100"])).tokenizer.vocab_size
-        == 100
-    )
-    assert (
-        load_data(parse(["--data", path, "--seq-len", "5", "--tokenizer", "bytes"])).tokenizer.vocab_size
-        == 256
-    )
+    assert load_data(parse(["--data", path, "--seq-len", "5", "--vocab-size", "100"])).tokenizer.vocab_size == 100
+    assert load_data(parse(["--data", path, "--seq-len", "5", "--tokenizer", "bytes"])).tokenizer.vocab_size == 256
     refusal(
         parse(["--data", path, "--seq-len", "5", "--tokenizer", "chars"]),
         "--tokenizer", "'chars'", "tokens.bin", error=ConfigError,
@@ -216,9 +204,7 @@ def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_prompt_that_cannot_be_spelt_is_refused_before_training(tmp_path: Path) -> None:
-    config = parse(
-        ["--data", write(tmp_path, "ab" * 99), "--seq-len", "4", "--tokenizer", "chars", "--prompt", "abc"]
-    )
+    config = parse(["--data", write(tmp_path, "ab" * 99), "--seq-len", "4", "--tokenizer", "chars", "--prompt", "abc"])
     refusal(config, "2 characters", "'c'")
 
 
