@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import Reduction
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.schedules import build
-from kos.comm.schedules.execute import execute
+from kos.comm.schedules.execute import Request, Transport, execute
 from kos.comm.staging import Staging
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
@@ -38,24 +38,6 @@ class Probe:
     reason: str
     claim: str = ""
     """What only one rank of the group may use, such as a GPU."""
-
-
-class Request(Protocol):
-    """One message in flight."""
-
-    def done(self) -> bool:
-        """Whether it is complete; never waits; raises if it failed."""
-
-    def forget(self) -> None:
-        """Nobody waits for it any more: let go of its memory."""
-
-
-class Transport(Protocol):
-    """Point-to-point messages of 1-D contiguous arrays; messages of one (pair, tag) arrive in order."""
-
-    def isend(self, array: Array, peer: int, tag: int) -> Request: ...
-
-    def irecv(self, array: Array, peer: int, tag: int) -> Request: ...
 
 
 # The schedule of each collective, and the one that adds in rank order.
@@ -174,13 +156,14 @@ class Backend(ABC):
     # How operations are carried.
 
     def _steps(self, o: Operation) -> Steps:
+        carry: Callable[[Operation], Steps] = getattr(self, f"_{o.name}" if o.collective else "_message")
         everybody_came = self.agree(o) if o.collective else None
         if everybody_came is None:
-            yield from _CARRIERS[o.name](self, o)
+            yield from carry(o)
             return
         while not everybody_came():  # calls are compared before a byte moves: lengths that differ are not MPI's to meet
             yield
-        for _ in _CARRIERS[o.name](self, o):
+        for _ in carry(o):
             everybody_came()  # raises where waiting would not end
             yield
 
@@ -241,27 +224,14 @@ class Backend(ABC):
         yield from self._carry(o, "broadcast", data=o.recv.flat)
 
     def _all_gather(self, o: Operation) -> Steps:
-        assert o.send is not None and o.recv is not None
-        x, out = o.send.flat, o.recv.flat
-        yield from self._carry(o, "all_gather", input=x.copy() if _overlap(x, out) else x, output=out)
+        """Also gather, scatter and all_to_all: what this rank has goes in, what it gets comes out."""
+        spaces = {"input": o.send, "output": o.recv}
+        flat = {space: buffer.flat for space, buffer in spaces.items() if buffer is not None}
+        if len(flat) == 2 and _overlap(flat["input"], flat["output"]):
+            flat["input"] = flat["input"].copy()
+        yield from self._carry(o, o.name, **flat)
 
-    def _all_to_all(self, o: Operation) -> Steps:
-        assert o.send is not None and o.recv is not None
-        yield from self._carry(o, "all_to_all", input=o.send.flat, output=o.recv.flat)
-
-    def _gather(self, o: Operation) -> Steps:
-        assert o.send is not None
-        spaces = {"input": o.send.flat}
-        if o.recv is not None:
-            spaces["output"] = o.recv.flat
-        yield from self._carry(o, "gather", **spaces)
-
-    def _scatter(self, o: Operation) -> Steps:
-        assert o.recv is not None
-        spaces = {"output": o.recv.flat}
-        if o.send is not None:
-            spaces["input"] = o.send.flat
-        yield from self._carry(o, "scatter", **spaces)
+    _gather = _scatter = _all_to_all = _all_gather
 
     def _all_gather_v(self, o: Operation) -> Steps:
         assert o.send is not None and o.recv is not None
@@ -331,25 +301,6 @@ class Backend(ABC):
         for request in requests:
             while not request.done():
                 yield
-
-
-_CARRIERS: dict[str, Callable[[Backend, Operation], Steps]] = {
-    "all_reduce": Backend._all_reduce,
-    "reduce": Backend._reduce,
-    "reduce_scatter": Backend._reduce_scatter,
-    "reduce_scatter_v": Backend._reduce_scatter_v,
-    "broadcast": Backend._broadcast,
-    "all_gather": Backend._all_gather,
-    "all_gather_v": Backend._all_gather_v,
-    "all_to_all": Backend._all_to_all,
-    "all_to_all_v": Backend._all_to_all_v,
-    "gather": Backend._gather,
-    "scatter": Backend._scatter,
-    "barrier": Backend._barrier,
-    "send": Backend._message,
-    "recv": Backend._message,
-    "send_recv": Backend._message,
-}
 
 
 def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:

@@ -58,9 +58,7 @@ class TCPRendezvous(Rendezvous):
         return parts
 
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
-        wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
-        ranks = [r for r in range(self.size) if color is not None and wishes[r][0] == color]
-        ranks.sort(key=lambda r: (wishes[r][1], r))
+        ranks = self._alike(color, key)
         listener, card = self._listen() if len(ranks) > 1 and ranks[0] == self.rank else (None, "")
         cards = self.allgather(card.encode())
         return self._child(ranks, cards[ranks[0]].decode(), listener) if ranks else None

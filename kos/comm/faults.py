@@ -19,8 +19,8 @@ from kos.comm.operation import Operation
 from kos.errors import CollectiveError, InvalidArgument, KosError
 
 if TYPE_CHECKING:
-    from kos.comm.backend import Request, Transport
     from kos.comm.rendezvous import ThreadGroup
+    from kos.comm.schedules.execute import Request, Transport
 
 Array = np.ndarray[Any, Any]
 
@@ -59,9 +59,7 @@ class Fault:
         if self.rank < 0 or self.operation < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
         if self.seconds is not None and not (self.seconds > 0 and self.kind in ("delay", "reorder", "stall")):
-            raise InvalidArgument(
-                f"fault: expected positive seconds of a delay, reorder or stall, got {self}"
-            )
+            raise InvalidArgument(f"fault: expected positive seconds of a delay, reorder or stall, got {self}")
 
 
 class Crashed(BaseException):

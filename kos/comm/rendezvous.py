@@ -89,6 +89,12 @@ class Rendezvous(ABC):
         self._host_group()
         return self._nodes
 
+    def _alike(self, color: int | None, key: int) -> list[int]:
+        """The ranks of the same color, in the order of a split."""
+        wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
+        ranks = [r for r in range(self.size) if color is not None and wishes[r][0] == color]
+        return sorted(ranks, key=lambda r: (wishes[r][1], r))
+
     def _host_group(self) -> tuple[int, int]:
         if self._local is None:
             mine = json.dumps([host_id(), process_numa_node()])
@@ -103,26 +109,6 @@ def host_id() -> str:
     """A name that processes share exactly if they run on the same host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return platform.node() + (boot.read_text().strip() if boot.exists() else "")
-
-
-class SingleRendezvous(Rendezvous):
-    """A group of one."""
-
-    def __init__(self, timeout: float = 120.0) -> None:
-        self.rank, self.size, self.timeout = 0, 1, timeout
-        self.threads = ThreadGroup(1)
-
-    def allgather(self, data: bytes) -> list[bytes]:
-        return [data]
-
-    def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
-        return None if color is None else SingleRendezvous(self.timeout)
-
-    def check_shrink(self) -> None:
-        pass
-
-    def shrink(self) -> Rendezvous:
-        return SingleRendezvous(self.timeout)
 
 
 class ThreadWorld:
@@ -247,16 +233,12 @@ class ThreadRendezvous(Rendezvous):
         return self.threads.exchange(self.rank, self._turn, bytes(data), self.timeout)
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
-        wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
-        if color is None:
+        ranks = self._alike(color, key)
+        if not ranks:
             return None
-        ranks = [r for r in range(self.size) if wishes[r][0] == color]
-        ranks.sort(key=lambda r: (wishes[r][1], r))
         parent = self.threads
         members = [parent.members[r] for r in ranks]
-        child = parent.shared(
-            ("split", self._turn, color), lambda: ThreadGroup(len(ranks), parent.world, members)
-        )
+        child = parent.shared(("split", self._turn, color), lambda: ThreadGroup(len(ranks), parent.world, members))
         return ThreadRendezvous(child, ranks.index(self.rank), self.timeout)
 
     def check_shrink(self) -> None:
@@ -265,6 +247,13 @@ class ThreadRendezvous(Rendezvous):
     def shrink(self) -> Rendezvous:
         group = self.threads.survivors(self.rank, self.timeout)
         return ThreadRendezvous(group, group.members.index(self.threads.members[self.rank]), self.timeout)
+
+
+class SingleRendezvous(ThreadRendezvous):
+    """A group of one."""
+
+    def __init__(self, timeout: float = 120.0) -> None:
+        super().__init__(ThreadGroup(1), 0, timeout)
 
 
 class MPIRendezvous(Rendezvous):
@@ -333,8 +322,7 @@ class MPIRendezvous(Rendezvous):
             raise RankLost(f"rendezvous: {what}: MPI: {error.Get_error_string()}") from error
         if not came:
             raise RendezvousError(
-                f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for the other "
-                f"{self.size - 1} ranks"
+                f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1} ranks"
             )
 
 

@@ -10,7 +10,6 @@ import kos
 from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
 from kos.comm.communicator import Communicator
-from kos.comm.mpi_job import CrowdedBackoff
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
 
 TIMEOUT = 20.0  # seconds
@@ -24,9 +23,6 @@ class SharedOnly(HostBackend):
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         return Probe(True, "a test")
-
-    def idle(self) -> Any:
-        return CrowdedBackoff()
 
 
 def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) -> list[Any]:

@@ -11,10 +11,11 @@ import os
 from collections.abc import Callable
 
 from kos.comm.backend import Backend
+from kos.comm.mpi_job import Backoff, CrowdedBackoff
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.shared import Calls, SharedCollectives, open_segment
-from kos.comm.work import Engine, Steps
+from kos.comm.work import Engine, Idle, Steps
 from kos.errors import KosError, RankLost
 
 
@@ -44,6 +45,10 @@ class HostBackend(Backend):
     def shares_memory(self) -> bool:
         """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
         return self._segment is not None
+
+    def idle(self) -> Idle:
+        """Nobody is told of words in shared memory, nor by MPI of messages: waiting is polling."""
+        return CrowdedBackoff() if self.crowded else Backoff()
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         return self._calls.publish(operation) if self._calls is not None else None

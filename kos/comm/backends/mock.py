@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Backend, Probe, Request, drop, take
+from kos.comm.backend import Backend, Probe, drop, take
 from kos.comm.faults import SENT, FaultyTransport
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
+from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Work
 from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 

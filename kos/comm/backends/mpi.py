@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import Probe, Request, drop, take, wrong_length
+from kos.comm.backend import Probe, drop, take, wrong_length
 from kos.comm.backends.host import HostBackend
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
-from kos.comm.work import Engine, Idle, Steps
+from kos.comm.schedules.execute import Request
+from kos.comm.work import Engine, Steps
 from kos.dtypes import DType, dtype_of
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
 
@@ -68,9 +69,6 @@ class MPIBackend(HostBackend):
         if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < 2 * COLLECTIVE_TAGS:
             return Probe(False, f"the MPI library has fewer than {2 * COLLECTIVE_TAGS} tags")
         return Probe(True, MPI.Get_library_version().split(",")[0].strip())
-
-    def idle(self) -> Idle:
-        return mpi_job.CrowdedBackoff() if self.crowded else mpi_job.Backoff()
 
     def close(self) -> None:
         super().close()

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.backend import Probe, Request, drop, take, wrong_length
+from kos.comm.backend import Probe, drop, take, wrong_length
 from kos.comm.backends.host import HostBackend
-from kos.comm.mpi_job import Backoff
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.rendezvous import Rendezvous
+from kos.comm.schedules.execute import Request
 from kos.comm.tcp import Connection, Network, admit_all
 from kos.comm.work import Engine, Idle
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
@@ -65,7 +65,7 @@ class TCPBackend(HostBackend):
         return Probe(True, f"sockets between {rendezvous.size} ranks")
 
     def idle(self) -> Idle:
-        return self._poller if self._calls is None else _Watch(self._poller, self.crowded)
+        return self._poller if self._calls is None else super().idle()
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> TCPBackend | None:
         return None if rendezvous is None else TCPBackend(rendezvous, self.engine, self._poller)
@@ -122,23 +122,6 @@ class _Poller:
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
         # What is ready stays ready until it is read, so nothing that came since ``mark`` is missed.
         self._epoll.poll(_NAP_SECONDS if seconds is None else min(seconds, _NAP_SECONDS))
-
-
-class _Watch(Backoff):
-    """Words in shared memory make no event: polls, and sees the connections when it comes to sleep."""
-
-    __slots__ = ("_naps_at", "_poller")
-
-    def __init__(self, poller: _Poller, crowded: bool) -> None:
-        super().__init__()
-        self._poller, self._naps_at = poller, time.monotonic() + self.SLEEP_AFTER
-        self._polls = self.SPINS if crowded else 0
-
-    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        if time.monotonic() < self._naps_at:
-            super().pause()
-        else:
-            self._poller.pause(mark, self.SLEEP)
 
 
 class _Place:

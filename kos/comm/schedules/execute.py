@@ -35,7 +35,10 @@ class Request(Protocol):
     """A send or receive in flight."""
 
     def done(self) -> bool:
-        """Whether the buffer may be reused (send) or read (receive).  Makes progress, never blocks."""
+        """Whether the buffer may be reused (send) or read (receive).  Makes progress, never blocks; raises."""
+
+    def forget(self) -> None:
+        """Nobody waits for it any more: let go of its memory."""
 
 
 class Transport(Protocol):
