@@ -1,25 +1,32 @@
-"""The peer of ``benchmarks.train_cpu``: the same LLaMA in eager PyTorch, written to be fast there.
+"""The peer of ``benchmarks.train``: the same LLaMA in PyTorch, written to be fast there, and its training step.
 
-q, k, v and gate, up are one matrix product each, attention and RMSNorm are torch's fused kernels.
+q, k, v and gate, up are one matrix product each; attention, RMSNorm and AdamW are torch's fused kernels.
 """
 
 from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kos.train.model import LlamaConfig
+from kos.train.config import TrainConfig
+from kos.train.data import Dataset
+from kos.train.llama_config import LlamaConfig
+from kos.train.parallel.data import deal
+from kos.train.parameters import Parameters
 
 
 class Block(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.d = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        self.heads, self.kv_heads, self.d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         D, F_, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
         self.input_norm, self.mlp_norm = nn.RMSNorm(D, eps), nn.RMSNorm(D, eps)
         self.qkv = nn.Linear(D, (self.heads + 2 * self.kv_heads) * self.d, bias=False)
@@ -33,7 +40,7 @@ class Block(nn.Module):
         qkv = self.qkv(self.input_norm(x)).view(B, T, H + 2 * K, d).transpose(1, 2)
         qk, v = qkv[:, : H + K], qkv[:, H + K :]
         a, b = qk.chunk(2, -1)
-        qk = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        qk = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).type_as(v)
         y = F.scaled_dot_product_attention(qk[:, :H], qk[:, H:], v, is_causal=True, enable_gqa=H != K)
         x = x + self.o(y.transpose(1, 2).reshape(B, T, H * d))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
@@ -41,23 +48,182 @@ class Block(nn.Module):
 
 
 class TorchLlama(nn.Module):
-    """``forward(tokens, targets) -> loss``; tied embedding."""
+    """``forward(tokens, targets) -> loss``."""
 
-    def __init__(self, config: LlamaConfig, seq_len: int) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        angles = torch.outer(torch.arange(seq_len), torch.tensor(config.rope_frequencies()))
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def names(self) -> dict[str, nn.Parameter]:
+        """The parameters by kos' names, q, k, v and gate, up as one."""
+        config = self.config
+        found = {config.embedding: self.embedding.weight, config.final_norm: self.norm.weight}
+        found |= {config.head: self.head.weight}
+        for layer, block in enumerate(self.blocks):
+            parts = (block.input_norm, block.qkv, block.o, block.mlp_norm, block.gate_up, block.down)
+            found |= {name: m.weight for name, m in zip(config.layer_names(layer), parts, strict=True)}
+        return found
+
+    def make_tables(self, seq_len: int, device: torch.device) -> None:
+        """cos and sin of RoPE, in float32."""
+        angles = torch.outer(torch.arange(seq_len), torch.tensor(self.config.rope_frequencies())).to(device)
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
-        for parameter in self.parameters():
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, 0, config.initializer_range)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+class TorchTraining:
+    """Training as ``config`` says, from the weights that kos begins with, on this rank's share of the batches.
+
+    Words of ``variant``: ``flash`` or ``cudnn`` attention; ``autocast`` of fp32 weights, ``master`` (bf16 weights
+    with an fp32 copy) or ``fsdp`` (FSDP2, bf16 with sharded fp32 weights); ``graphs`` (compiled with CUDA graphs)
+    or ``eager``, else compiled; ``whole``: no micro-batches.
+    """
+
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, variant: str) -> None:
+        self.config, self.data, self.schedule = config, data, config.make_schedule()
+        words = set(variant.split("-"))
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.cuda = config.device == "cuda"
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if self.cuda else torch.device("cpu")
+        self.layout = f"dp{self.size}"
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+            torch.backends.cuda.enable_flash_sdp("flash" in words)
+            torch.backends.cuda.enable_cudnn_sdp("cudnn" in words)
+            torch.backends.cuda.enable_mem_efficient_sdp(config.dtype == "float32")
+            torch.backends.cuda.enable_math_sdp(False)
+        else:
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if self.size > 1:
+            torch.distributed.init_process_group("nccl" if self.cuda else "gloo")
+        assert config.micro_batch_size is not None
+        self.rounds = deal(config.batch_size, config.micro_batch_size, self.rank, self.size)
+        if "whole" in words:
+            self.rounds = [[row for rows in self.rounds for row in rows]]
+        self.model, self.masters = self._make_model(model, words), []
+        trained = list(self.model.parameters())
+        if "master" in words:
+            self.masters = [p.detach().float().requires_grad_() for p in trained]
+            self.model.to(torch.bfloat16)
+            for master in self.masters:
+                master.grad = torch.zeros_like(master)
+            trained = self.masters
+        self.model.make_tables(config.seq_len, self.device)
+        self.autocast: Callable[[], Any] = nullcontext
+        if "autocast" in words:
+            self.autocast = lambda: torch.autocast(self.device.type, torch.bfloat16)
+        self.run_model: Any = self.model
+        self.parallel: Any = None
+        if self.size > 1 and "fsdp" not in words:
+            self.run_model = self.parallel = nn.parallel.DistributedDataParallel(
+                self.model, gradient_as_bucket_view=True
+            )
+        if not {"eager", "fsdp"} & words:
+            self.run_model = torch.compile(self.run_model, mode="reduce-overhead" if "graphs" in words else None)
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        betas = (config.beta1, config.beta2)
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
+        self.trained = trained
+
+    def _make_model(self, shape: LlamaConfig, words: set[str]) -> TorchLlama:
+        """With rank 0's weights, where the device computes."""
+        weights = Parameters(shape.parameter_shapes(), groups=shape.fused_groups()) if self.rank == 0 else {}
+        if self.rank == 0:
+            shape.init_weights(weights, self.config.seed)
+        sharded = "fsdp" in words
+        with torch.device("meta" if sharded else self.device):
+            model = TorchLlama(shape)
+        if sharded:
+            self._shard(model)
+        for name, parameter in model.names().items():
+            here = torch.from_numpy(weights[name]) if weights else torch.empty(parameter.shape)
+            if not sharded:
+                parameter.data.copy_(here)
+                if self.size > 1:
+                    torch.distributed.broadcast(parameter.data, 0)
+                continue
+            from torch.distributed.tensor import distribute_tensor
+
+            parts = distribute_tensor(here.to(self.device), parameter.device_mesh, parameter.placements)
+            parameter.to_local().data.copy_(parts.to_local())
+        return model
+
+    def _shard(self, model: TorchLlama) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.layout = f"fsdp{self.size}"
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model.blocks:
+            block.compile()
+            fully_shard(block, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
+        model.to_empty(device=self.device)
+
+    def _batch(self, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rounds = [self.data.rows(step, rows) for rows in self.rounds]
+        return [tuple(torch.from_numpy(a).long().to(self.device) for a in parts) for parts in rounds]  # type: ignore[misc]
+
+    def _step(self, step: int, batch: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(step)
+        total = torch.zeros((), device=self.device)
+        for index, (tokens, targets) in enumerate(batch):
+            if self.parallel is not None:
+                self.parallel.require_backward_grad_sync = index + 1 == len(batch)
+            with self.autocast():
+                loss = self.run_model(tokens, targets) / len(batch)
+            loss.backward()
+            total += loss.detach()
+        if self.masters:
+            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.model.parameters()])
+        if self.config.grad_clip:
+            nn.utils.clip_grad_norm_(self.trained, self.config.grad_clip, foreach=True)
+        self.optimizer.step()
+        if self.masters:
+            with torch.no_grad():
+                torch._foreach_copy_(list(self.model.parameters()), self.masters)
+        self.model.zero_grad(set_to_none=True)
+        return total
+
+    def run(self, first: int, count: int) -> tuple[list[float], list[float]]:
+        """The seconds and losses of ``count`` steps, whose batches are on the device before the first begins."""
+        batches = [self._batch(step) for step in range(first, first + count)]
+        losses, marks = [], []
+
+        def mark() -> None:
+            if self.cuda:
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+            else:
+                marks.append(time.perf_counter())
+
+        if self.size > 1:
+            torch.distributed.barrier()
+        mark()
+        for step, batch in enumerate(batches, first):
+            losses.append(self._step(step, batch))
+            mark()
+        mean = torch.stack(losses) / self.size
+        if self.size > 1:
+            torch.distributed.all_reduce(mean)
+        values = mean.tolist()  # waits for the device
+        return [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in pairwise(marks)], values
+
+    def peak_memory(self) -> int | None:
+        """Bytes that torch's allocator has handed out at once."""
+        return torch.cuda.max_memory_allocated() if self.cuda else None

@@ -95,6 +95,16 @@ def _side(row: Row | None) -> str:
 
 def document(rows: list[Row], device: int | None, limits: dict[str, float], skipped: dict[str, str], ranks: int) -> Row:
     """The JSON object of a run."""
+    return {
+        **provenance("benchmarks.collectives", device, ranks),
+        "limits": {name: float(f"{value:.5g}") for name, value in limits.items()},
+        "skipped": skipped,
+        "rows": rows,
+    }
+
+
+def provenance(program: str, device: int | None, ranks: int) -> Row:
+    """What every file of results begins with: the machine, the software, when and by which command."""
     hardware, driver = _gpu(device, ranks) if device is not None else (_cpu(), None)
     return {
         "hardware": hardware,
@@ -102,10 +112,7 @@ def document(rows: list[Row], device: int | None, limits: dict[str, float], skip
         "versions": _versions(device is not None),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": command(sys.argv[1:], ranks),
-        "limits": {name: float(f"{value:.5g}") for name, value in limits.items()},
-        "skipped": skipped,
-        "rows": rows,
+        "command": command(program, sys.argv[1:], ranks),
     }
 
 
@@ -164,9 +171,9 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def command(arguments: list[str], ranks: int) -> str:
+def command(program: str, arguments: list[str], ranks: int) -> str:
     """What was typed, without the paths of this machine."""
     words = [Path(word).name if word.startswith(("/", "..", "~")) else word for word in arguments]
     start = "" if "OMPI_COMM_WORLD_SIZE" not in os.environ else f"mpirun -n {ranks} "
     start = "".join(f"{name}={os.environ[name]} " for name in NOTED if name in os.environ) + start
-    return " ".join([f"{start}python -m benchmarks.collectives", *words])
+    return " ".join([f"{start}python -m {program}", *words])

@@ -1,0 +1,376 @@
+"""Tokens per second of training, kos beside PyTorch: ``python -m benchmarks.train --preset tiny --compare torch``.
+
+The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
+the engine that ``python -m kos.train`` runs, whose flags are taken here too; torch are the ``--torch`` variants of
+``benchmarks.torch_llama``.  Each is a group of processes of its own, one a rank, which begins with the same weights
+and has a time limit: what fails loses its row only.  Their measurements alternate, each the median step of
+``--steps``; a row's figure is the median of its measurements.  Losses are compared step by step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import resource
+import selectors
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.collectives import report
+from kos.comm.mpi_job import launched_rank
+from kos.train.config import TrainConfig, parse
+from kos.train.data import Dataset, Tokens
+from kos.train.llama_config import LlamaConfig
+from kos.train.tokenizers import NumberTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+WARM_UP = 3  # steps before the first measurement
+VARIANTS = {
+    "cpu": "eager,eager-whole",
+    "cuda": "flash-autocast,cudnn-autocast,flash-master,cudnn-master",
+}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # relative difference of losses
+WORDS = {"flash", "cudnn", "autocast", "master", "fsdp", "graphs", "eager", "compile", "whole"}
+LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")  # what begins variables that the ranks must not see
+ROW_KEYS = (
+    "preset", "batch_size", "seq_len", "ranks", "layout", "implementation", "variant", "tokens_per_second", "step_ms",
+    "mfu_causal", "mfu_noncausal", "peak_memory_bytes", "first_step_seconds", "threads", "loss", "loss_difference",
+    "measurements",
+)  # fmt: skip
+"""The keys of a row: ``batch_size`` and memory are a rank's, tokens a second those of all ranks."""
+
+
+# --- one rank of one implementation, a process of its own -------------------------------------------------
+
+
+class Training(Protocol):
+    """A training run, as it is measured."""
+
+    layout: str
+
+    def run(self, first: int, count: int) -> tuple[list[float], list[float]]:
+        """The seconds and losses of steps ``first`` …, ``count`` of them."""
+
+    def peak_memory(self) -> int | None:
+        """Bytes of device memory that its allocator has handed out at once; None on CPUs."""
+
+
+def model_of(config: TrainConfig) -> LlamaConfig:
+    """For bytes, unless the preset says for how many tokens."""
+    return config.model_config_for(config.model.vocab_size or 256)
+
+
+def random_tokens(config: TrainConfig, model: LlamaConfig) -> Dataset:
+    """Tokens of which low ones are more frequent, so that there is something to learn."""
+    draws = np.random.default_rng(config.seed).random(max(1 << 21, 2 * config.seq_len))
+    tokens = Tokens([(model.vocab_size * draws**4).astype(np.int32)])
+    tokenizer = NumberTokenizer(model.vocab_size)
+    return Dataset("random", tokens, tokens, tokenizer, config.seed, config.batch_size, config.seq_len, 1, "")
+
+
+class KosTraining:
+    """The engine of ``python -m kos.train``, driven as its loop drives it."""
+
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, threads: int) -> None:
+        import kos
+        from kos.train.engines import make_engine
+        from kos.train.machine import limit_threads
+
+        self.comm = comm = kos.init(config.backend, timeout=config.timeout)
+        limit_threads(comm, threads)
+        self.engine = make_engine(config, model, data, comm)
+        state = self.engine.new_state() if comm.rank == 0 else None
+        if state is not None:
+            model.init_weights(state.weights, config.seed)
+        self.engine.load(state)
+        self.layout = f"dp{comm.size}" + " zero1" * bool(config.zero)
+
+    def run(self, first: int, count: int) -> tuple[list[float], list[float]]:
+        self.comm.all_gather_bytes(b"")
+        started, end, results = first, first + count, []
+        for step in range(first, end):
+            while started < min(step + 1 + self.engine.lag, end):
+                self.engine.start_step(started, False)
+                started += 1
+            results.append(self.engine.finish_step(step))
+        return [result.seconds for result in results], [result.loss for result in results]
+
+    def peak_memory(self) -> int | None:
+        from kos.memory.pool import pool_of
+
+        return None if self.comm.device is None else pool_of(self.comm.device).statistics().peak
+
+
+def work(options: argparse.Namespace, config: TrainConfig) -> None:
+    """One rank: warm up, say what that took, then measure once for each line that comes."""
+    rank = int(os.environ["RANK"])
+    config = config.for_world(int(os.environ["WORLD_SIZE"]), options.device)
+    model = model_of(config)
+    data = random_tokens(config, model)
+    training: Training
+    if options.worker == "kos":
+        training = KosTraining(config, model, data, options.threads)
+    else:
+        from benchmarks.torch_llama import TorchTraining
+
+        training = TorchTraining(config, model, data, options.worker)
+
+    def say(**facts: Any) -> None:
+        if rank == 0:
+            print(json.dumps(facts), flush=True)
+
+    _, losses = training.run(0, 1)
+    first_step = time.time() - float(os.environ["LAUNCHED"])
+    losses += training.run(1, WARM_UP)[1]
+    say(first_step_seconds=first_step, losses=losses, layout=training.layout)
+    for line in sys.stdin:
+        seconds, losses = training.run(int(line), options.steps)
+        memory = training.peak_memory() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        say(seconds=median(seconds), losses=losses, peak_memory_bytes=memory)
+
+
+# --- the processes of all ranks ---------------------------------------------------------------------------
+
+
+class Lost(Exception):
+    """A group of processes that ended, or took too long."""
+
+
+class Group:
+    """The ranks of one implementation."""
+
+    def __init__(self, name: str, options: argparse.Namespace, arguments: list[str], logs: Path) -> None:
+        self.name, self.limit, self.log = name, options.limit, logs / name
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
+        environment |= {f"{library}_NUM_THREADS": str(options.threads) for library in ("OMP", "OPENBLAS", "MKL")}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LAUNCHED": str(time.time())}
+        command = [sys.executable, "-m", "benchmarks.train", *arguments, "--worker", name]
+        self.processes = []
+        for rank in range(options.ranks):
+            told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
+            with open(f"{self.log}-{rank}", "w") as log:
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+                self.processes.append(subprocess.Popen(command, env=environment | told, cwd=ROOT, **pipes))  # type: ignore[call-overload]
+
+    def warm_up(self) -> None:
+        """Wait until the first steps are over."""
+        self.facts = self._answer()
+        self.losses += self.facts.pop("losses")
+
+    def measure(self) -> None:
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # who died is found below
+                process.stdin.write(f"{len(self.losses)}\n".encode())
+                process.stdin.flush()
+        answer = self._answer()
+        self.seconds.append(answer["seconds"])
+        self.losses += answer["losses"]
+        self.facts["peak_memory_bytes"] = answer["peak_memory_bytes"]
+
+    def _answer(self) -> dict[str, Any]:
+        """The next JSON object that rank 0 prints."""
+        stdout: Any = self.processes[0].stdout
+        deadline = time.monotonic() + self.limit
+        with selectors.DefaultSelector() as selector:
+            selector.register(stdout, selectors.EVENT_READ)
+            while time.monotonic() < deadline:
+                if selector.select(timeout=0.2):
+                    line = stdout.readline()
+                    if line.startswith(b"{"):
+                        return dict(json.loads(line))
+                dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+                if dead:
+                    said = [line for line in Path(f"{self.log}-{dead[0]}").read_text().splitlines() if line.strip()]
+                    raise Lost(f"rank {dead[0]} ended: {said[-1][:300] if said else 'without a word'}")
+        raise Lost(f"no answer for {self.limit:g} s")
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait()
+
+
+def measure(options: argparse.Namespace, arguments: list[str], logs: Path) -> tuple[list[Group], dict[str, str]]:
+    """kos and every variant of torch that came through, and why the others did not."""
+    variants = options.torch.split(",") if options.compare else []
+    kos = Group("kos", options, arguments, logs)
+    groups, skipped = [kos], {}
+    try:
+        kos.warm_up()
+        if options.apart or not variants:
+            for _ in range(options.repeats):
+                kos.measure()
+            kos.end()
+        for variant in variants:
+            torch = Group(variant, options, arguments, logs)
+            try:
+                torch.warm_up()
+                for _ in range(options.repeats):
+                    for group in (torch,) if options.apart else (kos, torch):
+                        group.measure()
+                groups.append(torch)
+            except Lost as error:
+                if kos.processes[0].poll() is not None and not options.apart:
+                    raise
+                skipped[variant] = str(error)
+            finally:
+                torch.end()
+        if not kos.seconds:  # nothing of torch came as far
+            kos.measure()
+    finally:
+        kos.end()
+    return groups, skipped
+
+
+def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainConfig) -> list[dict[str, Any]]:
+    config = config.for_world(options.ranks, options.device)
+    model = model_of(config)
+    peak = None
+    if options.device == "cuda" and config.dtype == "bfloat16":
+        from kos.cuda import device_info
+        from kos.train.machine import peak_flops
+
+        peak = peak_flops(device_info(0).name)
+    flops, rows = model.flops_per_token(config.seq_len), []
+    for group in groups:
+        pairs = list(zip(groups[0].losses, group.losses, strict=False))
+        seconds = median(group.seconds)
+        speed = config.batch_size * config.seq_len / seconds
+        each = speed / options.ranks / peak if peak else None
+        row = {
+            "preset": options.name or config.preset,
+            "batch_size": config.batch_size // options.ranks,
+            "seq_len": config.seq_len,
+            "ranks": options.ranks,
+            "implementation": "kos" if group.name == "kos" else "torch",
+            "variant": config.dtype if group.name == "kos" else group.name,
+            "tokens_per_second": speed,
+            "step_ms": 1e3 * seconds,
+            "mfu_causal": each and each * flops.causal,
+            "mfu_noncausal": each and each * flops.non_causal,
+            "threads": options.threads if options.device == "cpu" else None,
+            "loss": pairs[-1][1],
+            "loss_difference": float(np.max([abs(ours - theirs) / ours for ours, theirs in pairs])),
+            "measurements": [1e3 * seconds for seconds in group.seconds],
+            **group.facts,
+        }
+        rows.append({key: _rounded(row[key]) for key in ROW_KEYS})
+    return rows
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def print_rows(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
+    first = rows[0]
+    print(f"{first['preset']}, {first['batch_size']} x {first['seq_len']} tokens a rank, {first['ranks']} ranks")
+    heads = ("tokens/s", "step ms", "MFU", "GiB", "first s", "kos is x", "losses within")
+    print(f"{'':24}" + "".join(f"{head:>14}" for head in heads))
+    for row in rows:
+        mfu = f"{row['mfu_causal']:.1%}" if row["mfu_causal"] else "-"
+        print(
+            f"{row['implementation'] + ' ' + row['variant']:24}{row['tokens_per_second']:14,.0f}{row['step_ms']:14.2f}"
+            f"{mfu:>14}{row['peak_memory_bytes'] / 2**30:14.2f}{row['first_step_seconds']:14.1f}"
+            f"{first['tokens_per_second'] / row['tokens_per_second']:14.2f}{row['loss_difference']:14.1e}"
+        )
+    for variant, why in skipped.items():
+        print(f"torch {variant} left out: {why}")
+
+
+def write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
+    """To a file that may hold rows of the same machine, software and commit: these are kept."""
+    result = {**header, "skipped": skipped, "rows": rows}
+    if path.exists():
+        before = json.loads(path.read_text())
+        for key in ("hardware", "driver", "versions", "commit"):
+            if before[key] != header[key]:
+                raise SystemExit(f"--json {path}: expected results of {key} {header[key]}, got {before[key]}")
+        result["command"] = f"{before['command']} && {header['command']}"
+        result |= {"skipped": before["skipped"] | skipped, "rows": before["rows"] + rows}
+    path.write_text(report.to_json(result))
+
+
+def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
+    parser = argparse.ArgumentParser(
+        prog="[mpirun -n N] python -m benchmarks.train", description=__doc__,
+        epilog="All other flags are those of python -m kos.train.",
+        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--compare", choices=("torch",), help="what to measure beside kos")
+    parser.add_argument("--torch", metavar="VARIANT,…", help=f"on CPUs {VARIANTS['cpu']}, on GPUs {VARIANTS['cuda']}")
+    parser.add_argument("--ranks", type=int, help="processes of each; default: mpirun's, or 1")
+    parser.add_argument("--per-rank", type=int, help="sequences a rank and step; default: the preset's over all ranks")
+    parser.add_argument("--threads", type=int, help="of a rank; default: its share of the cores")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of one measurement [12]")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each [3]")
+    parser.add_argument("--apart", action="store_true", help="one after the other, where memory does not hold two")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds to wait for a measurement [120]")
+    parser.add_argument("--name", help="what the rows call the preset, where flags change it")
+    parser.add_argument("--json", type=Path, help="where to write the rows; of the same commit, they are added")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options, rest = parser.parse_known_args(arguments)
+    if options.ranks is None:
+        sizes = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"))
+        options.ranks = int(next((size for size in sizes if size), 1))
+    if options.per_rank:
+        rest += ["--batch-size", str(options.per_rank * options.ranks)]
+    config = parse(rest)
+    options.device = config.device
+    if config.device == "auto" or not any(word.startswith("--device") for word in rest):
+        from kos.cuda import unavailable
+
+        options.device = "cpu" if unavailable() else "cuda"
+    options.threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
+    options.torch = options.torch or VARIANTS[options.device]
+    if unknown := set(options.torch.replace(",", "-").split("-")) - WORDS:
+        raise SystemExit(f"--torch: expected words of {', '.join(sorted(WORDS))}, got {', '.join(sorted(unknown))}")
+    if options.compare and config.model.model_type != "llama":
+        raise SystemExit(f"--compare torch: expected a llama, got {config.model.model_type}")
+    return options, config
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options, config = read_arguments(arguments)
+    if options.worker:
+        work(options, config)
+        return 0
+    if launched_rank() != 0:  # rank 0 starts the processes of all
+        return 0
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # and they may run where mpirun put any
+    try:
+        with tempfile.TemporaryDirectory() as logs:
+            groups, skipped = measure(options, [*arguments, "--ranks", str(options.ranks)], Path(logs))
+    except Lost as error:
+        raise SystemExit(f"kos: {error}") from None
+    rows = make_rows(groups, options, config)
+    print_rows(rows, skipped)
+    if options.json:
+        device = 0 if options.device == "cuda" else None
+        write(options.json, report.provenance("benchmarks.train", device, options.ranks), rows, skipped)
+    allowed = TOLERANCE["float32" if options.device == "cpu" else "bfloat16"]
+    return int(not all(row["loss_difference"] <= allowed for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

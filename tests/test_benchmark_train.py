@@ -1,0 +1,134 @@
+"""The benchmark of training: the same losses from kos and torch, what it writes, what a failure costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import train
+
+pytest.importorskip("torch")
+ROOT = Path(__file__).resolve().parents[1]
+MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
+MPIRUN = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or ""
+SMALL = shlex.split(
+    "--seq-len 24 --per-rank 4 --micro-batch-size 2 --hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 "
+    "--num-attention-heads 4 --num-key-value-heads 2 --vocab-size 512 --no-tie-word-embeddings --warmup-steps 0 "
+    "--steps 3 --repeats 1 --limit 100 --device cpu"
+)
+HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skipped", "rows"]
+
+
+@pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
+def test_two_ranks_beside_torch(tmp_path: Path) -> None:
+    """Micro-batches, untied head and grouped queries, with and without DDP's."""
+    file = tmp_path / "rows.json"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
+    arguments = [
+        *SMALL,
+        "--compare",
+        "torch",
+        "--torch",
+        "eager",
+        "--json",
+        str(file),
+    ]
+    done = subprocess.run(
+        [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.train", *arguments],
+        env=clean, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(file.read_text())
+    assert list(result) == HEADER
+    assert result["command"].startswith("mpirun -n 2 python -m benchmarks.train --seq-len 24")
+    assert result["skipped"] == {}
+    ours, theirs = result["rows"]
+    for row, name in ((ours, "kos"), (theirs, "torch")):
+        assert tuple(row) == train.ROW_KEYS and row["implementation"] == name
+        assert (row["batch_size"], row["seq_len"], row["ranks"], row["layout"]) == (4, 24, 2, "dp2")
+        assert row["tokens_per_second"] == pytest.approx(2 * 4 * 24 / row["step_ms"] * 1e3, rel=1e-4)
+        assert row["peak_memory_bytes"] > 1e7 and 0 < row["first_step_seconds"] < 100
+        assert 5 < row["loss"] < 7 and len(row["measurements"]) == 1
+    assert 0 < theirs["loss_difference"] < 2e-6
+
+
+def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager,eager-whole"])
+    kos = train.Group("kos", options, ["--preset", "nonsense"], tmp_path)
+    with pytest.raises(train.Lost, match="rank 0 ended: .*--preset: expected one of .* got 'nonsense'"):
+        kos.warm_up()
+    kos.end()
+    calls = []
+
+    class Stub:
+        seconds = (1.0,)
+        processes = (SimpleNamespace(poll=lambda: None),)
+
+        def __init__(self, name: str, *_: object) -> None:
+            self.name = name
+
+        def __getattr__(self, call: str) -> Callable[[], None]:
+            return lambda: calls.append(f"{self.name} {call}")
+
+        def warm_up(self) -> None:
+            if self.name == "eager":
+                raise train.Lost("out of memory")
+
+    monkeypatch.setattr(train, "Group", Stub)
+    groups, skipped = train.measure(options, [], tmp_path)
+    assert [group.name for group in groups] == ["kos", "eager-whole"] and skipped == {"eager": "out of memory"}
+    assert calls == ["eager end", "kos measure", "eager-whole measure", "eager-whole end", "kos end"]
+    calls.clear()
+    options.apart = True
+    train.measure(options, [], tmp_path)
+    assert calls == ["kos measure", "kos end", "eager end", "eager-whole measure", "eager-whole end", "kos end"]
+
+
+def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.json"
+    header = {"hardware": "a", "driver": None, "versions": {}, "date": "", "commit": "c", "command": "x"}
+    train.write(file, header, [{"step_ms": 1.0}], {})
+    train.write(file, header | {"command": "y"}, [{"step_ms": 2.0}], {"flash": "why"})
+    assert json.loads(file.read_text()) == {
+        **header, "command": "x && y", "skipped": {"flash": "why"}, "rows": [{"step_ms": 1.0}, {"step_ms": 2.0}],
+    }  # fmt: skip
+    with pytest.raises(SystemExit, match="expected results of commit d, got c"):
+        train.write(file, header | {"commit": "d"}, [], {})
+
+
+def test_losses_that_differ_are_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, config = train.read_arguments([*SMALL, "--preset", "tiny", "--ranks", "2"])
+
+    def group(name: str, losses: list[float]) -> object:
+        group = object.__new__(train.Group)
+        group.name, group.losses, group.seconds = name, losses, [0.25, 0.5, 1.0]
+        group.facts = {"first_step_seconds": 1.0, "peak_memory_bytes": 1, "layout": "dp2"}
+        return group
+
+    for other, expected in (([5.0, 4.0], 0), ([5.0, 4.1], 1), ([float("nan"), 4.0], 1), ([5.0, float("nan")], 1)):
+        groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", other)]
+        monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
+        assert train.main([*SMALL, "--ranks", "2"]) == expected
+    rows = train.make_rows(groups, options, config)
+    assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 2
+    assert "kos is x" in capsys.readouterr().out
+
+
+def test_what_is_asked_is_checked() -> None:
+    for arguments, said in (
+        (["--torch", "flash-best"], "--torch: expected words of .*, got best"),
+        (["--compare", "torch", "--preset", "gpt2-124m"], "expected a llama, got gpt2"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            train.read_arguments(arguments)
