@@ -49,11 +49,10 @@ class SharedCollectives:
 
     def start(self, o: Operation) -> Steps | None:
         """Say that this rank begins ``o``, and how it goes on; None if it is not carried here."""
-        if o.name == "all_reduce" and o.algorithm == "auto":
-            assert o.send is not None and o.recv is not None and o.reduction is not None
-            if o.reduction.is_plain:
-                self._calls.announce(o)
-                return self._all_reduce(o, o.send.flat, o.recv.flat, o.reduction)
+        if o.name in ("all_reduce", "reduce") and o.algorithm == "auto":
+            assert o.send is not None and o.reduction is not None
+            self._calls.announce(o)
+            return self._reduce(o, o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction)
         plan = self._plans.make(o)
         return self._run(o, self._calls.publish(o), plan) if plan is not None else None
 
@@ -64,7 +63,7 @@ class SharedCollectives:
         return [ranks[rank] for rank in awaited if words[lines[rank] + word] < value]
 
     def _run(self, o: Operation, came: Came, plan: Plan) -> Steps:
-        count, per_stage, sources, put, reduce, get = plan
+        count, per_stage, sources, put, get = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
         turn, self._issued = self._issued, self._issued + 1
@@ -92,11 +91,6 @@ class SharedCollectives:
                         sched_yield()
             if not self._reached(awaited, stage + 1):
                 yield from self._until(o, PUT, stage + 1, sources)
-            if reduce is not None:
-                reduce(slot, start, end)
-                words[mine + REDUCED] = stage + 1
-                if not self._reached(self._of_peers[REDUCED], stage + 1):
-                    yield from self._until(o, REDUCED, stage + 1, self._peers)
             if get is not None:
                 get(slot, start, end)
             words[mine + GOT] = stage + 1
@@ -106,14 +100,17 @@ class SharedCollectives:
                 yield
         self._served += 1
 
-    def _all_reduce(self, o: Operation, x: Array, out: Array, reduction: Reduction) -> Steps:
-        """A plain all_reduce as ``_run`` would do it, with little between the lines."""
-        words, mine, peers, plans = self._words, self._mine, self._of_peers, self._plans
+    def _reduce(self, o: Operation, x: Array, out: Array | None, reduction: Reduction) -> Steps:
+        """An all_reduce; or a reduce, which differs in that ranks other than the root have no ``out``.
+
+        As ``_run`` would do it, with a step between and little between the lines.
+        """
+        words, mine, peers, plans, plain = self._words, self._mine, self._of_peers, self._plans, reduction.is_plain
         turn, self._issued = self._issued, self._issued + 1
         while self._served != turn:
             self._calls.raise_failure(o.sequence)
             yield
-        first, per_stage = self._stage, plans.block // x.itemsize
+        first, per_stage = self._stage, plans.block // reduction.carrier.itemsize
         stages = 1 if x.size <= per_stage else -(-x.size // per_stage)
         self._stage = first + stages
         a, b = x, out
@@ -121,29 +118,37 @@ class SharedCollectives:
             if stages > 1:
                 start = (stage - first) * per_stage
                 a = x[start : start + per_stage]
-                b = a if out is x else out[start : start + per_stage]
+                b = a if out is x else out[start : start + per_stage] if out is not None else None
             own, puts, contributions, result, gets = plans.parts(reduction, a.size)[stage % DEPTH]
             if not self._reached(peers[GOT], stage + 1 - DEPTH):
                 yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
             for view, where in puts:
-                view[...] = a[where]
+                if plain:
+                    view[...] = a[where]
+                else:
+                    reduction.stage(a[where], view)
             words[mine + PUT] = stage + 1
-            contributions = contributions.copy()
-            contributions[self.rank] = reduced = a[own]
+            part = a[own]
+            if plain:
+                contributions = contributions.copy()
+                contributions[self.rank] = part
             if b is not a:
-                reduced = b[own]
+                part = b[own] if b is not None else np.empty_like(part)
             if not self._reached(peers[PUT], stage + 1):
                 yield from self._until(o, PUT, stage + 1, self._peers)
             if stage == first:
                 self._calls.check(o)
-            plans.sum(reduction, contributions, reduced)
+            if b is not None or result is not None:
+                plans.sum(reduction, contributions, part)
             if result is not None:
-                result[...] = reduced
+                # Not reduced to there: lines that others hold are written faster by a copy, which need not read them.
+                result[...] = part
                 words[mine + REDUCED] = stage + 1
                 if not self._reached(peers[REDUCED], stage + 1):
                     yield from self._until(o, REDUCED, stage + 1, self._peers)
-                for view, where in gets:
-                    b[where] = view
+                if b is not None:
+                    for view, where in gets:
+                        b[where] = view
             words[mine + GOT] = stage + 1
         self._served = turn + 1
 

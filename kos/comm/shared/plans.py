@@ -33,7 +33,6 @@ class Plan(NamedTuple):
     per_stage: int
     sources: Sequence[int]  # the ranks whose slots this rank reads
     put: Step | None = None
-    reduce: Step | None = None
     get: Step | None = None
 
 
@@ -120,36 +119,6 @@ class Plans:
         return Parts(own, put, [s[own] for s in slots], results[own], [(results[part], part) for part in others])
 
     # The operations.
-
-    def _all_reduce(self, o: Operation) -> Plan:
-        assert o.send is not None and o.reduction is not None
-        x, reduction, rank = o.send.flat, o.reduction, self.rank
-        out = (o.recv or o.send).flat if o.root is None or o.root == self._ranks[rank] else None
-        per_stage, plain = self.block // reduction.carrier.itemsize, reduction.is_plain
-        target = np.empty(min(x.size, per_stage), x.dtype) if out is None else out
-
-        def put(slot: int, a: int, b: int) -> None:
-            for view, where in self.parts(reduction, b - a)[slot].put:
-                reduction.stage(x[a:b][where], view)
-
-        def reduce(slot: int, a: int, b: int) -> None:
-            own, _, contributions, result, _ = self.parts(reduction, b - a)[slot]
-            if plain:
-                contributions = contributions.copy()
-                contributions[rank] = x[a:b][own]
-            mine = target[a:b][own] if out is not None else target[own]
-            self.sum(reduction, contributions, mine)
-            if result is not None:
-                result[...] = mine
-
-        def get(slot: int, a: int, b: int) -> None:
-            if out is not None:
-                for view, where in self.parts(reduction, b - a)[slot].get:
-                    out[a:b][where] = view
-
-        if x.nbytes <= self.one_shot_bytes:
-            return Plan(x.size, per_stage, self.peers, put=put, get=reduce if out is not None else None)
-        return Plan(x.size, per_stage, self.peers, put, reduce, get)
 
     def _reduce_scatter(self, o: Operation) -> Plan:
         assert o.send is not None and o.recv is not None and o.reduction is not None
@@ -247,8 +216,6 @@ class Plans:
 
 
 _PLANS: dict[str, Callable[[Plans, Operation], Plan]] = {
-    "all_reduce": Plans._all_reduce,
-    "reduce": Plans._all_reduce,
     "reduce_scatter": Plans._reduce_scatter,
     "broadcast": Plans._broadcast,
     "all_gather": Plans._all_gather,
