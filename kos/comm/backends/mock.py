@@ -114,13 +114,14 @@ class MockBackend(Backend):
         return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(operation))}"
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
-        if operation.collective and isinstance(error, CollectiveTimeout):
-            self._group.fail(RankLost, f"rank {self.rank} gave up: {error}")
-        elif operation.collective and isinstance(error, RankLost):
-            self._group.fail(RankLost, str(error))  # all hear of the first rank that was lost, not of the next
+        failure = super().failed(operation, error)
         if operation.collective:
+            if isinstance(failure, CollectiveTimeout):
+                self._group.fail(RankLost, f"rank {self.rank} gave up: {failure}")
+            elif isinstance(failure, RankLost | CollectiveMismatch):  # all hear of the first, not of the next
+                self._group.fail(type(failure), str(failure))
             self._mailboxes.forget(self._tag(operation))
-        return super().failed(operation, error)
+        return failure
 
 
 class _Mailboxes:
@@ -164,21 +165,20 @@ class _Mailboxes:
 
 
 class _Receive:
-    __slots__ = ("_array", "_done", "_group", "_room", "key")
+    __slots__ = ("_array", "_done", "_error", "_group", "_room", "key")
 
     def __init__(self, group: ThreadGroup, room: _Room, key: Key, array: Array) -> None:
         self._group, self._room, self.key, self._array = group, room, key, array
-        self._done = False
+        self._done, self._error = False, ""
 
     def deliver(self, message: Array) -> None:
         """Take the message; the caller holds the lock of the world."""
         array = self._array
         if message.dtype != array.dtype or message.size != array.size:
             src, dst, _ = self.key
-            self._group.fail(
-                CollectiveMismatch,
+            self._error = (
                 f"rank {dst} expected {array.size} elements of {array.dtype} from rank {src}, "
-                f"got {message.size} elements of {message.dtype}",
+                f"got {message.size} elements of {message.dtype}"
             )
             return  # the receiver raises: the sender is done with its message
         np.copyto(array, message)
@@ -191,6 +191,8 @@ class _Receive:
         with group.world.lock:
             if self._done:
                 return True
+            if self._error:
+                raise CollectiveMismatch(self._error)
             group.raise_failure()
             if (why := group.departed(src)) is not None:
                 raise RankLost(f"rank {src} is gone: {why}")
