@@ -42,6 +42,7 @@ class Operation:
     overlap: bool = False  # on a GPU: beside that stream
     launch: Callable[[int], None] | None = None  # what a backend for GPUs resolved: queues it on a stream
     via: Any = None  # the backend that carries it, where one stands for several
+    way: str | None = None  # how it goes there, where that depends on more than the arguments and must be one way
     mark: int = 0  # its fingerprint as a number, once it was announced to the ranks of the host
     record: list[Any] | None = None  # the flight recorder's slot
 
@@ -62,6 +63,7 @@ class Operation:
             "algorithm": self.algorithm,
             "deterministic": self.deterministic,
             "backend": self.via.name if self.via is not None else None,
+            "way": self.way,
         }
         if self.name in ("all_gather_v", "reduce_scatter_v"):
             print_["counts"] = list(self.recv_counts or self.send_counts or ())

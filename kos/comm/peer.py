@@ -29,7 +29,14 @@ from kos.cuda import create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.dtypes import DType
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, RankLost
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    RankLost,
+)
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty
 from kos.memory.symmetric import SymmetricMemory
@@ -55,7 +62,7 @@ class _Word(IntEnum):
     ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE = range(9)
 
 
-_TIMEOUT, _ABORTED, _TOLD = 1, 2, 3
+_TIMEOUT, _ABORTED, _TOLD, _UNEQUAL = 1, 2, 3, 4
 
 
 Run = Callable[[Any], None]
@@ -136,6 +143,11 @@ class PeerEngine:
     def is_symmetric(self, pointer: int, nbytes: int) -> bool:
         """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
         return self._symmetric(pointer, nbytes) is not None
+
+    def way(self, launch: Launch, nbytes: int, *pointers: int) -> str:
+        """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
+        places = [place and place[1] for place in (self._symmetric(pointer, nbytes) for pointer in pointers)]
+        return f"{launch} at {places}"
 
     def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
         """What is taken where nothing else is said, by size and by where the buffers lie."""
@@ -246,7 +258,7 @@ class PeerEngine:
         """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
         part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, PREMUL_SUM."""
         nbytes = count * dtype.itemsize
-        if (send | recv | nbytes) % 16 or op is ReduceOp.PREMUL_SUM or self.size == 1:
+        if nbytes % 16 or op is ReduceOp.PREMUL_SUM or self.size == 1:
             return None
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
@@ -257,9 +269,10 @@ class PeerEngine:
         )  # fmt: skip
 
     def bind_all_gather(self, send: int, recv: int, nbytes: int) -> Run | None:
-        """The all-gather of ``nbytes`` from each rank into symmetric memory; None for what is not aligned in it."""
+        """The all-gather of ``nbytes`` from each rank into symmetric memory; None for anything else, and for parts
+        that are no whole vectors."""
         place = self._symmetric(recv, nbytes * self.size)
-        if place is None or (send | nbytes) % 16:
+        if place is None or nbytes % 16:
             return None
         kernel = load_kernel(KERNELS / "all_gather.cu", "all_gather", self.device, THREADS=512, **self._macros)
         blocks = min(-(-nbytes // _SHARE), self.blocks)
@@ -395,6 +408,9 @@ class PeerEngine:
         peer, cause = int(self._record[_Word.PEER]), int(self._record[_Word.CAUSE])
         if cause == _ABORTED:
             raise CollectiveError(f"{what}: aborted while it waited for rank {peer}")
+        if cause == _UNEQUAL:
+            wanted, seen = int(self._record[_Word.WANTED]), int(self._record[_Word.SEEN])
+            raise CollectiveMismatch(f"{what}: expected {wanted} bytes from rank {peer}, got {seen}")
         if cause == _TOLD:
             raise RankLost(f"{what}: rank {peer} has given up")
         raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {self.timeout:g} s ({self._where()})")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +15,13 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm.launches import Launch
+from kos.comm.operation import Operation
 from kos.comm.peer import PeerEngine
+from kos.comm.reduction import resolve
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
 from kos.dtypes import dtype_of
-from kos.errors import RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
@@ -149,12 +154,16 @@ def storm(rendezvous: Rendezvous, seed: int, kinds: list[str], turns: int, **mac
         count, start = int(rng.integers(1, 5000)), int(rng.integers(0, 9))
         kind = rng.choice(kinds)
         if kind in ("reduce_scatter", "all_gather"):
-            count, start = count // 4 // size * 4, 4 * start
+            count = count // 4 // size * 4
         x, out = (Array.zeros(5100, np.float32, 0) for _ in range(2))
         if kind == "all_gather" or rng.random() < 0.5:
             x, out = symmetric[:5100], symmetric[8192 : 8192 + 3 * 5100]
         total = size * count if kind == "reduce_scatter" else count
-        x, out = x[start : start + total], out[start : start + (size if kind == "all_gather" else 1) * count]
+        x = x[start : start + total]
+        if kind == "all_gather":
+            out = out[4 * start : 4 * start + size * count]
+        else:
+            out = out[start : start + count]
         if kind in LAUNCHES and rng.random() < 0.3:
             out = x
         data = [rng.integers(-99, 99, total).astype(np.float32) for _ in range(size)]
@@ -202,3 +211,97 @@ def test_epochs_start_over(ranks: ThreadRanks, seed: int) -> None:
 def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: str) -> None:
     """The negative control: kernels that look at no flag must read what has not come."""
     assert sum(ranks.run_bare(lambda r: storm(r, seed, [kind], 40, BROKEN=1))) > 0
+
+
+def test_messages_of_unequal_sizes(ranks: ThreadRanks) -> None:
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x = Array.zeros(100 + comm.rank, np.float32, 0)
+        if comm.rank < 2:
+            comm.send_recv(x, Array.zeros(100 + comm.rank, np.float32, 0), 1 - comm.rank, 1 - comm.rank)
+            with pytest.raises((CollectiveMismatch, RankLost)) as raised:
+                comm.synchronize()
+            texts = comm.rendezvous.allgather(str(raised.value).encode())
+        else:
+            texts = comm.rendezvous.allgather(b"")
+        assert any(b"send_recv #0" in text and b"bytes from rank" in text for text in texts), texts
+        comm.abort()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv"])
+def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str) -> None:
+    """The kernels end, the error names the rank, and a new communicator of the others works."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        x, out = (Array.zeros(4 * SIZE, np.float32, 0) for _ in range(2))
+        calls = {
+            "barrier": comm.barrier,
+            "broadcast": lambda: comm.broadcast(x, SIZE - 1),
+            "send_recv": lambda: comm.send_recv(x, out, SIZE - 1, SIZE - 1),
+        }
+
+        def call() -> None:
+            calls.get(kind, lambda: getattr(comm, kind)(x))()
+            comm.synchronize()
+
+        comm.all_reduce(x)
+        rendezvous.barrier()
+        comm.timeout = 0.3
+        rendezvous.timeout = 20.0
+        if rank < SIZE - 1:
+            with pytest.raises((CollectiveTimeout, RankLost)) as raised:
+                call()
+            message = str(raised.value)
+            assert message.startswith(f"{kind} #{0 if kind == 'send_recv' else 1}"), message
+            if isinstance(raised.value, CollectiveTimeout):
+                assert f"rank {SIZE - 1} did not arrive within 0.3 s (channel 0, phase" in message
+            with pytest.raises(CollectiveError, match="failed before"):
+                comm.all_reduce(x)
+        rendezvous.barrier()
+        comm.abort()
+        rest = rendezvous.split(None if rank == SIZE - 1 else 0)
+        if rest is not None:
+            again = communicator(rest, 20.0)
+            assert (again.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == 2).all()
+            again.close()
+
+    ranks.run_bare(body)
+
+
+def test_abort_ends_a_wait(ranks: ThreadRanks) -> None:
+    def body(rendezvous: Rendezvous) -> None:
+        engine = PeerEngine(rendezvous, 0, timeout=20.0)
+        if rendezvous.rank == 0:
+            x = Array.zeros(100, np.float32, 0)
+            threading.Timer(0.2, engine.abort).start()
+            begun = time.monotonic()
+            engine.bind_all_reduce(x.pointer, x.pointer, 100, FLOAT, ReduceOp.SUM)(0)
+            assert 0.2 <= time.monotonic() - begun < 10
+            with pytest.raises(CollectiveError, match="x: aborted while it waited for rank"):
+                engine.check("x")
+            assert "the GPU waited for rank" in engine.last_wait(0)
+        rendezvous.barrier()
+
+    ranks.run_bare(body)
+
+
+def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
+    """Where buffers lie decides the kernel of large calls, so it is compared; small ones go anywhere."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
+        ways = {}
+        for count in (100, 1 << 17):
+            for name, x in (("ordinary", ordinary), ("symmetric", symmetric), ("shifted", symmetric[4:])):
+                o = Operation("all_reduce", comm.rank, *[as_buffer(x[:count], "x", writable=True)] * 2)
+                o.reduction = resolve(ReduceOp.SUM, o.send.dtype, comm.size)
+                comm.backend.prepare(o)
+                ways[name, count] = o.fingerprint()["way"]
+        assert len({ways[name, 100] for name in ("ordinary", "symmetric", "shifted")}) == 1
+        assert len({ways[name, 1 << 17] for name in ("ordinary", "symmetric", "shifted")}) == 3
+
+    ranks.run(body)

@@ -63,7 +63,7 @@ class PeerBackend(DeviceBackend):
     def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
         super().__init__(rendezvous, device)
         self._rendezvous = rendezvous
-        self._known: dict[tuple[Any, ...], Callable[[int], None]] = {}
+        self._known: dict[tuple[Any, ...], tuple[Callable[[int], None], str | None]] = {}
         self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
         self._made = 0  # windows, so far
@@ -201,13 +201,13 @@ class PeerBackend(DeviceBackend):
             reduction and (reduction.op, reduction.factor), o.root, o.dst, o.src, o.algorithm,
             o.send_counts and tuple(o.send_counts), o.recv_counts and tuple(o.recv_counts),
         )  # fmt: skip
-        launch = self._known.get(key)
-        if launch is None:
-            launch = self._resolve(o)
+        known = self._known.get(key)
+        if known is None:
+            known = self._resolve(o), o.way
             if len(self._known) == _KNOWN:
                 self._known.clear()
-            self._known[key] = launch
-        o.launch = launch
+            self._known[key] = known
+        o.launch, o.way = known
 
     def _resolve(self, o: Operation) -> Callable[[int], None]:
         if o.tag or o.recv_tag:
@@ -259,11 +259,16 @@ class PeerBackend(DeviceBackend):
         name, _, per = kernel_types(o.reduction, self.device)
         if not o.send.count:
             return _in_turn(())
-        launch = None if o.algorithm == "auto" else Launch(o.algorithm, threads=128)
+        dtype, count = DTYPES[name], o.send.count * per
+        ends = o.send.pointer, o.recv.pointer
+        launch = Launch(o.algorithm, threads=128)
+        if o.algorithm == "auto":
+            launch = self._engine.launch_for(*ends, o.send.nbytes)
+        reached = {"push": ends[1:], "direct": ends, "bulk": ends, "copies": ends}.get(launch.algorithm, ())
+        o.way = self._engine.way(launch, o.send.nbytes, *reached)
         return self._engine.bind_all_reduce(
-            o.send.pointer, o.recv.pointer, o.send.count * per, DTYPES[name], o.reduction.op,
-            factor=o.reduction.factor, launch=launch,
-        )  # fmt: skip
+            *ends, count, dtype, o.reduction.op, factor=o.reduction.factor, launch=launch
+        )
 
     def _bind_reduction(self, o: Operation) -> Run:
         """reduce, reduce_scatter and reduce_scatter_v."""
@@ -292,6 +297,7 @@ class PeerBackend(DeviceBackend):
             case "all_gather" | "all_gather_v":
                 direct = self._engine.bind_all_gather(send[0], recv[0], send[1]) if o.name == "all_gather" else None
                 if direct is not None:
+                    o.way = self._engine.way(Launch("all_gather"), recv[1], recv[0])
                     return direct
                 sends, recvs = [send] * size, self._cut(o.recv, o.recv_counts)
             case "all_to_all" | "all_to_all_v":

@@ -8,6 +8,15 @@
 #define THREADS 512
 #endif
 
+// 16 bytes of this rank's own, of any alignment.
+__device__ __forceinline__ void fetch(Vector& v, u64 from) {
+    if (from % 16 == 0) return load(v, from);
+    for (int k = 0; k < 4; k++) {
+        v.x[k] = 0;
+        for (int b = 0; b < 4; b++) v.x[k] |= unsigned(load_element<unsigned char>(from + 4 * k + b)) << 8 * b;
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     all_gather(const Context* context, u64 own, unsigned rank, const u64* out_table, u64 out_offset, u64 source,
                u64 bytes) {
@@ -26,7 +35,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         Vector v[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; u++)
-            if (i + u * THREADS < end) load(v[u], source + 16 * (i + u * THREADS));
+            if (i + u * THREADS < end) fetch(v[u], source + 16 * (i + u * THREADS));
 #pragma unroll
         for (int k = 0; k < RANKS; k++)
 #pragma unroll

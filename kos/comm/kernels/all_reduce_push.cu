@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
 
 #if !defined(ONLY) || ONLY == REDUCE_SCATTER
-// ``count`` elements for each rank, whole vectors, both ends aligned like them; ``target`` may be this rank's part.
+// ``count`` elements for each rank, whole vectors; ``target`` may be this rank's part of ``source``.
 extern "C" __global__ void __launch_bounds__(THREADS)
     reduce_scatter(const Context* context, u64 own_slab, unsigned own_rank, long long staging_offset, int batch,
                    const char* source, char* target, long long count) {
@@ -203,7 +203,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     const Share s{source, RANKS * count, RANKS * chunk, chunk, share, batch, own_rank, staging, out, false};
-    push_and_add<1>(channel, s, unsigned((share + batch - 1) / batch), true);
+    const bool plain = (reinterpret_cast<u64>(source) | reinterpret_cast<u64>(target)) % 16 == 0;
+    push_and_add<1>(channel, s, unsigned((share + batch - 1) / batch), plain);
     channel.close();
 }
 #endif

@@ -36,13 +36,31 @@ struct Record {
     volatile u64 abort, timeout_ns;
     volatile u64 failed, cause, peer, channel, wanted, seen, phase;
 };
-enum Cause { TIMEOUT = 1, ABORTED = 2, TOLD = 3 };
+enum Cause { TIMEOUT = 1, ABORTED = 2, TOLD = 3, UNEQUAL = 4 };
 
 struct Context {
     u64 slab[RANKS];  // every rank's slab, as this rank sees it
     Record* record;
     u64 rank;
 };
+
+// Write down why, unless it was done, and tell all ranks; true.
+__device__ __noinline__ bool give_up(const Context* context, unsigned rank, Cause cause, unsigned peer, unsigned wanted,
+                                     unsigned seen, int phase) {
+    Record* record = context->record;
+    if (atomicCAS(reinterpret_cast<unsigned*>(context->slab[rank] + FAILED_OFFSET + 4), 0u, 1u) == 0) {
+        record->cause = cause;
+        record->peer = peer;
+        record->channel = blockIdx.x;
+        record->wanted = wanted;
+        record->seen = seen;
+        record->phase = phase;
+        __threadfence_system();
+        record->failed = 1;
+        for (int r = 0; r < RANKS; r++) store_relaxed(context->slab[r] + FAILED_OFFSET, rank + 1);
+    }
+    return true;
+}
 
 // A wait has lasted: returns when it began, or GIVEN_UP.  Everything by value, so that callers keep registers.
 #define GIVEN_UP (~0ull)
@@ -53,17 +71,7 @@ __device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 sin
     unsigned told = load_relaxed(own + FAILED_OFFSET);
     Cause cause = told ? TOLD : record->abort ? ABORTED : TIMEOUT;
     if (cause == TIMEOUT && (!since || now - since < record->timeout_ns)) return since ? since : now;
-    if (atomicCAS(reinterpret_cast<unsigned*>(own + FAILED_OFFSET + 4), 0u, 1u) == 0) {
-        record->cause = cause;
-        record->peer = cause == TOLD ? told - 1 : peer;
-        record->channel = blockIdx.x;
-        record->wanted = wanted;
-        record->seen = seen;
-        record->phase = phase;
-        __threadfence_system();
-        record->failed = 1;
-        for (int r = 0; r < RANKS; r++) store_relaxed(context->slab[r] + FAILED_OFFSET, rank + 1);
-    }
+    give_up(context, rank, cause, cause == TOLD ? told - 1 : peer, wanted, seen, phase);
     return GIVEN_UP;
 }
 

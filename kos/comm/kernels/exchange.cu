@@ -24,8 +24,9 @@ struct Piece {
     u64 send, sending, recv, receiving;  // addresses and bytes
 };
 
-// Words of a channel's second line: own counts by rank, and what the others count here.
-enum Count { SENT = 0, GOT = 64, ARRIVED_BATCHES = 128, TAKEN_BATCHES = 192 };
+// Words of a channel's second line: own counts by rank, what the others count here, and how long (modulo 2^32) the
+// piece is whose batch lies in a slot: 32 + 64 * slot.
+enum Count { SENT = 0, GOT = 64, ARRIVED_BATCHES = 128, TAKEN_BATCHES = 192, LENGTH = 32 };
 
 template <class V> struct Move {
     static __device__ __forceinline__ V load(u64 from) { return load_element<V>(from); }
@@ -75,6 +76,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
              unsigned most RANKS_8(PARAMETERS)) {
     __shared__ Piece pieces[8];
     __shared__ unsigned sent[RANKS], got[RANKS], batches;
+    unsigned goes = 0, comes = 0;  // bytes of the whole pieces
     after_former_kernel();
     const unsigned t = threadIdx.x;
     const u64 line = PAIRS_OFFSET + u64(blockIdx.x) * LINE_BYTES;
@@ -86,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     if (t < RANKS) {
+        goes = unsigned(pieces[t].sending), comes = unsigned(pieces[t].receiving);
         cut(pieces[t].send, pieces[t].sending, most);
         cut(pieces[t].recv, pieces[t].receiving, most);
     }
@@ -128,10 +131,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             copy(place(r, rank, sent[r]), pieces[r].send + u64(b) * slot, length(pieces[r].sending, b), t, blockDim.x);
         }
         __syncthreads();
-        if (sends) store_release(context->slab[t] + line + ARRIVED_BATCHES + 4 * rank, ++sent[t]);
+        if (sends) {
+            store_relaxed(context->slab[t] + line + LENGTH + 64 * (sent[t] % 2) + 4 * rank, goes);
+            store_release(context->slab[t] + line + ARRIVED_BATCHES + 4 * rank, ++sent[t]);
+        }
 
         const bool takes = other && b > 0 && length(pieces[t].receiving, b - 1);
         await(takes, own + line + ARRIVED_BATCHES + 4 * t, takes ? got[t] + 1 : 0, 1);
+#ifndef BROKEN
+        if (takes && !dead) {
+            const unsigned announced = load_relaxed(own + line + LENGTH + 64 * (got[t] % 2) + 4 * t);
+            if (announced != comes) dead = give_up(context, rank, UNEQUAL, t, comes, announced, 1);
+        }
+#endif
         stall(rank, b, 1);
         for (unsigned k = 1; k < RANKS && b > 0; k++) {
             const unsigned r = (rank + RANKS - k) % RANKS;

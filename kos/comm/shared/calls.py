@@ -67,6 +67,7 @@ class Calls:
             o.algorithm,
             o.deterministic,
             o.via,
+            o.way,
             None if o.send_counts is None and o.recv_counts is None else _counts(o),
         )
         o.mark = self._known.get(key) or self._learn(key, o)
