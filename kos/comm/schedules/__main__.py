@@ -1,16 +1,15 @@
-"""``python -m kos.comm.schedules``: print, prove and draw a schedule, or predict times."""
+"""``python -m kos.comm.schedules``: list, print, prove and draw schedules, or predict their times."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from typing import NoReturn
 
 from kos.comm.schedules import algorithms, build, collectives, describe
 from kos.comm.schedules.draw import draw, text
 from kos.comm.schedules.schedule import IN_PLACE, Schedule
-from kos.comm.schedules.simulate import Topology, calibration, simulate, topology
+from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument, KosError
 
@@ -21,17 +20,12 @@ MAX_SHOWN = 256
 """Most ranks whose steps are printed and proved one by one."""
 
 EXAMPLES = """examples:
+  python -m kos.comm.schedules                                    lists all algorithms
   python -m kos.comm.schedules ring --ranks 8 --draw ring.png
   python -m kos.comm.schedules bruck --collective all_to_all --ranks 6
   python -m kos.comm.schedules --predict --scales 8,64,1024
   python -m kos.comm.schedules hierarchical --predict --scales 16384 --sizes 1M,1G
-  python -m kos.comm.schedules --list
 """
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see --help)\n")
 
 
 def _numbers(given: str) -> list[int]:
@@ -43,18 +37,17 @@ def _numbers(given: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"expected numbers like 8,64 or 1K,4M,1G, got {given!r}") from None
 
 
-def _parser() -> _Parser:
-    p = _Parser(prog="python -m kos.comm.schedules", description=__doc__, epilog=EXAMPLES,
-                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("algorithm", nargs="?", help="its name; --list shows all (optional with --predict)")
+def _parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m kos.comm.schedules", description=__doc__, epilog=EXAMPLES,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("algorithm", nargs="?", help="its name; without one, all are listed or predicted")
     p.add_argument("--collective", default="all_reduce", help="default: all_reduce")
     p.add_argument("--ranks", type=int, default=8, help="default: 8")
     p.add_argument("--chunks", type=int, help="pieces that travel behind one another (default: 1; "
                                               "with --predict: the best of several)")
     p.add_argument("--root", type=int, default=0, help="for broadcast, reduce, gather and scatter; default: 0")
     p.add_argument("--ranks-per-node", type=int, help="for hierarchical; default: the largest divisor up to 8")
-    p.add_argument("--draw", metavar="FILE", help="draw the schedule to a .svg, or to a .png (needs matplotlib)")
-    p.add_argument("--list", action="store_true", help="list the algorithms of every collective")
+    p.add_argument("--draw", metavar="FILE", help="draw the schedule to a .svg or .png (needs matplotlib)")
     p.add_argument("--predict", action="store_true", help="print predicted times instead of the schedule")
     p.add_argument("--topology", default="h200-cluster", help=f"one of {', '.join(calibration())}; "
                                                               "default: h200-cluster")
@@ -68,12 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
     args = _parser().parse_args(arguments)
     try:
-        if args.list:
-            _list()
-        elif args.predict:
+        if args.predict:
             _predict(args)
         elif args.algorithm is None:
-            raise InvalidArgument(f"which algorithm? For {args.collective}: {', '.join(algorithms(args.collective))}")
+            for collective in collectives():
+                print(collective)
+                for name in algorithms(collective):
+                    print(f"  {name:18}{describe(collective, name).splitlines()[0]}")
         else:
             _show(args)
     except BrokenPipeError:  # the reader, head for one, has seen enough
@@ -84,14 +78,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _build(args: argparse.Namespace, name: str, ranks: int, chunks: int) -> Schedule:
+    return build(args.collective, name, ranks, chunks, args.root, ranks_per_node=args.ranks_per_node)
+
+
 def _show(args: argparse.Namespace) -> None:
     if args.ranks > MAX_SHOWN:
         raise InvalidArgument(f"prints and proves up to {MAX_SHOWN} ranks, got {args.ranks}; --predict takes more")
-    schedule = build(args.collective, args.algorithm, args.ranks, args.chunks, args.root,
-                     ranks_per_node=args.ranks_per_node)
+    schedule = _build(args, args.algorithm, args.ranks, 1 if args.chunks is None else args.chunks)
     verify(schedule)
-    print(describe(args.collective, args.algorithm), end="\n\n")
-    print(text(schedule))
+    print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
     order = ", adds in rank order" if schedule.ordered else ""
     print(f"\nproved right: {len(schedule.rounds)} rounds{order}")
     if args.draw:
@@ -99,55 +95,26 @@ def _show(args: argparse.Namespace) -> None:
         print(f"drawn to {args.draw}")
 
 
-def _list() -> None:
-    for collective in collectives():
-        print(collective)
-        for name in algorithms(collective):
-            print(f"  {name:18}{describe(collective, name).splitlines()[0]}")
-
-
 def _predict(args: argparse.Namespace) -> None:
-    names = (args.algorithm,) if args.algorithm else algorithms(args.collective)
-    where = topology(args.topology)
-    entry = calibration()[args.topology]
-    print(f"{args.collective}, predicted seconds on {args.topology}: {entry['description']} "
+    names = [args.algorithm] if args.algorithm else algorithms(args.collective)
+    where, entry = topology(args.topology), calibration()[args.topology]
+    print(f"{args.collective}, predicted microseconds on {args.topology}: {entry['description']} "
           f"({entry['provenance']['hardware']}; {entry['provenance']['date']})")
     for ranks in args.scales:
-        candidates = {name: _candidates(args, name, ranks) for name in names}
-        print(f"\n{ranks} ranks\n{'bytes':>10}" + "".join(f"{name:>18}" for name in names))
+        candidates = [[_build(args, name, ranks, chunks) for chunks in _chunks(args, name, ranks)] for name in names]
+        print(f"\n{ranks} ranks\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))
         for nbytes in args.sizes:
-            times = {name: _best(candidates[name], where, nbytes) for name in names}
-            fastest = min(times.values())
-            print(f"{_bytes(nbytes):>10}" + "".join(
-                f"{_seconds(t) + (' *' if t == fastest and len(names) > 1 else '  '):>18}" for t in times.values()),
-                flush=True)
+            times = [min(simulate(schedule, where, nbytes) for schedule in each) for each in candidates]
+            cells = [f"{t * 1e6:,.1f}{' *' if t == min(times) else '  '}" for t in times]
+            print(f"{nbytes:13,}" + "".join(f"{cell:>18}" for cell in cells), flush=True)
 
 
-def _candidates(args: argparse.Namespace, name: str, ranks: int) -> list[Schedule]:
-    one = build(args.collective, name, ranks, args.chunks, args.root, ranks_per_node=args.ranks_per_node)
-    pipelined = args.collective in IN_PLACE and one.parts <= 2 and not name.endswith("_shot")
-    if args.chunks or not pipelined:
-        return [one]
-    return [build(args.collective, name, ranks, chunks, args.root, ranks_per_node=args.ranks_per_node)
-            for chunks in PIPELINES]
-
-
-def _best(schedules: list[Schedule], where: Topology, nbytes: int) -> float:
-    return min(simulate(schedule, where, nbytes) for schedule in schedules)
-
-
-def _bytes(n: int) -> str:
-    for shift, unit in ((30, "GB"), (20, "MB"), (10, "KB")):
-        if n >= 1 << shift and n % (1 << shift) == 0:
-            return f"{n >> shift} {unit}"
-    return f"{n} B"
-
-
-def _seconds(t: float) -> str:
-    for scale, unit in ((1e6, "us"), (1e3, "ms"), (1, "s")):
-        if t * scale < 1000 or unit == "s":
-            return f"{t * scale:.3g} {unit}" if t * scale < 100 else f"{t * scale:.0f} {unit}"
-    raise AssertionError
+def _chunks(args: argparse.Namespace, name: str, ranks: int) -> tuple[int, ...]:
+    """What is given, or what is worth trying."""
+    if args.chunks is not None:
+        return (args.chunks,)
+    pipelined = args.collective in IN_PLACE and not name.endswith("_shot") and _build(args, name, ranks, 1).parts <= 2
+    return PIPELINES if pipelined else (1,)
 
 
 if __name__ == "__main__":

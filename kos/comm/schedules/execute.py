@@ -20,8 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kos.comm.schedules.schedule import Schedule
-from kos.errors import InvalidArgument
+from kos.comm.schedules.schedule import Schedule, Step
 
 SEGMENT_BYTES = 256 << 10
 """Messages are cut into segments of at least this size, about what a core's cache holds of two operands."""
@@ -66,8 +65,7 @@ class _Program(NamedTuple):
     waits: tuple[int, ...]  # how many events each instruction waits for
     after_post: tuple[tuple[int, ...], ...]  # who waits for its message to be posted
     after_done: tuple[tuple[int, ...], ...]  # who waits for it to be done
-    scratch: int  # elements
-    staging: int
+    scratch: tuple[tuple[str, int], ...]  # spaces of its own, and their elements
 
 
 def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mapping[str, np.ndarray],
@@ -80,33 +78,31 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     (only read) and "output".  Spaces of several units hold one block per rank.  ``reduce(dst, src)`` does
     dst = op(dst, src) in place.  ``empty(elements, dtype)`` provides scratch memory.  Input and output must
     not overlap, except that an all_gather's or gather's input may be its own block of the output.
-    Raises InvalidArgument when a buffer is missing or the sizes do not fit together.
     """
-    elements, dtype = _unit(schedule, rank, buffers)
+    space = schedule.spaces(rank)[0]
+    elements, dtype = buffers[space].size // schedule.units[space], buffers[space].dtype
     program = _compile(schedule, rank, elements, dtype.itemsize)
-    if not program.instructions:
-        return
     spaces = dict(buffers)
-    if program.scratch:
-        spaces["scratch"] = empty(program.scratch, dtype)
-    if program.staging:
-        spaces["staging"] = empty(program.staging, dtype)
+    for space, length in program.scratch:
+        spaces[space] = empty(length, dtype)
 
-    instructions, _, after_post, after_done, *_ = program
-    waits = list(program.waits)
+    instructions, waits, after_post, after_done = program.instructions, list(program.waits), *program[2:4]
     messages: deque[int] = deque()
     local: deque[int] = deque()
     flying: list[tuple[Request, int]] = []
+
+    def ready(i: int) -> None:
+        (messages if instructions[i].peer >= 0 else local).append(i)
 
     def release(waiting: tuple[int, ...]) -> None:
         for i in waiting:
             waits[i] -= 1
             if not waits[i]:
-                (messages if instructions[i].peer >= 0 else local).append(i)
+                ready(i)
 
     for i, count in enumerate(waits):
         if not count:
-            (messages if instructions[i].peer >= 0 else local).append(i)
+            ready(i)
     while True:
         if messages:
             i = messages.popleft()
@@ -135,23 +131,6 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
             flying = still
         else:
             return
-
-
-def _unit(schedule: Schedule, rank: int, buffers: Mapping[str, np.ndarray]) -> tuple[int, np.dtype]:
-    """Elements in one unit, and the dtype; checks that all buffers agree."""
-    elements, dtype = -1, None
-    for space in schedule.spaces(rank):
-        if space not in buffers:
-            raise InvalidArgument(f"{schedule.collective} on rank {rank} needs a buffer {space!r}, "
-                                  f"got {', '.join(buffers) or 'none'}")
-        array, units = buffers[space], schedule.units[space]
-        if elements < 0:
-            elements, dtype = array.size // units, array.dtype
-        if array.size != units * elements or array.dtype != dtype:
-            raise InvalidArgument(f"{schedule.collective} on {schedule.ranks} ranks: {space!r} should hold "
-                                  f"{units} x {elements} {dtype}, got {array.size} {array.dtype}")
-    assert dtype is not None
-    return elements, dtype
 
 
 class _Compiler:
@@ -202,7 +181,8 @@ class _Compiler:
 @lru_cache(maxsize=256)
 def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Program:
     steps = [step for steps in schedule.rounds for step in steps[rank]]
-    place, scratch = place_scratch(schedule, steps, elements)
+    place, length = place_scratch(schedule, steps, elements)
+    scratch = {"scratch": length} if length else {}
 
     def offset(space: str, chunk: int) -> int:
         return place[chunk] if space == "scratch" else schedule.start(chunk, elements)
@@ -212,7 +192,7 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
         return [(space, chunk + k) for k in range(first, last)]
 
     out = _Compiler()
-    staged, longest = 0, 0
+    staged = 0
     for kind, space, chunk, span, peer, source_space, source_chunk in steps:
         starts = [schedule.start(chunk + k, elements) for k in range(span + 1)]
         length = starts[-1] - starts[0]
@@ -224,33 +204,21 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
             b = min(a + segment, length)
             mine = slots(space, chunk, starts, at + a, at + b)
             if kind == "recv_reduce":
-                slot = staged % STAGING_SLOTS
-                key = [("staging", slot)]
-                staged, longest = staged + 1, max(longest, b - a)
-                # Staging is addressed by slot here and by element below, once the longest segment is known.
-                out.add(_Instruction("recv", "staging", slot, slot + b - a, peer, "", 0), key, [])
-                out.add(_Instruction("reduce", space, at + a, at + b, -1, "staging", slot), mine, key)
+                slot = f"staging {staged % STAGING_SLOTS}"
+                staged, scratch[slot] = staged + 1, max(scratch.get(slot, 0), b - a)
+                out.add(_Instruction("recv", slot, 0, b - a, peer, "", 0), [(slot, 0)], [])
+                out.add(_Instruction("reduce", space, at + a, at + b, -1, slot, 0), mine, [(slot, 0)])
             elif source_space:
                 theirs = slots(source_space, source_chunk, [s - at + source for s in starts],
                                source + a, source + b)
                 out.add(_Instruction(kind, space, at + a, at + b, -1, source_space, source + a), mine, theirs)
             else:
                 out.add(_Instruction(kind, space, at + a, at + b, peer, "", 0), mine, [])
-    instructions = [_place_staging(x, longest) for x in out.instructions]
-    return _Program(tuple(instructions), tuple(out.waits), tuple(map(tuple, out.after_post)),
-                    tuple(map(tuple, out.after_done)), scratch, min(staged, STAGING_SLOTS) * longest)
+    return _Program(tuple(out.instructions), tuple(out.waits), tuple(map(tuple, out.after_post)),
+                    tuple(map(tuple, out.after_done)), tuple(scratch.items()))
 
 
-def _place_staging(instruction: _Instruction, longest: int) -> _Instruction:
-    if instruction.space == "staging":
-        start = instruction.start * longest
-        return instruction._replace(start=start, stop=start + instruction.stop - instruction.start)
-    if instruction.source_space == "staging":
-        return instruction._replace(source_start=instruction.source_start * longest)
-    return instruction
-
-
-def place_scratch(schedule: Schedule, steps: list, elements: int) -> tuple[dict[int, int], int]:
+def place_scratch(schedule: Schedule, steps: list[Step], elements: int) -> tuple[dict[int, int], int]:
     """Where each scratch chunk that this rank uses lies, in order and without gaps; and the total."""
     used = {chunk + k for step in steps for space, chunk in
             ((step.space, step.chunk), (step.source_space, step.source_chunk)) if space == "scratch"

@@ -1,4 +1,4 @@
-"""The algorithms that only move bytes: broadcast, all_gather, all_to_all, gather, scatter.
+"""The algorithms that only move bytes, without those on trees: broadcast, all_gather, all_to_all, gather, scatter.
 
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005);
 Bruck et al., "Efficient algorithms for all-to-all communications in multiport message-passing systems"
@@ -11,43 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kos.comm.schedules.patterns import (
-    Round,
-    binary_tree,
-    doubling,
-    fold,
-    node_tree,
-    pipeline,
-    ring_gather,
-    two_trees,
-    wrapped,
-)
+from kos.comm.schedules.patterns import Round, doubling, fold, ring_gather, wrapped
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import Moves, moves
-
-
-@algorithm("broadcast", "ring")
-def ring_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
-    """A chain away from the root, chunks behind one another."""
-    r = np.arange(n)
-    yield from pipeline([(np.maximum(r - 1, 0), np.arange(c))], (r + root) % n, up=False, down=True)
-
-
-@algorithm("broadcast", "tree")
-def tree_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
-    """Down a balanced binary tree, chunks behind one another."""
-    yield from pipeline([(binary_tree(n), np.arange(c))], (np.arange(n) + root) % n, up=False, down=True)
-
-
-@algorithm("broadcast", "double_tree", parts=lambda n, c: 2 * c)
-def double_tree_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
-    """Even chunks down one tree, odd ones down another with other inner ranks.
-
-    Sanders, Speck, Träff (2009).
-    """
-    first, second = two_trees(n)
-    even = 2 * np.arange(c)
-    yield from pipeline([(first, even), (second, even + 1)], (np.arange(n) + root) % n, up=False, down=True)
+from kos.comm.schedules.schedule import Moves, Rounds, moves
 
 
 @algorithm("broadcast", "one_shot")
@@ -63,13 +29,6 @@ def two_shot_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
     others = r[r != root]
     yield [moves(root, others, others * c, count=c)]
     yield [moves(r, to, r * c, count=np.where(to == root, 0, c)) for to in ((r + s) % n for s in range(1, n))]
-
-
-@algorithm("broadcast", "hierarchical")
-def hierarchical_broadcast(n: int, c: int, root: int, local: int) -> Iterator[Round]:
-    """A binary tree of nodes, and below each of its members a binary tree in the node."""
-    parent, name = node_tree(n, local, root)
-    yield from pipeline([(parent, np.arange(c))], name, up=False, down=True)
 
 
 def _own(r: np.ndarray, c: int) -> Moves:
@@ -210,11 +169,18 @@ def tree_gather(n: int, c: int, root: int) -> Iterator[Round]:
                                 n, c, space="scratch", to_space=to_space)]
 
 
+def backwards(rounds: Rounds) -> Iterator[Round]:
+    """The same transfers the other way, the last first: of a gather, a scatter."""
+    mirror = {"input": "output", "output": "input", "scratch": "scratch"}
+    for families in reversed(list(rounds)):
+        yield [moves(m.dst, m.src, m.to_chunk, m.chunk, count=m.count, space=mirror[m.to_space],
+                     to_space=mirror[m.space]) for m in families]
+
+
 @algorithm("scatter", "direct")
 def direct_scatter(n: int, c: int, root: int) -> Iterator[Round]:
     """The root sends every rank its block."""
-    r = np.arange(n)
-    yield [moves(root, r, r * c, 0, count=c, space="input", to_space="output")]
+    return backwards(direct_gather(n, c, root))
 
 
 @algorithm("scatter", "tree")
@@ -223,12 +189,4 @@ def tree_scatter(n: int, c: int, root: int) -> Iterator[Round]:
 
     Thakur, Rabenseifner, Gropp (2005).
     """
-    v = np.arange(n)
-    rank = (v + root) % n
-    for distance in (1 << k for k in reversed(range((n - 1).bit_length()))):
-        first, inner = np.split(v[v % (2 * distance) == distance], [1])
-        yield [m for dst, space in ((first, "input"), (inner, "scratch"))
-               for m in wrapped(rank[dst - distance], rank[dst], rank[dst], np.minimum(distance, n - dst),
-                                n, c, space=space, to_space="scratch")]
-    yield [moves(root, root, root * c, 0, count=c, space="input", to_space="output"),
-           moves(rank[1:], rank[1:], rank[1:] * c, 0, count=c, space="scratch", to_space="output")]
+    return backwards(tree_gather(n, c, root))

@@ -1,4 +1,4 @@
-"""The algorithms that add: all_reduce, reduce, reduce_scatter.
+"""The algorithms that add, without those on trees: all_reduce, reduce, reduce_scatter.
 
 Every one leaves bit-identical results on all ranks, because each element is finished in one place and then
 copied (or, one-shot, added in the same order everywhere).  "In rank order" means ((x0 + x1) + x2) + ...
@@ -12,18 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kos.comm.schedules.patterns import (
-    Round,
-    binary_tree,
-    doubling,
-    fold,
-    halving,
-    node_tree,
-    pipeline,
-    ring_gather,
-    ring_reduce,
-    two_trees,
-)
+from kos.comm.schedules.patterns import Round, doubling, fold, halving, ring_gather, ring_reduce
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import moves
 
@@ -56,26 +45,6 @@ def ring_all_reduce(n: int, c: int) -> Iterator[Round]:
     after = (r + 1) % n
     yield from ring_reduce(r, after, r, n, width=c)
     yield from ring_gather(r, after, r + 1, n, width=c)
-
-
-@algorithm("all_reduce", "tree")
-def tree_all_reduce(n: int, c: int) -> Iterator[Round]:
-    """Up a balanced binary tree to rank 0 and down again, chunks behind one another.
-
-    A parent adds its first child's sum to its own, then its second's.
-    """
-    yield from pipeline([(binary_tree(n), np.arange(c))], np.arange(n), up=True, down=True)
-
-
-@algorithm("all_reduce", "double_tree", parts=lambda n, c: 2 * c)
-def double_tree_all_reduce(n: int, c: int) -> Iterator[Round]:
-    """Even chunks by one tree, odd ones by another in which the inner ranks are leaves of the first.
-
-    Additions follow each tree.  Sanders, Speck, Träff (2009); NCCL uses the same pair of trees.
-    """
-    first, second = two_trees(n)
-    even = 2 * np.arange(c)
-    yield from pipeline([(first, even), (second, even + 1)], np.arange(n), up=True, down=True)
 
 
 @algorithm("all_reduce", "halving_doubling", parts=lambda n, c: c << n.bit_length() - 1)
@@ -126,30 +95,6 @@ def hierarchical_all_reduce(n: int, c: int, local: int) -> Iterator[Round]:
     yield from ring_gather(r, beside, place + 1, local, width=nodes * c)
 
 
-@algorithm("reduce", "ring")
-def ring_reduce_to_root(n: int, c: int, root: int) -> Iterator[Round]:
-    """A chain towards the root, chunks behind one another; each rank adds what comes to its own."""
-    r = np.arange(n)
-    yield from pipeline([(np.maximum(r - 1, 0), np.arange(c))], (r + root) % n, up=True, down=False)
-
-
-@algorithm("reduce", "tree")
-def tree_reduce(n: int, c: int, root: int) -> Iterator[Round]:
-    """Up a balanced binary tree; a parent adds its first child's sum to its own, then its second's."""
-    yield from pipeline([(binary_tree(n), np.arange(c))], (np.arange(n) + root) % n, up=True, down=False)
-
-
-@algorithm("reduce", "double_tree", parts=lambda n, c: 2 * c)
-def double_tree_reduce(n: int, c: int, root: int) -> Iterator[Round]:
-    """Even chunks up one tree, odd ones up another; additions follow each tree.
-
-    Sanders, Speck, Träff (2009).
-    """
-    first, second = two_trees(n)
-    even = 2 * np.arange(c)
-    yield from pipeline([(first, even), (second, even + 1)], (np.arange(n) + root) % n, up=True, down=False)
-
-
 @algorithm("reduce", "one_shot", ordered=True)
 def one_shot_reduce(n: int, c: int, root: int) -> Iterator[Round]:
     """All send to the root, which adds in rank order."""
@@ -163,13 +108,6 @@ def two_shot_reduce(n: int, c: int, root: int) -> Iterator[Round]:
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
     r = r[r != root]
     yield [moves(r, root, r * c, count=c)]
-
-
-@algorithm("reduce", "hierarchical")
-def hierarchical_reduce(n: int, c: int, root: int, local: int) -> Iterator[Round]:
-    """A binary tree in each node below a binary tree of nodes; additions follow the tree."""
-    parent, name = node_tree(n, local, root)
-    yield from pipeline([(parent, np.arange(c))], name, up=True, down=False)
 
 
 @algorithm("reduce_scatter", "ring")
@@ -225,6 +163,6 @@ def hierarchical_reduce_scatter(n: int, c: int, local: int) -> Iterator[Round]:
         block = every + (place[:, None] - step - 1) % local
         yield [moves(r[:, None], beside[:, None], block * c, count=c, space="scratch", reduce=True)]
     for step in range(nodes - 1):
-        yield [moves(r, across, ((node - step - 1) % nodes * local + place) * c, count=c, space="scratch",
-                     reduce=True)]
+        block = (node - step - 1) % nodes * local + place
+        yield [moves(r, across, block * c, count=c, space="scratch", reduce=True)]
     yield [moves(r, r, r * c, 0, count=c, space="scratch", to_space="output")]

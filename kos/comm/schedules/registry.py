@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from kos.comm.schedules.schedule import IN_PLACE, ROOTED, Rounds, Schedule
 from kos.errors import InvalidArgument
 
 
-@dataclass(frozen=True)
-class Algorithm:
+class Algorithm(NamedTuple):
     """An algorithm: its rounds, the chunks it cuts a unit into, and whether it adds in rank order."""
 
     rounds: Callable[..., Rounds]
     parts: Callable[[int, int], int]
     ordered: bool
+    words: str  # what it does, its order of additions, its source
 
 
-_REGISTRY: dict[str, dict[str, Algorithm]] = {}
+_REGISTRY: dict[str, dict[str, Algorithm]] = defaultdict(dict)
 
 
 def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = lambda n, c: c,
@@ -28,7 +29,7 @@ def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = 
     """Register a pure function of n ranks, c chunks and, if it names them, root and local (ranks a node)."""
 
     def register(rounds: Callable[..., Rounds]) -> Callable[..., Rounds]:
-        _REGISTRY.setdefault(collective, {})[name] = Algorithm(rounds, parts, ordered)
+        _REGISTRY[collective][name] = Algorithm(rounds, parts, ordered, inspect.getdoc(rounds) or "")
         return rounds
     return register
 
@@ -50,36 +51,33 @@ def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ..
 
 def describe(collective: str, name: str) -> str:
     """The algorithm's own words: what it does, its order of additions, its source."""
-    return inspect.getdoc(_REGISTRY[collective][name].rounds) or ""
+    return _REGISTRY[collective][name].words
 
 
 @lru_cache(maxsize=256)
-def build(collective: str, algorithm: str, ranks: int, chunks: int | None = None, root: int = 0, *,
+def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: int = 0, *,
           ranks_per_node: int | None = None) -> Schedule:
     """The schedule of one algorithm.
 
     ``chunks`` says into how many pieces each of the algorithm's own blocks is cut, to travel one behind the
-    other (default 1: ``execute`` cuts long messages anyway).  ``root`` matters to broadcast, reduce, gather
-    and scatter; ``ranks_per_node`` to hierarchical ones (default: the largest divisor of ``ranks`` up to 8).
+    other (``execute`` cuts long messages anyway).  ``root`` matters to broadcast, reduce, gather and scatter;
+    ``ranks_per_node`` to hierarchical ones (default: the largest divisor of ``ranks`` up to 8).
     Raises InvalidArgument for a name that is not known, naming those that are, and for numbers out of range.
     """
     known = algorithms(collective)
-    if algorithm not in known:
-        raise InvalidArgument(f"unknown algorithm {algorithm!r} for {collective}, "
-                              f"expected one of {', '.join(known)}")
-    chunks = 1 if chunks is None else chunks
-    if ranks < 1:
-        raise InvalidArgument(f"ranks must be at least 1, got {ranks}")
-    if chunks < 1:
-        raise InvalidArgument(f"chunks must be at least 1, got {chunks}")
-    if not 0 <= root < ranks:
-        raise InvalidArgument(f"root must be in 0..{ranks - 1}, got {root}")
     local = next(d for d in range(8, 0, -1) if ranks % d == 0) if ranks_per_node is None else ranks_per_node
-    if local < 1 or ranks % local:
-        raise InvalidArgument(f"ranks must be a multiple of ranks_per_node, got {ranks} and {local}")
+    for right, problem in (
+        (algorithm in known, f"unknown algorithm {algorithm!r} for {collective}, expected one of {', '.join(known)}"),
+        (ranks >= 1, f"ranks must be at least 1, got {ranks}"),
+        (chunks >= 1, f"chunks must be at least 1, got {chunks}"),
+        (0 <= root < ranks, f"root must be in 0..{ranks - 1}, got {root}"),
+        (local >= 1 and ranks % local == 0, f"ranks must be a multiple of ranks_per_node, got {ranks} and {local}"),
+    ):
+        if not right:
+            raise InvalidArgument(problem)
+    rounds, parts, ordered, _ = _REGISTRY[collective][algorithm]
     root = root if collective in ROOTED else 0
-    entry = _REGISTRY[collective][algorithm]
     given = {"n": ranks, "c": chunks, "root": root, "local": local}
-    arguments = {name: given[name] for name in inspect.signature(entry.rounds).parameters}
-    return Schedule(collective, algorithm, ranks, chunks, entry.parts(ranks, chunks), root, entry.ordered,
-                    lambda: () if ranks == 1 and collective in IN_PLACE else entry.rounds(**arguments))
+    arguments = {name: given[name] for name in inspect.signature(rounds).parameters}
+    return Schedule(collective, algorithm, ranks, parts(ranks, chunks), root, ordered,
+                    lambda: () if ranks == 1 and collective in IN_PLACE else rounds(**arguments))

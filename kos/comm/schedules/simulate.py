@@ -8,18 +8,18 @@ rank copies or reduces in its own memory.  Rounds follow one another, so pipelin
 schedule spells it out in chunks.
 
 All of it is linear in the message size: ``cost`` walks the rounds once, with NumPy over all ranks of a round
-(16,384 ranks in seconds), and ``simulate`` evaluates a line.  After Hockney (1994), LogGP (Alexandrov et al.,
-1995) and Thakur et al. (2005).
+(16,384 ranks in seconds).  After Hockney (1994), LogGP (Alexandrov et al., 1995) and Thakur et al. (2005).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,7 +51,7 @@ class Topology:
     levels: tuple[Level, ...]
     launch: float = 0.0
     message: float = 0.0
-    memory_bandwidth: float = float("inf")
+    memory_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
         sizes = [level.ranks for level in self.levels]
@@ -59,8 +59,7 @@ class Topology:
             raise InvalidArgument(f"levels must grow from 1 rank, got {sizes}")
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """A schedule's time on a topology: ``seconds + seconds_per_byte * bytes``."""
 
     seconds: float
@@ -70,8 +69,7 @@ class Cost:
 
 def calibration() -> dict[str, Any]:
     """The calibration table: topologies by name, with provenance and measured points."""
-    text = resources.files("kos.comm.schedules").joinpath("calibration.json").read_text()
-    return dict(json.loads(text))
+    return dict(json.loads(resources.files("kos.comm.schedules").joinpath("calibration.json").read_text()))
 
 
 @lru_cache
@@ -81,8 +79,8 @@ def topology(name: str) -> Topology:
     if name not in table:
         raise InvalidArgument(f"unknown topology {name!r}, expected one of {', '.join(table)}")
     entry = table[name]
-    return Topology(name, tuple(Level(**level) for level in entry["levels"]), entry["launch"],
-                    entry["message"], entry["memory_bandwidth"])
+    levels = tuple(Level(**level) for level in entry["levels"])
+    return Topology(name, levels, entry["launch"], entry["message"], entry["memory_bandwidth"])
 
 
 def simulate(schedule: Schedule, topology: Topology, nbytes: float) -> float:
@@ -96,105 +94,47 @@ def cost(schedule: Schedule, topology: Topology) -> Cost:
     """The time of ``schedule`` as a line over the message size."""
     chunk = 1 / (schedule.parts * max(schedule.units.values()))  # of the whole
     seconds, share, rounds = topology.launch, 0.0, 0
-    meter = _Meter(schedule.ranks, topology)
-    for families in schedule.moves():
-        fixed, chunks = meter.round(families)
+    former: list[Moves] = []
+    fixed = chunks = 0.0
+    for families in map(list, schedule.moves()):
+        if not _alike(families, former):
+            fixed, chunks = _round(families, schedule.ranks, topology)
+        former = families
         seconds, share, rounds = seconds + fixed, share + chunks * chunk, rounds + (fixed > 0 or chunks > 0)
     return Cost(seconds, share, rounds)
 
 
-@dataclass(frozen=True)
-class _Load:
-    """What one family of moves puts on ranks and links, in messages and chunks."""
-
-    latency: float
-    links: tuple[tuple[np.ndarray, np.ndarray], ...]  # (messages, chunks) by link; two (up, down) a level
-    memory: np.ndarray | int  # chunks read and written by each rank, of its own accord
-
-    def seconds(self, topology: Topology) -> tuple[float, float]:
-        """(fixed seconds, seconds times bytes of a chunk)."""
-        slowest = 0.0
-        for k, (messages, chunks) in enumerate(self.links):
-            level = topology.levels[k // 2]
-            bandwidth = np.where(messages > 1, level.bandwidth_to_many, level.bandwidth)
-            slowest = max(slowest, float((chunks / bandwidth).max(initial=0)))
-        busiest = max((float(messages.max()) for messages, _ in self.links[:2]), default=0.0)
-        return (self.latency + topology.message * busiest,
-                slowest + float(np.max(self.memory)) / topology.memory_bandwidth)
+def _alike(families: Sequence[Moves], former: Sequence[Moves]) -> bool:
+    """Whether two rounds cost the same, as those of a ring do."""
+    return len(families) == len(former) and all(
+        m.src is o.src and m.dst is o.dst and m.count is o.count and m.reduce == o.reduce
+        and np.shape(m.chunk) == np.shape(o.chunk) for m, o in zip(families, former, strict=True))
 
 
-class _Meter:
-    """Measures rounds; remembers the last family and the last round, as rings repeat the same one."""
-
-    def __init__(self, ranks: int, topology: Topology) -> None:
-        self.ranks, self.topology = ranks, topology
-        self.last_moves: Moves | None = None
-        self.last_load: _Load | None = None
-        self.last_round: tuple[_Load, tuple[float, float]] | None = None
-
-    def round(self, families: Iterable[Moves]) -> tuple[float, float]:
-        """(fixed seconds, seconds times bytes of a chunk) of one round."""
-        total: _Load | None = None
-        for family in families:
-            load = self._load(family)
-            total = load if total is None else _together(total, load)
-        if total is None:
-            return 0.0, 0.0
-        if self.last_round is None or self.last_round[0] is not total:
-            self.last_round = total, total.seconds(self.topology)
-        return self.last_round[1]
-
-    def _load(self, m: Moves) -> _Load:
-        last = self.last_moves
-        if last is None or self.last_load is None or not (
-                m.src is last.src and m.dst is last.dst and m.count is last.count and m.reduce == last.reduce
-                and np.shape(m.chunk) == np.shape(last.chunk)):
-            self.last_moves, self.last_load = m, self._measure(m)
-        return self.last_load
-
-    def _measure(self, m: Moves) -> _Load:
+def _round(families: Sequence[Moves], ranks: int, topology: Topology) -> tuple[float, float]:
+    """(fixed seconds, seconds times bytes of a chunk) of one round."""
+    memory, latency = np.zeros(ranks), 0.0  # chunks that each rank reads and writes of its own accord
+    groups = [-(-ranks // level.ranks) for level in topology.levels]
+    messages, chunks = ([np.zeros((2, n)) for n in groups] for _ in range(2))  # up and down, by group of a level
+    for m in families:
         # Ranks and counts are spread out against one another only; what chunks add to the shape is a factor.
         src, dst, count = (a.ravel() for a in np.broadcast_arrays(m.src, m.dst, m.count))
-        shape = np.broadcast_shapes(*(np.shape(a) for a in (m.src, m.dst, m.chunk, m.to_chunk, m.count)))
-        copies = int(np.prod(shape)) // max(len(src), 1)
-        even = np.ndim(m.count) == 0
-        if not even and not count.all():
-            src, dst, count = src[count > 0], dst[count > 0], count[count > 0]
-        memory: np.ndarray | int = 0
-        if m.reduce:  # reads two and writes one
-            memory = _sums(dst, count, self.ranks, even)[1] * 3 * copies
-        away = src != dst
-        if not away.all():
-            if not m.reduce:
-                memory = _sums(dst[~away], count[~away], self.ranks, even)[1] * 2 * copies
-            src, dst, count = src[away], dst[away], count[away]
-        links, latency = [], 0.0
-        for level in self.topology.levels:
-            up, down = (src, dst) if level.ranks == 1 else (src // level.ranks, dst // level.ranks)
-            away = up != down
-            if not away.all():
-                src, dst, up, down, count = src[away], dst[away], up[away], down[away], count[away]
-            if not len(up):
+        shape = np.broadcast_shapes(*map(np.shape, (m.src, m.dst, m.chunk, m.to_chunk, m.count)))
+        copies = math.prod(shape) // max(len(src), 1)
+        some = count > 0
+        src, dst, count = src[some], dst[some], count[some] * copies
+        here = dst == (dst if m.reduce else src)
+        memory += (3 if m.reduce else 2) * np.bincount(dst[here], count[here], ranks)
+        for k, level in enumerate(topology.levels):
+            ends = src // level.ranks, dst // level.ranks
+            away = ends[0] != ends[1]
+            if not away.any():
                 break
             latency = max(latency, level.latency)
-            groups = -(-self.ranks // level.ranks)
-            for group in (up, down):
-                messages, chunks = _sums(group, count, groups, even)
-                links.append((messages * copies, chunks * copies))
-        return _Load(latency, tuple(links), memory)
-
-
-def _sums(group: np.ndarray, count: np.ndarray, size: int, even: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(messages, chunks) of each group; ``even`` if all messages have the same count."""
-    messages = np.bincount(group, minlength=size)
-    if even:
-        return messages, messages * (count[0] if len(count) else 0)
-    return messages, np.bincount(group, weights=count, minlength=size)
-
-
-def _together(a: _Load, b: _Load) -> _Load:
-    """Two families in one round."""
-    longer, shorter = (a.links, b.links) if len(a.links) >= len(b.links) else (b.links, a.links)
-    links = [(m + n, c + d) for (m, c), (n, d) in zip(longer, shorter, strict=False)]
-    return _Load(max(a.latency, b.latency), (*links, *longer[len(links):]),
-                 a.memory + b.memory)
+            for way, group in enumerate(ends):
+                messages[k][way] += np.bincount(group[away], minlength=groups[k]) * copies
+                chunks[k][way] += np.bincount(group[away], count[away], groups[k])
+    slowest = max(float((c / np.where(n > 1, level.bandwidth_to_many, level.bandwidth)).max())
+                  for level, n, c in zip(topology.levels, messages, chunks, strict=True))
+    return (latency + topology.message * float(messages[0].max()),
+            slowest + float(memory.max()) / topology.memory_bandwidth)

@@ -1,7 +1,7 @@
 """Prove a schedule right, without data: every chunk ends with every contribution exactly once.
 
-Chunks hold symbols: a leaf is what one rank brought in one chunk, a sum remembers how it was added.  The
-rounds are played through once, and each of these is checked on the way:
+Chunks hold the set of contributions in them and how these were added.  The rounds are played through once,
+and each of these is checked on the way:
 
 - every send meets a receive of the same round, in the same order on both sides, with chunks of equal length.
   As nobody waits for anything later in its own round, no order of events can then deadlock, even where a send
@@ -16,74 +16,45 @@ rounds are played through once, and each of these is checked on the way:
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from kos.comm.schedules.schedule import Round, Schedule, ScheduleError, Step
 
 Slot = tuple[str, int]
+_ADDING, _RECEIVING = ("recv_reduce", "reduce"), ("recv", "recv_reduce")
+
+
+class _Value(NamedTuple):
+    """What a chunk holds."""
+
+    chunk: int  # as which it began
+    ranks: int  # bit mask of the contributions in it
+    order: int  # equal where these were added in the same order
 
 
 def verify(schedule: Schedule) -> None:
     """Raise ScheduleError, saying which rank, round and chunk, unless ``schedule`` is proved right."""
-    _Proof(schedule).run()
-
-
-class _Symbols:
-    """Leaves and sums, numbered; equal symbols have equal numbers."""
-
-    def __init__(self, ordered: bool) -> None:
-        self.ordered = ordered
-        self.what: list[tuple[int, int]] = []  # (chunk where it came from, bit mask of the ranks added)
-        self.numbers: dict[tuple[int, int, bool], int] = {}
-
-    def leaf(self, rank: int, chunk: int) -> int:
-        """What ``rank`` brought in ``chunk``."""
-        return self._number((rank, chunk, False), (chunk, 1 << rank))
-
-    def add(self, mine: int, other: int) -> int:
-        """The sum mine + other; ValueError if it counts anything twice, mixes chunks or breaks rank order."""
-        (chunk, ranks), (other_chunk, other_ranks) = self.what[mine], self.what[other]
-        if chunk != other_chunk:
-            raise ValueError(f"adds what began as chunk {other_chunk} to what began as chunk {chunk}")
-        if ranks & other_ranks:
-            raise ValueError(f"adds the contribution of rank {_ranks(ranks & other_ranks)} a second time")
-        if self.ordered and (other_ranks != ranks + 1 or ranks & (ranks + 1)):  # not {k} to {0..k-1}
-            raise ValueError(f"adds rank {_ranks(other_ranks)} to rank {_ranks(ranks)}, not in rank order")
-        return self._number((min(mine, other), max(mine, other), True), (chunk, ranks | other_ranks))
-
-    def _number(self, key: tuple[int, int, bool], what: tuple[int, int]) -> int:
-        number = self.numbers.setdefault(key, len(self.what))
-        if number == len(self.what):
-            self.what.append(what)
-        return number
+    proof = _Proof(schedule)
+    for number, steps in enumerate(schedule.rounds):
+        proof.play(number, steps)
+    proof.conclude()
 
 
 class _Proof:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.symbols = _Symbols(schedule.ordered)
+        self.orders: dict[tuple[int, int], int] = {}
         self.limits = [{space: schedule.units[space] * schedule.parts for space in schedule.spaces(rank)}
                        for rank in range(schedule.ranks)]
-        self.held: list[dict[Slot, int]] = [
-            {(space, x): self.symbols.leaf(rank, x) for space, chunks in self.limits[rank].items()
-             if space != "output" for x in range(chunks)} for rank in range(schedule.ranks)]
+        self.held: list[dict[Slot, _Value]] = [
+            {(space, x): _Value(x, 1 << rank, -1 - rank) for space, chunks in limits.items()
+             if space != "output" for x in range(chunks)} for rank, limits in enumerate(self.limits)]
 
-    def run(self) -> None:
-        """Play all rounds, then compare with the postcondition."""
-        for number, steps in enumerate(self.schedule.rounds):
-            if len(steps) != self.schedule.ranks:
-                raise ScheduleError(f"{self.schedule}: round {number} has steps for {len(steps)} ranks")
-            self._play(number, steps)
-        self._conclude()
-
-    def _fail(self, rank: int, number: int, step: Step, problem: str) -> ScheduleError:
-        end = f"..{step.chunk + step.span - 1}" if step.span > 1 else ""
-        return ScheduleError(f"{self.schedule}: rank {rank}, round {number}, {step.kind} of {step.space} "
-                             f"chunk {step.chunk}{end}: {problem}")
-
-    def _play(self, number: int, steps: Round) -> None:
-        sent: dict[tuple[int, int], list[Step]] = defaultdict(list)
+    def play(self, number: int, steps: Round) -> None:
+        """One round: check every step, then move what it moves."""
+        sent: dict[tuple[int, int], deque[Step]] = defaultdict(deque)
         for rank, mine in enumerate(steps):
             self._check_places(number, rank, mine)
             for step in mine:
@@ -91,26 +62,19 @@ class _Proof:
                     sent[rank, step.peer].append(step)
         # Nothing read in a round is written in it: arrivals may be stored while others are still to be sent.
         for rank, mine in enumerate(steps):
-            taken: dict[int, int] = defaultdict(int)
             for step in mine:
+                source, space, chunk, span = rank, step.source_space, step.source_chunk, step.span
                 if step.kind == "send":
                     continue
-                if step.kind in ("recv", "recv_reduce"):
-                    queue, at = sent.get((step.peer, rank), []), taken[step.peer]
-                    if at >= len(queue):
+                if step.kind in _RECEIVING:
+                    if not (queue := sent[step.peer, rank]):
                         raise self._fail(rank, number, step, f"rank {step.peer} sends nothing to it")
-                    message, taken[step.peer] = queue[at], at + 1
-                    if message.span != step.span or (message.chunk - step.chunk) % self.schedule.parts:
-                        raise self._fail(rank, number, step, f"rank {step.peer} sends {message.space} chunk "
-                                         f"{message.chunk} (span {message.span}), of another length")
-                    self._store(number, rank, step, step.peer, message.space, message.chunk)
-                else:
-                    if (step.source_chunk - step.chunk) % self.schedule.parts:
-                        raise self._fail(rank, number, step, f"{step.source_space} chunk {step.source_chunk} "
-                                         "has another length")
-                    self._store(number, rank, step, rank, step.source_space, step.source_chunk)
-            for peer, count in taken.items():
-                del sent[peer, rank][:count]
+                    message = queue.popleft()
+                    source, space, chunk, span = step.peer, message.space, message.chunk, message.span
+                if span != step.span or (chunk - step.chunk) % self.schedule.parts:
+                    raise self._fail(rank, number, step, f"{space} chunk {chunk} (span {span}) of rank {source} "
+                                     "has another length")
+                self._store(number, rank, step, [self.held[source][space, chunk + k] for k in range(span)])
         for (rank, peer), messages in sent.items():
             if messages:
                 raise self._fail(rank, number, messages[0], f"rank {peer} does not receive it in this round")
@@ -121,15 +85,14 @@ class _Proof:
         writes: set[Slot] = set()
         sums: set[Slot] = set()
         for step in mine:
-            message = step.kind in ("send", "recv", "recv_reduce")
-            if not message and step.kind not in ("copy", "reduce"):
-                raise self._fail(rank, number, step, "unknown kind of step")
+            message, adds = step.kind == "send" or step.kind in _RECEIVING, step.kind in _ADDING
             if message and (step.peer == rank or not 0 <= step.peer < self.schedule.ranks):
                 raise self._fail(rank, number, step, f"{step.peer} is no peer")
             if step.kind != "send" and step.space == "input":
                 raise self._fail(rank, number, step, "writes an input")
-            reading = _slots(step) if step.kind == "send" else () if message else _source_slots(step)
-            for slot in reading:
+            slots = [(step.space, step.chunk + k) for k in range(step.span)]
+            local = [(step.source_space, step.source_chunk + k) for k in range(step.span)]
+            for slot in slots if step.kind == "send" else () if message else local:
                 if slot not in self.held[rank]:
                     raise self._fail(rank, number, step, f"reads {slot[0]} chunk {slot[1]}, it is empty")
                 if slot in writes or slot in sums:
@@ -141,40 +104,50 @@ class _Proof:
             limit = end if step.space == "scratch" else self.limits[rank].get(step.space, 0)
             if step.chunk < 0 or step.span < 1 or end > limit:
                 raise self._fail(rank, number, step, f"outside {step.space!r}, which has {limit} chunks")
-            adds = step.kind in ("recv_reduce", "reduce")
-            for slot in _slots(step):
+            for slot in slots:
                 if adds and slot not in self.held[rank]:
                     raise self._fail(rank, number, step, f"adds to chunk {slot[1]}, which is empty")
                 if slot in reads or slot in writes or (slot in sums and not adds):
                     raise self._fail(rank, number, step, f"writes chunk {slot[1]} while it is in flight")
-                (sums if adds else writes).add(slot)
+            (sums if adds else writes).update(slots)
 
-    def _store(self, number: int, rank: int, step: Step, source: int, space: str, chunk: int) -> None:
-        adds = step.kind in ("recv_reduce", "reduce")
-        mine, theirs = self.held[rank], self.held[source]
-        for k in range(step.span):
-            value, slot = theirs[space, chunk + k], (step.space, step.chunk + k)
-            if adds:
+    def _store(self, number: int, rank: int, step: Step, values: list[_Value]) -> None:
+        for k, value in enumerate(values):
+            slot = step.space, step.chunk + k
+            if step.kind in _ADDING:
                 try:
-                    value = self.symbols.add(mine[slot], value)
+                    value = self._sum(self.held[rank][slot], value)
                 except ValueError as problem:
-                    raise self._fail(rank, number, step._replace(chunk=slot[1], span=1),
-                                     str(problem)) from None
-            mine[slot] = value
+                    raise self._fail(rank, number, step._replace(chunk=slot[1], span=1), str(problem)) from None
+            self.held[rank][slot] = value
 
-    def _conclude(self) -> None:
+    def _sum(self, a: _Value, b: _Value) -> _Value:
+        """a + b; ValueError if it counts anything twice, mixes chunks or breaks rank order."""
+        if a.chunk != b.chunk:
+            raise ValueError(f"adds what began as chunk {b.chunk} to what began as chunk {a.chunk}")
+        if a.ranks & b.ranks:
+            raise ValueError(f"adds the contribution of rank {_ranks(a.ranks & b.ranks)} a second time")
+        if self.schedule.ordered and (b.ranks != a.ranks + 1 or a.ranks & (a.ranks + 1)):  # not {k} to {0..k-1}
+            raise ValueError(f"adds rank {_ranks(b.ranks)} to rank {_ranks(a.ranks)}, not in rank order")
+        order = self.orders.setdefault((min(a.order, b.order), max(a.order, b.order)), len(self.orders))
+        return _Value(a.chunk, a.ranks | b.ranks, order)
+
+    def conclude(self) -> None:
+        """Compare what is held with the postcondition."""
         same: dict[int, int] = {}
         for rank, space, chunk, origin, ranks in postcondition(self.schedule):
             value = self.held[rank].get((space, chunk))
             where = f"{self.schedule}: rank {rank}, after the last round, {space} chunk {chunk}"
-            if value is None:
-                raise ScheduleError(f"{where} holds nothing, expected chunk {origin} of rank {_ranks(ranks)}")
-            got_origin, got_ranks = self.symbols.what[value]
-            if (got_origin, got_ranks) != (origin, ranks):
-                raise ScheduleError(f"{where} holds chunk {got_origin} of rank {_ranks(got_ranks)}, "
-                                    f"expected chunk {origin} of rank {_ranks(ranks)}")
-            if self.schedule.collective == "all_reduce" and same.setdefault(chunk, value) != value:
+            if value is None or (value.chunk, value.ranks) != (origin, ranks):
+                held = "nothing" if value is None else f"chunk {value.chunk} of rank {_ranks(value.ranks)}"
+                raise ScheduleError(f"{where} holds {held}, expected chunk {origin} of rank {_ranks(ranks)}")
+            if self.schedule.collective == "all_reduce" and same.setdefault(chunk, value.order) != value.order:
                 raise ScheduleError(f"{where} was added in another order than on rank 0")
+
+    def _fail(self, rank: int, number: int, step: Step, problem: str) -> ScheduleError:
+        end = f"..{step.chunk + step.span - 1}" if step.span > 1 else ""
+        return ScheduleError(f"{self.schedule}: rank {rank}, round {number}, {step.kind} of {step.space} "
+                             f"chunk {step.chunk}{end}: {problem}")
 
 
 def postcondition(schedule: Schedule) -> Iterator[tuple[int, str, int, int, int]]:
@@ -199,14 +172,6 @@ def postcondition(schedule: Schedule) -> Iterator[tuple[int, str, int, int, int]
             case "all_gather" | "gather" if schedule.collective == "all_gather" or rank == root:
                 yield from ((rank, "output", s * parts + x, x, 1 << s)
                             for s in range(n) for x in range(parts))
-
-
-def _slots(step: Step) -> Iterator[Slot]:
-    return ((step.space, step.chunk + k) for k in range(step.span))
-
-
-def _source_slots(step: Step) -> Iterator[Slot]:
-    return ((step.source_space, step.source_chunk + k) for k in range(step.span))
 
 
 def _ranks(mask: int) -> str:

@@ -7,12 +7,20 @@ schedule leaves in the buffers is compared with NumPy.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import defaultdict, deque
 
 import numpy as np
 
 from kos.comm.schedules.execute import execute
+
+
+def with_rounds(schedule, rounds):
+    """The schedule with other steps: a mutant, or one made by hand."""
+    other = dataclasses.replace(schedule)
+    other.__dict__["rounds"] = rounds
+    return other
 
 
 class Deadlock(AssertionError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 
@@ -30,15 +28,14 @@ def test_text_says_where_a_message_lands():
 
 
 def test_svg_has_an_arrow_for_each_message_and_a_line_for_each_rank(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the extra plot")
     draw(build("all_reduce", "ring", 5), tmp_path / "ring.svg")
     root = ET.parse(tmp_path / "ring.svg").getroot()
-    heads = [p for p in root.findall("{*}path") if p.get("d").endswith("Z")]
-    words = [t.text for t in root.findall("{*}text")]
-    assert len(heads) == 8 * 5
+    words = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
     assert sum(w.startswith("rank ") for w in words) == 5
     assert words.count("+0") == 4 and words.count("0") == 4 + 1  # chunk 0, and the number of round 0
-    dashed = [p for p in root.findall("{*}path") if p.get("stroke-dasharray")]
-    assert len(dashed) == 4 * 5, "the second half overwrites"
+    dashed = [p for p in root.iter("{http://www.w3.org/2000/svg}path") if "stroke-dasharray: 5,3" in p.get("style")]
+    assert len(dashed) == 2 * 4 * 5, "shaft and head: the second half overwrites"
 
 
 def test_png(tmp_path):
@@ -58,31 +55,29 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
         draw(ring, tmp_path / "ring.png")
 
 
-def test_the_command_prints_proves_and_draws(tmp_path, capsys):
-    assert main(["tree", "--collective", "broadcast", "--ranks", "4", "--root", "2",
-                 "--draw", str(tmp_path / "t.svg")]) == 0
+def test_the_command_prints_and_proves(capsys):
+    assert main(["tree", "--collective", "broadcast", "--ranks", "4", "--root", "2"]) == 0
     out = capsys.readouterr().out
-    assert "2 -> 3  data[0]" in out and "proved right: 2 rounds" in out and (tmp_path / "t.svg").exists()
+    assert "2 -> 3  data[0]" in out and "proved right: 2 rounds" in out
 
 
 def test_the_command_predicts(capsys):
     assert main(["--predict", "--scales", "8,16", "--sizes", "1K,1M"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [x for x in lines if x.endswith("ranks")] == ["8 ranks", "16 ranks"]
-    rows = [x for x in lines if x.strip().startswith(("1 KB", "1 MB"))]
+    rows = [x for x in lines if x.strip().startswith(("1,024 ", "1,048,576 "))]
     assert len(rows) == 4 and all(row.count("*") == 1 for row in rows)
-    assert "19.9 us" in rows[0], "the ring at 1 KB, which was fitted to NCCL's"
+    assert " 19.9 " in rows[0], "the ring at 1 KB, which was fitted to NCCL's"
 
 
 def test_the_command_lists(capsys):
-    assert main(["--list"]) == 0
+    assert main([]) == 0
     assert "  halving_doubling  Recursive halving, then recursive doubling" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["rong"], "error: unknown algorithm 'rong' for all_reduce, expected one of ring"),
     (["ring", "--collective", "reduce_all"], "error: unknown collective 'reduce_all'"),
-    ([], "error: which algorithm? For all_reduce: ring"),
     (["ring", "--draw", "/nowhere/x.svg"], "error: [Errno 2] No such file or directory: '/nowhere/x.svg'"),
     (["ring", "--ranks", "257"], "error: prints and proves up to 256 ranks, got 257; --predict takes more"),
     (["--predict", "--scales", "0"], "error: ranks must be at least 1, got 0"),
@@ -93,10 +88,3 @@ def test_errors_are_one_line(arguments, message, capsys):
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert err.startswith(message) and err.count("\n") == 1
-
-
-def test_usage_errors_are_one_line():
-    done = subprocess.run([sys.executable, "-m", "kos.comm.schedules", "ring", "--ranks", "many"], timeout=60,
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "argument --ranks: invalid int value: 'many'" in done.stderr

@@ -11,7 +11,6 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from kos.comm.schedules import algorithms, build, collectives
-from kos.comm.schedules.execute import execute
 from kos.errors import InvalidArgument
 
 CASES = [(c, a) for c in collectives() for a in algorithms(c)]
@@ -139,18 +138,8 @@ def test_input_of_an_all_gather_may_be_its_block_of_the_output():
         assert all(np.array_equal(b["output"], w) for b, w in zip(buffers, want, strict=True))
 
 
-def test_buffers_that_do_not_fit_are_refused_before_anything_is_sent():
-    schedule = build("all_gather", "ring", 4)
-    good = {"input": np.zeros(3), "output": np.zeros(12)}
-    for bad, message in (({"input": np.zeros(3)}, "needs a buffer 'output', got input"),
-                         ({**good, "output": np.zeros(13)}, "4 x 3 float64, got 13 float64"),
-                         ({**good, "output": np.zeros(12, np.int8)}, "4 x 3 float64, got 12 int8")):
-        with pytest.raises(InvalidArgument, match=message):
-            next(execute(schedule, 0, None, bad, None))
-
-
 def test_unknown_names_and_numbers_are_refused():
-    for arguments, message in ((("all_reduce", "rings", 4), "unknown algorithm 'rings' .* ring, tree, d"),
+    for arguments, message in ((("all_reduce", "rings", 4), "unknown algorithm 'rings' .* ring, h.* tree"),
                                (("allreduce", "ring", 4), "unknown collective 'allreduce', .* all_reduce"),
                                (("all_reduce", "ring", 0), "ranks must be at least 1, got 0"),
                                (("all_reduce", "ring", 4, 0), "chunks must be at least 1, got 0"),

@@ -20,7 +20,7 @@ def test_proved_for_1_to_64_ranks(collective, algorithm):
     for ranks in range(1, 65):
         roots = range(ranks) if ranks <= 9 else {0, ranks - 1, ranks // 3} if ranks <= 24 else {ranks // 3}
         for root in roots if collective in ROOTED else (0,):
-            verify(build.__wrapped__(collective, algorithm, ranks, None, root))  # uncached: they are large
+            verify(build.__wrapped__(collective, algorithm, ranks, 1, root))  # uncached: they are large
         for chunks in (2, 5) if ranks <= 9 else (3,) if ranks in (16, 27) else ():
             verify(build.__wrapped__(collective, algorithm, ranks, chunks, ranks // 2))
 
@@ -103,7 +103,7 @@ def test_mutants_that_change_the_result_are_rejected(collective, algorithm, rank
     schedule = build(collective, algorithm, ranks, 1 if ranks > 3 else 2, ranks // 2)
     killed = survived = 0
     for what, rounds in mutants(schedule):
-        mutant = schedule.with_rounds(rounds)
+        mutant = fake_world.with_rounds(schedule, rounds)
         try:
             verify(mutant)
         except ScheduleError:
@@ -116,7 +116,7 @@ def test_mutants_that_change_the_result_are_rejected(collective, algorithm, rank
 
 
 def one_rank_all_reduce(*steps):
-    return build("all_reduce", "tree", 2).with_rounds(steps)
+    return fake_world.with_rounds(build("all_reduce", "tree", 2), steps)
 
 
 send, recv = Step("send", "data", 0, 1, 1), Step("recv", "data", 0, 1, 0)
@@ -146,25 +146,24 @@ def test_the_message_names_rank_round_and_chunk(rounds, message):
     ("all_gather", 1, ((Step("recv", "input", 0, 1, 1),), (Step("send", "input", 0, 1, 0),)),
      "rank 0, round 0, recv of input chunk 0: writes an input"),
     ("all_gather", 2, ((Step("copy", "output", 0, 1, -1, "input", 1),), ()),
-     "rank 0, round 0, copy of output chunk 0: input chunk 1 has another length"),
+     "rank 0, round 0, copy of output chunk 0: input chunk 1 .* has another length"),
     ("all_gather", 1, ((Step("copy", "output", 2, 1, -1, "input", 0),), ()),
      "rank 0, round 0, copy of output chunk 2: outside 'output', which has 2 chunks"),
     ("gather", 1, ((), (Step("copy", "output", 0, 1, -1, "input", 0),)), "rank 1, .* which has 0 chunks"),
 ])
 def test_what_no_round_may_do(collective, chunks, steps, message):
     with pytest.raises(ScheduleError, match=message):
-        verify(build(collective, algorithms(collective)[-1], 2, chunks).with_rounds((steps,)))
+        verify(fake_world.with_rounds(build(collective, algorithms(collective)[-1], 2, chunks), (steps,)))
 
 
 def test_a_right_schedule_made_by_hand_is_accepted():
     verify(one_rank_all_reduce(((send,), (add,)), ((back[1],), (back[0],))))
-    verify(build("all_reduce", "ring", 5).with_rounds(build("all_reduce", "ring", 5).rounds))
 
 
 def test_ranks_that_add_in_another_order_are_rejected():
     """Three ranks, (0+1)+2 on one and 0+(1+2) on another: right to rounding, not bit for bit."""
     with pytest.raises(ScheduleError, match="added in another order"):
-        verify(build("all_reduce", "tree", 3).with_rounds((
+        verify(fake_world.with_rounds(build("all_reduce", "tree", 3), (
             tuple(tuple(Step(kind, space, chunk, 1, peer) for peer in range(3) if peer != r
                         for kind, space, chunk in (("send", "data", 0), ("recv", "scratch", peer)))
                   for r in range(3)),
