@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import os
-import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,9 +149,7 @@ class Recorder:
 
         ``send_recv`` becomes two entries.  The additional keys: ``reduce_op``, ``root``, ``tag``, ``error``.
         """
-        count = self._count
-        first = max(0, count - SLOTS)
-        kept = [(number, self._slots[number % SLOTS]) for number in range(first, count)]
+        kept = [(n, self._slots[n & _LAST]) for n in range(max(0, self._count - SLOTS), self._count)]
         return [entry for number, slot in kept for entry in _describe(number, _Entry(*slot))]
 
     def to_dict(self, reason: str = "") -> dict[str, Any]:
@@ -166,12 +163,9 @@ class Recorder:
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "reason": reason,
-            "time_dumped_ns": time.time_ns(),
-            "pg_config": {
-                group.name: {"name": group.name, "desc": group.backend, "ranks": str(group.ranks)}
-                for group in groups
-            },
-            "pg_status": {str(group.number): _status(group, entries) for group in groups},
+            "time_dumped_ns": time_ns(),
+            "pg_config": {g.name: {"name": g.name, "desc": g.backend, "ranks": str(g.ranks)} for g in groups},
+            "pg_status": {str(g.number): _status(g, entries) for g in groups},
             "entries": entries,
         }
 
@@ -192,14 +186,13 @@ class Recorder:
             part.unlink(missing_ok=True)
         return path
 
-    def leave_dump(self, reason: str) -> None:
-        """Dump if KOS_RECORDER_DIR names a folder; what goes wrong is logged, for worse has happened before."""
-        if self._directory is None:
-            return
-        try:
-            self.dump(reason=reason)
-        except OSError as error:
-            log.warning("rank %d: no flight record was left: %s", self.rank, error)
+    def leave_dump(self, reason: str, *, always: bool = False) -> None:
+        """Dump, only if KOS_RECORDER_DIR names a folder unless ``always``; what goes wrong is logged."""
+        if self._directory is not None or always:
+            try:
+                self.dump(reason=reason)
+            except OSError as error:
+                log.warning("rank %d: no flight record was left: %s", self.rank, error)
 
     def fail(self, error: Exception) -> None:
         """An operation failed: the first failure of a rank leaves a dump."""
@@ -227,49 +220,44 @@ def failed(operation: Operation, error: Exception) -> None:
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
-    group = e.group
+    group, is_p2p = e.group, e.name in POINT_TO_POINT
     output = e.input_shape if e.output_shape is False else e.output_shape
-    state = "failed" if e.error else "completed" if e.completed else "started" if e.started else "scheduled"
     entry: dict[str, Any] = {
         "record_id": number,
         "pg_id": group.number,
         "process_group": [group.name, group.backend],
-        "collective_seq_id": 0,
-        "p2p_seq_id": 0,
+        "collective_seq_id": 0 if is_p2p else e.sequence,
+        "p2p_seq_id": e.sequence if is_p2p else 0,
         "op_id": number,
         "profiling_name": f"{group.backend}:{e.name}",
         "time_created_ns": e.created,
-        "input_sizes": _sizes(e.input_shape),
-        "input_dtypes": [e.dtype.name] if e.dtype and e.input_shape is not None else [],
-        "output_sizes": _sizes(output),
-        "output_dtypes": [e.dtype.name] if e.dtype and output is not None else [],
-        "state": state,
+        **_sizes("input", e.input_shape, e.dtype),
+        **_sizes("output", output, e.dtype),
+        "state": "failed" if e.error else "completed" if e.completed else "started" if e.started else "scheduled",
         "time_discovered_started_ns": e.created if e.started else None,
         "time_discovered_completed_ns": e.completed or None,
         "retired": bool(e.completed),
         "timeout_ms": None if e.timeout is None else round(e.timeout * 1000),
-        "is_p2p": e.name in POINT_TO_POINT,
+        "is_p2p": is_p2p,
         "frames": [_frame(e.code, e.instruction)],
         "reduce_op": e.reduction.op.name if e.reduction else None,
         "root": e.root,
         "error": e.error,
     }
-    if not entry["is_p2p"]:
-        yield entry | {"collective_seq_id": e.sequence}
-        return
-    entry["p2p_seq_id"] = e.sequence
+    if not is_p2p:
+        yield entry
     if e.dst is not None:
         name = f"{group.backend}:send {group.rank}->{e.dst}"
-        no_output: dict[str, Any] = {"output_sizes": [], "output_dtypes": []}
-        yield entry | no_output | {"profiling_name": name, "tag": e.tag}
+        yield entry | _sizes("output", None, None) | {"profiling_name": name, "tag": e.tag}
     if e.src is not None:
         name = f"{group.backend}:recv {group.rank}<-{e.src}"
-        no_input: dict[str, Any] = {"input_sizes": [], "input_dtypes": []}
-        yield entry | no_input | {"profiling_name": name, "tag": e.recv_tag}
+        yield entry | _sizes("input", None, None) | {"profiling_name": name, "tag": e.recv_tag}
 
 
-def _sizes(shape: tuple[int, ...] | bool | None) -> list[list[int]]:
-    return [list(shape)] if isinstance(shape, tuple) else []
+def _sizes(which: str, shape: tuple[int, ...] | bool | None, dtype: DType | None) -> dict[str, Any]:
+    if dtype is None or not isinstance(shape, tuple):
+        return {f"{which}_sizes": [], f"{which}_dtypes": []}
+    return {f"{which}_sizes": [list(shape)], f"{which}_dtypes": [dtype.name]}
 
 
 def _frame(code: CodeType, instruction: int) -> dict[str, Any]:
@@ -280,12 +268,7 @@ def _frame(code: CodeType, instruction: int) -> dict[str, Any]:
 def _status(group: Group, entries: list[dict[str, Any]]) -> dict[str, int]:
     """The last collectives of a group, by sequence number; -1 for none among those remembered."""
     mine = [e for e in entries if e["pg_id"] == group.number and not e["is_p2p"]]
-
-    def last(*states: str) -> int:
-        return max((e["collective_seq_id"] for e in mine if e["state"] in states), default=-1)
-
-    return {
-        "last_enqueued_collective": last("scheduled", "started", "completed", "failed"),
-        "last_started_collective": last("started", "completed"),
-        "last_completed_collective": last("completed"),
-    }
+    reached = {"enqueued": ("scheduled", "started", "completed", "failed"), "started": ("started", "completed"),
+               "completed": ("completed",)}  # fmt: skip
+    return {f"last_{what}_collective": max((e["collective_seq_id"] for e in mine if e["state"] in states), default=-1)
+            for what, states in reached.items()}  # fmt: skip

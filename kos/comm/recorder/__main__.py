@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 
 from kos.comm.recorder.analysis import analyze, load
 from kos.comm.recorder.trace import to_trace
@@ -18,34 +19,22 @@ from kos.errors import DataError
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(
-        prog="python -m kos.comm.recorder",
-        description=" ".join(lines[2:]),
-    )
+    parser = argparse.ArgumentParser(prog="python -m kos.comm.recorder", description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("dumps", nargs="+", metavar="DUMP", help="a rank's dump, or a folder of them")
-    parser.add_argument("--trace", metavar="OUT.json", help="also write them as a trace for ui.perfetto.dev")
+    parser.add_argument("--trace", type=Path, metavar="OUT.json", help="also write a trace for ui.perfetto.dev")
     options = parser.parse_args(arguments)
     try:
         dumps = load(options.dumps)
         if options.trace:
-            with open(options.trace, "w") as file:
-                json.dump(to_trace(dumps), file)
+            options.trace.write_text(json.dumps(to_trace(dumps)))
     except (DataError, OSError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    report = analyze(dumps)
-    print(
-        f"{report.ranks} dumps of {report.size} ranks; {report.compared} collectives that all ranks made alike"
-    )
-    for finding in report.findings:
-        print(finding)
-    print(
-        "where each rank stands:" if report.findings else "nothing is wrong; the last operation of each rank:"
-    )
-    for line in report.standing:
-        print(f"  {line}")
-    return 1 if report.findings else 0
+    alike, findings = analyze(dumps)
+    print(f"{len(dumps)} dumps of {dumps[0].size} ranks; {alike} collectives that all ranks made alike")
+    wrong = "where each rank stands:" if findings else "nothing is wrong; the last operation of each rank:"
+    print(*findings, wrong, *(f"  {dump.standing()}" for dump in dumps), sep="\n")
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -12,7 +11,7 @@ from typing import Any
 from kos.comm.recorder import recorders
 from kos.errors import InvalidArgument
 
-log = logging.getLogger(__name__)
+_previous: dict[int, Any] = {}
 
 
 def dump_on_signal(number: int) -> None:
@@ -23,11 +22,16 @@ def dump_on_signal(number: int) -> None:
     inside a C function does not answer.
     """
     previous = signal.getsignal(number)
-    if previous is _on_signal:
-        return
-    if callable(previous):
+    if previous is not _on_signal:
         _previous[number] = previous
-    signal.signal(number, _on_signal)
+        signal.signal(number, _on_signal)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    for recorder in list(recorders):
+        recorder.leave_dump(f"signal {signal.Signals(number).name}", always=True)
+    if callable(previous := _previous[number]):
+        previous(number, frame)
 
 
 def listen() -> None:
@@ -35,29 +39,10 @@ def listen() -> None:
     wanted = os.environ.get("KOS_RECORDER_SIGNAL")
     if not wanted:
         return
-    try:
-        number = (
-            int(wanted) if wanted.isdecimal() else signal.Signals["SIG" + wanted.upper().removeprefix("SIG")]
-        )
-        number = signal.Signals(number)
-        if number in (signal.SIGKILL, signal.SIGSTOP):
-            raise ValueError
-    except (KeyError, ValueError):
-        raise InvalidArgument(
-            f"KOS_RECORDER_SIGNAL: expected a signal that can be caught, such as USR2, got {wanted!r}"
-        ) from None
+    known = {name: s for s in signal.Signals for name in (str(s.value), s.name, s.name.removeprefix("SIG"))}
+    number = known.get(wanted.upper())
+    if number is None or number in (signal.SIGKILL, signal.SIGSTOP):
+        expected = "a signal that can be caught, such as USR2"
+        raise InvalidArgument(f"KOS_RECORDER_SIGNAL: expected {expected}, got {wanted!r}")
     if threading.current_thread() is threading.main_thread():
         dump_on_signal(number)
-
-
-_previous: dict[int, Any] = {}
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    for recorder in list(recorders):
-        try:
-            recorder.dump(reason=f"signal {signal.Signals(number).name}")
-        except OSError as error:
-            log.warning("rank %d: no flight record was left: %s", recorder.rank, error)
-    if number in _previous:
-        _previous[number](number, frame)

@@ -9,6 +9,9 @@ from typing import Any
 
 from kos.comm.recorder.analysis import Dump
 
+_ARGUMENTS = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dtypes", "output_sizes",
+              "reduce_op", "root", "tag", "error")  # fmt: skip
+
 
 def to_trace(dumps: list[Dump]) -> dict[str, Any]:
     """The trace, ready for ``json.dump``.
@@ -16,44 +19,19 @@ def to_trace(dumps: list[Dump]) -> dict[str, Any]:
     Operations of a rank that overlap in time lie in lanes below each other; one that was not completed lasts
     until the dump.
     """
-    start = min((e["time_created_ns"] for dump in dumps for e in dump.entries), default=0)
+    start = min((call.created for dump in dumps for call in dump.calls), default=0)
     events: list[dict[str, Any]] = []
     for dump in dumps:
-        events.append(_name("process_name", dump.rank, 0, f"rank {dump.rank}"))
-        events.append(
-            {"ph": "M", "name": "process_sort_index", "pid": dump.rank, "args": {"sort_index": dump.rank}}
-        )
+        events.append({"ph": "M", "name": "process_name", "pid": dump.rank, "args": {"name": f"rank {dump.rank}"}})
         lanes: list[int] = []  # when the last operation of each lane ended
-        for entry in dump.entries:
-            began = entry["time_created_ns"]
-            ended = max(began, entry.get("time_discovered_completed_ns") or dump.dumped_ns)
-            lane = next((i for i, free in enumerate(lanes) if free <= began), len(lanes))
+        for call in dump.calls:
+            ended = max(call.created, call.entry.get("time_discovered_completed_ns") or dump.time)
+            lane = next((i for i, free in enumerate(lanes) if free <= call.created), len(lanes))
             lanes[lane : lane + 1] = [ended]
-            events.append(
-                {
-                    "ph": "X",
-                    "name": entry["profiling_name"].partition(":")[2],
-                    "cat": entry["process_group"][0],
-                    "pid": dump.rank,
-                    "tid": lane,
-                    "ts": (began - start) / 1000,
-                    "dur": (ended - began) / 1000,
-                    "args": _arguments(entry),
-                }
-            )
-        events += [_name("thread_name", dump.rank, lane, "operations") for lane in range(len(lanes))]
+            arguments = {key: call.entry[key] for key in _ARGUMENTS if call.entry.get(key) is not None}
+            events.append({
+                "ph": "X", "name": call.operation, "cat": call.group, "pid": dump.rank, "tid": lane,
+                "ts": (call.created - start) / 1000, "dur": (ended - call.created) / 1000,
+                "args": arguments | {"called": call.where.strip()},
+            })  # fmt: skip
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _name(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": lane, "args": {"name": name}}
-
-
-def _arguments(entry: dict[str, Any]) -> dict[str, Any]:
-    keys = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dtypes", "output_sizes")
-    frames = entry.get("frames") or []
-    where = {"at": f"{frames[0]['filename']}:{frames[0]['line']}"} if frames else {}
-    optional = {
-        key: entry[key] for key in ("reduce_op", "root", "tag", "error") if entry.get(key) is not None
-    }
-    return {key: entry[key] for key in keys} | optional | where
