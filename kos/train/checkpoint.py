@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kos.errors import CheckpointError
+from kos.files import replace_file, sync
 from kos.train import huggingface
 from kos.train.model import LlamaConfig
 from kos.train.optimizer import AdamW
@@ -32,7 +33,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "kos_tokenizer.json"
 FILES = {"model.safetensors", "optimizer.safetensors", "config.json", TOKENIZER}
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"(?:replaced-)?step-(\d+)")
 _log = logging.getLogger(__name__)
 
 
@@ -64,14 +65,8 @@ class Checkpoint:
 
     def load_optimizer(self, optimizer: AdamW) -> None:
         """Fill both moments and the step count."""
-        tensors = _read_tensors(self.path / "optimizer.safetensors")
-        for prefix, moments in _moments(optimizer).items():
-            for name, view in moments.items():
-                tensor = tensors.get(f"{prefix}.{name}")
-                got = None if tensor is None else tensor.shape
-                if tensor is None or got != view.shape:
-                    raise CheckpointError(f"{self.path}: {prefix}.{name}: expected shape {view.shape}, got {got}")
-                view[...] = tensor
+        path = self.path / "optimizer.safetensors"
+        huggingface.fill(_moments(optimizer), huggingface.read_tensors([path]), path)
         optimizer.step_count = self.step
 
 
@@ -84,45 +79,41 @@ def save(
     model: LlamaConfig,
     tokenizer: Mapping[str, Any],
     config: Mapping[str, Any],
-    keep: int = 0,
+    keep: int,
     went_on_from: int | None = None,
 ) -> Path:
-    """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it (0 keeps all).
+    """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it.
 
     Later steps are deleted too, and at the first save of a run all above the step ``went_on_from``: the run
     went back behind them, or they are damaged.
     """
-    final = folder / f"step-{step}"
-    temporary = folder / f".step-{step}.{os.getpid()}.tmp"
-    replaced = temporary.with_suffix(".old.tmp")
-    moments = {f"{p}.{n}": view for p, m in _moments(optimizer).items() for n, view in m.items()}
+    final, replaced, temporary = (folder / name for name in (f"step-{step}", f"replaced-step-{step}", ".saving"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _sync(folder.parent)
-        _clean_up(folder)
+        sync(folder.parent)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         _write_tensors(temporary / "model.safetensors", huggingface.tensors_of(weights))
-        _write_tensors(temporary / "optimizer.safetensors", moments)
+        _write_tensors(temporary / "optimizer.safetensors", _moments(optimizer))
         write_json(temporary / "config.json", huggingface.to_huggingface(model))
         write_json(temporary / TOKENIZER, tokenizer)
         if "tokenizer" in tokenizer:
             write_json(temporary / "tokenizer.json", tokenizer["tokenizer"])
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        manifest = {"format": FORMAT, "step": step, "config": config, "files": files}
-        write_json(temporary / MANIFEST, manifest)
-        if final.exists():
+        write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "config": config, "files": files})
+        if final.exists():  # out of the way, where ``latest`` finds it should we be killed before the next line
+            shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         temporary.rename(final)
-        _sync(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        sync(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
-    others = [(number, path) for number, path in _named(folder) if path != final]
     limit = step - 1 if went_on_from is None else min(step - 1, went_on_from)
+    others = [(number, path) for number, path in _named(folder) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
-    for path in later + (earlier[: len(earlier) + 1 - keep] if 0 < keep <= len(earlier) else []):
+    for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
         shutil.rmtree(path, ignore_errors=True)
     return final
 
@@ -151,25 +142,22 @@ def verify(path: Path) -> Checkpoint:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint under ``folder``; a damaged one is passed over with a warning."""
-    candidates = _named(folder) + [(step, path) for step, path, _ in _set_aside(folder)]
-    for _, path in sorted(candidates, reverse=True):
+    """The newest whole checkpoint under ``folder``, damaged ones passed over with a warning; None if there is none.
+
+    CheckpointError where there are some and all are damaged.
+    """
+    named = _named(folder)
+    for _, path in reversed(named):
         try:
             return verify(path)
         except CheckpointError as error:
             _log.warning("passing over a damaged checkpoint: %s", error)
-    return None
-
-
-def newest(folder: Path) -> Checkpoint | None:
-    """As ``latest``, but CheckpointError where there are checkpoints and all are damaged."""
-    found = latest(folder)
-    if found is None and (damaged := _named(folder)):
+    if named:
         raise CheckpointError(
-            f"{folder}: expected a whole checkpoint to go on from, got {len(damaged)} damaged ones; "
+            f"{folder}: expected a whole checkpoint to go on from, got {len(named)} damaged ones; "
             "remove them to start over"
         )
-    return found
+    return None
 
 
 def find(path: Path) -> Checkpoint:
@@ -183,82 +171,36 @@ def find(path: Path) -> Checkpoint:
 
 
 def _named(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of what is named like a checkpoint; of one step, what was to be replaced comes first."""
     if not folder.is_dir():
         return []
     matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def _moments(optimizer: AdamW) -> dict[str, Parameters]:
-    return {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
-
-
-def _clean_up(folder: Path) -> None:
-    """What a kill left in the middle of a save: a replaced checkpoint gets its name back if nothing took it."""
-    for _, path, final in _set_aside(folder):
-        path.rename(final)
-    for path in folder.glob(".step-*.tmp"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _set_aside(folder: Path) -> list[tuple[int, Path, Path]]:
-    """Checkpoints that were to be replaced when the run was killed: step, where they lie, their name."""
-    found = []
-    for path in folder.glob(".step-*.old.tmp"):
-        final = folder / path.name[1:].partition(".")[0]
-        if not final.exists():
-            found.append((int(final.name.removeprefix("step-")), path, final))
-    return found
+def _moments(optimizer: AdamW) -> dict[str, np.ndarray]:
+    moments = {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    return {f"{prefix}.{name}": view for prefix, of in moments.items() for name, view in of.items()}
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    path.touch()
+    mode = path.stat().st_mode  # as the umask wants it: the library leaves the file to its owner alone
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    _sync(path)
-
-
-def _read_tensors(path: Path) -> dict[str, np.ndarray]:
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: expected readable safetensors, got {error}") from error
+    path.chmod(mode)
+    sync(path)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    replace_file(path, lambda file: file.write(json.dumps(value, indent=2).encode() + b"\n"))
-
-
-def replace_file(path: Path, write: Callable[[Any], object]) -> None:
-    """Write a file whole or not at all: to a temporary name, fsynced, then renamed."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
+    replace_file(path, json.dumps(value, indent=2).encode() + b"\n")
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

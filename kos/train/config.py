@@ -103,6 +103,7 @@ class TrainConfig(Section):
     log_every: int = option("Output", "steps between lines", 1, ge=1)
     save_every: int = option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
     keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
+    profile: int = option("Output", "only time N steps: a table, and a trace for Perfetto in --out", 0, ge=0)
 
     device: Literal["auto", "cpu", "cuda"] = option(
         "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "cpu"
@@ -207,33 +208,11 @@ class TrainConfig(Section):
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
-        from kos.train.gpt2 import GPT2Config
-        from kos.train.llama_config import LlamaConfig, RopeScaling
-
-        shape = self.model
-        if shape.vocab_size is not None and shape.vocab_size < vocab_size:
+        if self.model.vocab_size is not None and self.model.vocab_size < vocab_size:
             raise ConfigError(
-                f"--vocab-size: expected at least the tokenizer's {vocab_size}, got {shape.vocab_size}"
+                f"--vocab-size: expected at least the tokenizer's {vocab_size}, got {self.model.vocab_size}"
             )
-        scaling = shape.rope_scaling
-        kind = GPT2Config if shape.model_type == "gpt2" else LlamaConfig
-        return kind(
-            vocab_size=shape.vocab_size or vocab_size,
-            hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size,
-            num_hidden_layers=shape.num_hidden_layers,
-            num_attention_heads=shape.num_attention_heads,
-            num_key_value_heads=shape.num_key_value_heads or shape.num_attention_heads,
-            head_dim=shape.head_dim or shape.hidden_size // shape.num_attention_heads,
-            max_position_embeddings=shape.max_position_embeddings or self.seq_len,
-            rms_norm_eps=shape.rms_norm_eps,
-            rope_theta=shape.rope_theta,
-            rope_scaling=None
-            if scaling is None
-            else RopeScaling(**scaling.model_dump(exclude={"rope_type"})),
-            tie_word_embeddings=shape.tie_word_embeddings,
-            initializer_range=shape.initializer_range,
-        )
+        return self.model.resolve(vocab_size, self.seq_len)
 
 
 KEYS = {

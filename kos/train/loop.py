@@ -32,6 +32,7 @@ from kos.train.llama_config import LlamaConfig
 from kos.train.machine import limit_threads, provenance
 from kos.train.metrics import MetricsLog
 from kos.train.optimizer import AdamW
+from kos.train.profile import profile_steps
 from kos.train.sample import sample_text
 
 _log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Trainer:
         if self.config.resume is None or self.comm.rank != 0:
             return None
         if self.config.resume == "auto":
-            return checkpoint.newest(self.checkpoints)
+            return checkpoint.latest(self.checkpoints)
         return checkpoint.find(Path(self.config.resume))
 
     def _load(self, found: checkpoint.Checkpoint | None) -> tuple[int, int]:
@@ -142,6 +143,8 @@ class Trainer:
         config = self.config
         try:
             self._announce()
+            if config.profile:
+                return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
             if self.start == 0:
                 self.console.say(f"validation loss before training: {self.engine.evaluate():.4f}")
             step = started = self.start
@@ -161,6 +164,7 @@ class Trainer:
             self._save(step)
             self.console.close()
             self._conclude(step, stopped)
+            self.engine.close()
         finally:
             self.console.close()
             if self.metrics is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import TrainingError
-from kos.train.checkpoint import replace_file
+from kos.files import replace_file
 
 
 class MetricsLog:
@@ -22,8 +22,8 @@ class MetricsLog:
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self.path = path
         try:
-            kept = [json.dumps(row).encode() for row in read_metrics(path) if row["step"] <= after_step]
-            replace_file(path, lambda file: file.write(b"".join(line + b"\n" for line in kept)))
+            kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= after_step]
+            replace_file(path, "".join(kept).encode())
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise TrainingError(f"{path}: expected to write metrics, got {error}") from error

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kos.train.gpt2 import GPT2Config
+from kos.train.llama_config import LlamaConfig, RopeScaling, default_head_dim
+
 
 def option(group: str, about: str, default: Any = ..., **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value."""
@@ -44,19 +47,20 @@ class ModelSection(Section):
     tie_word_embeddings: bool = option("Model", "one matrix for embedding and head", True)
     initializer_range: float = option("Model", "standard deviation of initial weights", 0.02, gt=0)
 
+    def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
+        """The model's shape; what was left open is the tokenizer's vocabulary and the run's context."""
+        values = self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
+        values = {
+            "vocab_size": vocab_size,
+            "max_position_embeddings": context,
+            "num_key_value_heads": self.num_attention_heads,
+            "head_dim": self.head_dim or default_head_dim(self.hidden_size, self.num_attention_heads),
+        } | values
+        if self.rope_scaling is not None:
+            values["rope_scaling"] = RopeScaling(**self.rope_scaling.model_dump(exclude={"rope_type"}))
+        return (GPT2Config if self.model_type == "gpt2" else LlamaConfig)(**values)
+
     @model_validator(mode="after")
-    def _check_heads(self) -> ModelSection:
-        heads = self.num_attention_heads
-        if self.num_key_value_heads is not None and heads % self.num_key_value_heads:
-            raise ValueError(
-                f"expected num_attention_heads divisible by num_key_value_heads, "
-                f"got {heads} and {self.num_key_value_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"expected hidden_size divisible by num_attention_heads, got {self.hidden_size} and {heads}"
-            )
-        head_dim = self.head_dim or self.hidden_size // heads
-        if head_dim % 2:
-            raise ValueError(f"expected an even head_dim (RoPE turns pairs), got {head_dim}")
+    def _check(self) -> ModelSection:
+        self.resolve(1, 1)  # refuses a shape that cannot be
         return self

@@ -31,7 +31,7 @@ def _state(seed: int) -> tuple[Parameters, AdamW]:
     return weights, optimizer
 
 
-def _save(folder: Path, step: int, seed: int = 0, keep: int = 0) -> Path:
+def _save(folder: Path, step: int, seed: int = 0, keep: int = 99) -> Path:
     weights, optimizer = _state(seed)
     return checkpoint.save(
         folder,
@@ -68,6 +68,7 @@ def test_transformers_layout(tmp_path: Path) -> None:
     assert "model.layers.1.self_attn.q_proj.weight" in names and "lm_head.weight" not in names
     settings = json.loads((path / "config.json").read_text())
     assert settings["architectures"] == ["LlamaForCausalLM"] and settings["num_key_value_heads"] == 2
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "as the umask wants them"
 
 
 def test_keep_deletes_the_oldest_and_what_the_run_went_back_behind(tmp_path: Path) -> None:
@@ -107,8 +108,8 @@ def test_a_kill_while_a_step_is_replaced_loses_nothing(tmp_path: Path, monkeypat
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 5 and found.config == {"seed": 1}
     _save(tmp_path, 6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-5", "step-6"]
-    assert checkpoint.find(tmp_path / "step-5").config == {"seed": 1}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["replaced-step-5", "step-1", "step-6"]
+    assert checkpoint.find(tmp_path / "replaced-step-5").config == {"seed": 1}
 
 
 def test_a_manifest_must_be_of_this_checkpoint(tmp_path: Path) -> None:

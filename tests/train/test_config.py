@@ -170,9 +170,9 @@ def test_a_config_is_frozen() -> None:
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
-        (["--num-key-value-heads", "3"], ["divisible by num_key_value_heads", "got 4 and 3"]),
-        (["--hidden-size", "130"], ["divisible by num_attention_heads", "got 130 and 4"]),
-        (["--head-dim", "33"], ["even head_dim", "got 33"]),
+        (["--num-key-value-heads", "3"], ["multiple of num_key_value_heads = 3", "got 4"]),
+        (["--hidden-size", "130"], ["multiple of num_attention_heads = 4", "got 130"]),
+        (["--head-dim", "33"], ["head_dim", "even number", "got 33"]),
         (
             ["--batch-size", "32", "--micro-batch-size", "5"],
             ["divisible by micro_batch_size", "got 32 and 5"],

@@ -32,7 +32,7 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
     [
         ({"model_type": "opt"}, "expected model_type 'llama' or 'gpt2', got 'opt'"),
         ({"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
-        ({"attention_bias": True}, "expected attention_bias false"),
+        ({"attention_bias": True}, "expected attention_bias False"),
         ({"hidden_size": None}, "expected an integer hidden_size, got None"),
         ({"hidden_size": 25, "head_dim": None}, "hidden_size: expected a multiple of .* 4, got 25"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "got 'yarn'"),
