@@ -1,0 +1,255 @@
+"""Where a step's time goes: ``--profile N`` leaves a table by operation and a trace of N steps for Perfetto.
+
+Every operation of the model, every kernel of the optimizer and every collective is timed: on a GPU by a pair of
+events on its own stream, which a captured step holds too, so that the steps are those of a training run.  Bytes and
+flops follow from shapes; the limit is the longer of what they take at the speed of a large copy and of the
+hardware's arithmetic (of a large product, where that is not known).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.comm.backends.device import DeviceBackend, is_captured
+from kos.comm.communicator import Communicator
+from kos.cuda import device_info, streams
+from kos.cuda.driver import call, cu
+from kos.dtypes import DTYPES
+from kos.train.machine import peak_flops
+from kos.train.ops import Ops
+
+WARM_UP = 3  # steps: kernels are loaded in the first, the second is captured
+COPIED = 128 << 20  # bytes, more than a cache holds
+COMPUTE, COMMUNICATION = 0, 1  # lanes of a rank
+UNTIMED = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
+TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
+IN_PLACE = {"rope": 0, "rope_backward": 0, "cross_entropy": 0, "cross_entropy_with_gradient": 0,
+            "rms_norm_backward": 4, "layer_norm_backward": 4}  # fmt: skip
+"""Which argument an operation reads and writes."""
+
+
+class Span(NamedTuple):
+    """One operation, from mark to mark; in a report from microsecond to microsecond."""
+
+    name: str
+    lane: int
+    begin: Any
+    end: Any
+    nbytes: int = 0
+    flops: float = 0.0
+
+
+class Marks:
+    """A clock: events of a GPU's streams, or nanoseconds since 1970, as the flight recorder has them."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = None if stream is None else streams.handle(stream)
+
+    def mark(self, stream: int | None = None) -> Any:
+        """When the stream comes to here; in a graph being captured, at each replay."""
+        if self.stream is None:
+            return time.time_ns()
+        event, stream = call(cu.cuEventCreate, 0), stream or self.stream
+        external = cu.CUevent_record_flags.CU_EVENT_RECORD_EXTERNAL if is_captured(stream) else 0
+        call(cu.cuEventRecordWithFlags, event, stream, external)
+        return event
+
+    def microseconds(self, begin: Any, end: Any) -> float:
+        """Between two marks; waits until the second is passed."""
+        if self.stream is None:
+            return float(end - begin) / 1e3
+        call(cu.cuEventSynchronize, end)
+        return 1e3 * float(call(cu.cuEventElapsedTime, begin, end))
+
+
+def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
+    """Bytes that must move, each array once and one changed in place twice, and flops of matrix products."""
+    arrays = [x for x in arguments if hasattr(x, "nbytes") and hasattr(x, "shape")]
+    nbytes, flops = sum(int(x.nbytes) for x in arrays), 0.0
+    if name in IN_PLACE:
+        nbytes += int(arguments[IN_PLACE[name]].nbytes)
+    elif name == "embedding":  # of the table, the rows that are looked up
+        nbytes += int(arrays[2].nbytes - arrays[1].nbytes)
+    elif name == "linear":
+        flops = 2.0 * arrays[0].size * arrays[1].shape[0]
+    elif name == "linear_backward":
+        flops = 4.0 * arrays[1].size * arrays[2].shape[0]
+    elif name.startswith("attention"):  # causal: half of T x T; the backward makes five products of the forward's two
+        backward = name == "attention_backward"
+        out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
+        flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
+    elif name == "adamw":  # of gradients and the copy, this rank's share
+        weights, _, first, second, copy = arrays[:5]
+        nbytes = 3 * weights.nbytes + 2 * (first.nbytes + second.nbytes)
+        nbytes += weights.size * copy.dtype.itemsize if copy is not weights else 0
+    return nbytes, flops
+
+
+class Profiler:
+    """Watches an engine's model, optimizer and communicator from here on."""
+
+    def __init__(self, engine: Any, comm: Communicator) -> None:
+        self.engine, self.comm, self.spans = engine, comm, list[Span]()
+        self.on_host = not hasattr(engine, "ops")
+        self.ops = engine.model.ops if self.on_host else engine.ops
+        self.marks = Marks(None if self.on_host else self.ops.stream)
+        self.bandwidth, self.arithmetic = self._limits()
+        engine.model.ops = watched = _Watched(self)
+        if self.on_host:
+            engine.optimizer.step = self.timed("optimizer", engine.optimizer.step, (engine.weights.flat,) * 7)
+        else:
+            engine.optimizer.ops = watched
+        for part in getattr(comm.backend, "gpus", (comm.backend,)):
+            if isinstance(part, DeviceBackend):
+                self._watch(part)
+
+    def timed(self, name: str, function: Callable[..., Any], known: tuple[Any, ...] | None = None) -> Any:
+        """``function``, noting its time; its cost is that of ``known`` or of its arguments."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            begin = self.marks.mark()
+            result = function(*arguments, **options)
+            kernel = str(arguments[1]) if name == "launch" else name
+            moved = cost(kernel, arguments if known is None else known)
+            weight = {"linear": 1, "linear_backward": 2}.get(name)
+            label = kernel if weight is None else f"{name} {len(arguments[0])} x {arguments[weight].shape}"
+            self.spans.append(Span(label, COMPUTE, begin, self.marks.mark(), *moved))
+            return result
+
+        return run
+
+    def _watch(self, part: Any) -> None:
+        """On the caller's stream an operation goes by ``start``, on the communicator's own by ``queue``."""
+
+        def note(function: Callable[[], Any], operations: Any, stream: int) -> Any:
+            begin = self.marks.mark(stream)
+            result = function()
+            nbytes = sum(max(b.nbytes for b in (o.send, o.recv) if b is not None) for o in operations)
+            self.spans.append(Span(operations[0].name, COMMUNICATION, begin, self.marks.mark(stream), nbytes))
+            return result
+
+        start, queue = part.start, part.queue
+        part.start = lambda o: start(o) if o.overlap else note(lambda: start(o), [o], o.stream)
+        part.queue = lambda os, stream: note(lambda: queue(os, stream), os, os[0].stream if stream is None else stream)
+
+    def _limits(self) -> tuple[float, float]:
+        """Bytes and flops a second that this device reaches, or could."""
+        zeros = np.zeros if self.on_host else self.ops.zeros
+
+        def fastest(function: Callable[..., Any], *arguments: Any) -> float:
+            """Seconds."""
+            marks = [self.marks.mark()]
+            for _ in range(5):
+                function(*arguments)
+                marks.append(self.marks.mark())
+            return min(map(self.marks.microseconds, marks, marks[1:])) / 1e6
+
+        source, target = (zeros(COPIED, np.uint8) for _ in range(2))
+        self.ops.copy(target, source)  # memory that was never written to may not be there
+        bandwidth = 2 * COPIED / fastest(self.ops.copy, source, target)
+        known = None if self.on_host else peak_flops(device_info(self.ops.device).name)
+        if known and self.engine.config.dtype == "bfloat16":
+            return bandwidth, known
+        rows = 1024 if self.on_host else 4096
+        a, b, c = (zeros((rows, rows), self.engine.weights.flat.dtype) for _ in range(3))
+        return bandwidth, 2.0 * rows**3 / fastest(self.ops.linear, a, b, c)
+
+    def run(self, first: int, count: int) -> tuple[list[float], list[Span]]:
+        """The microseconds of ``count`` steps from ``first`` on, after ``WARM_UP`` more, and what happened in them."""
+        lasted, report, clock = [], list[Span](), self.marks.microseconds
+        for step in range(first, first + WARM_UP + count):
+            if step == first + WARM_UP:
+                self.comm.all_gather_bytes(b"")  # ranks begin together
+                origin = self.marks.mark()
+            before, began = len(self.spans), self.marks.mark()
+            self.engine.start_step(step, False)
+            ended = self.marks.mark()
+            self.engine.finish_step(step)
+            if len(self.spans) > before:  # a replay has those of its capture
+                del self.spans[:before]
+            if step < first + WARM_UP:
+                continue
+            lasted.append(clock(began, ended))
+            spans = self.spans + (self._recorded(began) if self.on_host else [])
+            report += [s._replace(begin=clock(origin, s.begin), end=clock(origin, s.end)) for s in spans]
+        return lasted, report
+
+    def _recorded(self, since: int) -> list[Span]:
+        """The host's collectives, which the flight recorder has timed."""
+        spans = []
+        for e in self.comm.recorder.entries():
+            begin, end = e["time_created_ns"], e["time_discovered_completed_ns"]
+            if begin >= since and end:
+                nbytes = sum(map(math.prod, e["input_sizes"])) * DTYPES[e["input_dtypes"][0]].itemsize
+                spans.append(Span(e["profiling_name"].partition(":")[2], COMMUNICATION, begin, end, nbytes))
+        return spans
+
+    def table(self, lasted: list[float], spans: list[Span]) -> str:
+        """Means of a step, the longest operation first."""
+        rows: dict[tuple[int, str], list[Span]] = defaultdict(list)
+        for span in spans:
+            rows[span.lane, span.name].append(span)
+        sums = [
+            (sum(s.end - s.begin for s in each), sum(s.nbytes for s in each), sum(s.flops for s in each), lane, name)
+            for (lane, name), each in rows.items()
+        ]
+        steps, whole = len(lasted), sum(lasted)
+        lines = [f"{'operation':<44}{'calls':>7}{'ms':>10}{'of step':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>9}"]
+        for us, nbytes, flops, lane, name in sorted(sums, reverse=True):
+            limit = 1e6 * max(nbytes / self.bandwidth, flops / self.arithmetic) if lane == COMPUTE else 0.0
+            lines.append(
+                f"{name + ', collective' * lane:<44}{len(rows[lane, name]) / steps:>7.0f}{us / steps / 1e3:>10.3f}"
+                f"{us / whole:>9.1%}{nbytes / us / 1e3:>9.1f}{flops / us / 1e6:>9.3f}{limit / us:>9.0%}"
+            )
+        idle = 1 - sum(us for us, _, _, lane, _ in sums if lane == COMPUTE) / whole
+        lines.append(f"{'a step':<51}{median(lasted) / 1e3:>10.3f}, {idle:.1%} of it outside of operations")
+        return "\n".join([*lines, f"limits: {self.bandwidth / 1e9:,.0f} GB/s, {self.arithmetic / 1e12:,.3f} TFLOP/s"])
+
+
+class _Watched:
+    """A dialect whose operations are timed."""
+
+    def __init__(self, profiler: Profiler) -> None:
+        self._ops, self._timed = profiler.ops, profiler.timed
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._ops, name)
+        return self._timed(name, function) if name in TIMED else function
+
+
+def to_trace(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Spans in the Trace Event Format: a process for each rank, a thread for each lane."""
+    events: list[dict[str, Any]] = []
+    for rank, spans in enumerate(ranks):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for lane, name in enumerate(("compute", "communication")):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
+        for s in spans:
+            place = {"pid": rank, "tid": s["lane"], "ts": s["begin"], "dur": s["end"] - s["begin"]}
+            figures = {"bytes": s["nbytes"], "flops": s["flops"]}
+            events.append({"ph": "X", "name": s["name"], **place, "args": figures})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def profile_steps(engine: Any, comm: Communicator, first: int, count: int, out: Path) -> str:
+    """Time ``count`` steps, a few after ``first``; this rank's table.  Collective; the weights are trained.
+
+    Rank 0 leaves its table and the trace of all ranks in ``out``: ``profile.txt`` and ``profile.json``.
+    """
+    profiler = Profiler(engine, comm)
+    lasted, spans = profiler.run(first, count)
+    table = profiler.table(lasted, spans)
+    ranks = comm.all_gather_bytes(json.dumps([span._asdict() for span in spans]).encode())
+    if comm.rank == 0:
+        (out / "profile.txt").write_text(table + "\n")
+        (out / "profile.json").write_text(json.dumps(to_trace([json.loads(spans) for spans in ranks])))
+    return table
