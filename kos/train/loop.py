@@ -164,8 +164,8 @@ class Trainer:
             self._save(step)
             self.console.close()
             self._conclude(step, stopped)
-            self.engine.close()
         finally:
+            self.engine.close()
             self.console.close()
             if self.metrics is not None:
                 self.metrics.close()

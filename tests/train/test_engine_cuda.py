@@ -180,6 +180,7 @@ def losses_beside_torch(torch, text, device, dtype, steps):
         for step in range(steps):
             engine.start_step(step, False)
             ours.append(engine.finish_step(step).loss)
+        engine.close()
     groups = [
         {"params": [w for w in weights.values() if (w.ndim > 1) == decayed], "weight_decay": decay}
         for decayed, decay in ((True, config.weight_decay), (False, 0.0))

@@ -64,6 +64,9 @@ class Engine(Protocol):
     def sampler(self) -> tuple[Llama, Weights]:
         """Model and weights to draw text from."""
 
+    def close(self) -> None:
+        """Let go of what would keep the communicator from ending; waits for nothing."""
+
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         """What else is worth a column: per GPU, model flops utilisation by both conventions, memory in bytes."""
 

@@ -103,3 +103,6 @@ class CpuEngine:
 
     def sampler(self) -> tuple[Llama, Weights]:
         return self.model, self.weights
+
+    def close(self) -> None:
+        pass

@@ -276,6 +276,10 @@ class CudaEngine:
         return make_model(self.model.config, ops), self._whole_weights()
 
 
+    def close(self) -> None:
+        self._graph = None  # NCCL ends no communicator of which a graph holds calls
+
+
 class _Late:
     """What the host sends and gets of every other step, in pinned memory, while the device goes on."""
 
