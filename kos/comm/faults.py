@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import threading
 import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,20 +72,19 @@ class FaultPlan:
     """The faults of one ``spawn``, and which of them happened."""
 
     def __init__(self, faults: Iterable[Fault], size: int) -> None:
-        self._faults: dict[tuple[int, int], list[Fault]] = {}
-        for fault in faults:
+        self._faults = list(faults)
+        for fault in self._faults:
             if fault.rank >= size:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
-            self._faults.setdefault((fault.rank, fault.operation), []).append(fault)
+        self.pending = set(self._faults)
         self.operations = [0] * size  # that each rank started
-        self.pending = {fault for faults in self._faults.values() for fault in faults}
         self.stalled = 0
 
     def next_operation(self, rank: int) -> list[Fault]:
         """What goes wrong with the operation that ``rank`` is about to start."""
         number = self.operations[rank]
         self.operations[rank] += 1
-        return self._faults.get((rank, number), [])
+        return [fault for fault in self._faults if (fault.rank, fault.operation) == (rank, number)]
 
 
 class _Packet(NamedTuple):
@@ -98,22 +99,22 @@ class FaultyTransport:
     def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Transport) -> None:
         self._plan, self._group, self._rank, self._inner = plan, group, rank, inner
         self._faults: dict[int, list[Fault]] = {}  # by tag
-        self._sent: dict[tuple[int, int], int] = {}  # by destination and tag
-        self._arrived: dict[tuple[int, int], int] = {}
-        self._early: dict[tuple[int, int], dict[int, _Packet]] = {}
+        self._sent: Counter[tuple[int, int]] = Counter()  # by destination and tag
+        self._arrived: Counter[tuple[int, int]] = Counter()
+        self._early: dict[tuple[int, int], dict[int, _Packet]] = defaultdict(dict)
         self._held: list[threading.Timer] = []
 
     def start(self, operation: Operation, tag: int) -> None:
         """The rank is about to start ``operation``, whose messages have ``tag``."""
-        faults = self._plan.next_operation(self._group.members[self._rank])
-        self._faults[tag] = [fault for fault in faults if fault.kind not in ("stall", "crash")]
-        for fault in faults:
-            if fault.kind in ("stall", "crash"):
-                self._plan.pending.discard(fault)
-            if fault.kind == "stall":
-                self._stall(fault, operation)
-            elif fault.kind == "crash":
+        self._faults[tag] = []
+        for fault in self._plan.next_operation(self._group.members[self._rank]):
+            if fault.kind not in ("stall", "crash"):
+                self._faults[tag].append(fault)
+                continue
+            self._plan.pending.discard(fault)
+            if fault.kind == "crash":
                 raise Crashed(f"it crashed before {operation.name}")
+            self._stall(fault, operation)
 
     def _stall(self, fault: Fault, operation: Operation) -> None:
         world, plan = self._group.world, self._plan
@@ -134,18 +135,26 @@ class FaultyTransport:
         key = peer, tag
         with self._group.world.lock:
             self._group.raise_failure()
-            number = self._sent[key] = self._sent.get(key, -1) + 1
-            packet = _Packet(number, _checksum(array), array.copy())
-            faults = self._faults.get(tag, [])
+            faults = {fault.kind: fault for fault in self._faults.get(tag, ())}
+            self._plan.pending.difference_update(self._faults.get(tag, ()))
+            packet = _Packet(self._sent[key], _checksum(array), array.copy())
+            self._sent[key] += 1
+            if "corrupt" in faults:
+                packet = _changed(packet)
             self._held = [timer for timer in self._held if timer.is_alive()]
             overtaken = [timer for timer in self._held if timer.name == "reorder"]
-            if overtaken:  # this message is the one that overtakes
-                self._plan.pending.difference_update(faults)
-                faults = [fault for fault in faults if fault.kind != "reorder"]
-            self._travel(packet, key, faults)
+            late = faults.get("delay") or (None if overtaken else faults.get("reorder"))
+            for _ in range(0 if "drop" in faults else 2 if "duplicate" in faults else 1):
+                if late is None:
+                    self._arrive(packet, key)
+                else:
+                    timer = threading.Timer(late.seconds or _SHORT, self._arrive, (packet, key))
+                    timer.name, timer.daemon = late.kind, True
+                    self._held.append(timer)
+                    timer.start()
             for timer in overtaken:
                 timer.cancel()
-                timer.function()
+                timer.function(*timer.args)
         return SENT
 
     def close(self) -> None:
@@ -153,57 +162,22 @@ class FaultyTransport:
         for timer in list(self._held):
             timer.join()
 
-    def _travel(self, packet: _Packet, key: tuple[int, int], faults: list[Fault]) -> None:
-        """What happens to a packet on its way; the caller holds the lock."""
-        later: Fault | None = None
-        copies = 1
-        for fault in faults:
-            self._plan.pending.discard(fault)
-            if fault.kind == "drop":
-                copies = 0
-            elif fault.kind == "duplicate":
-                copies *= 2
-            elif fault.kind == "corrupt":
-                packet = _changed(packet)
-            else:
-                later = fault
-        for _ in range(copies):
-            if later is None:
-                self._arrive(packet, key)
-            else:
-                timer = threading.Timer(later.seconds or _SHORT, self._arrive_later(packet, key))
-                timer.name, timer.daemon = later.kind, True
-                self._held.append(timer)
-                timer.start()
-
-    def _arrive_later(self, packet: _Packet, key: tuple[int, int]) -> Any:
-        def arrive() -> None:
-            with self._group.world.lock:
-                try:
-                    self._arrive(packet, key)
-                except KosError:
-                    pass  # the group has failed meanwhile: nobody waits for it
-
-        return arrive
-
     def _arrive(self, packet: _Packet, key: tuple[int, int]) -> None:
-        """At the receiver: into the order in which it was sent, once; the caller holds the lock."""
-        expected = self._arrived.get(key, 0)
-        early = self._early.setdefault(key, {})
-        if packet.number >= expected:
-            early[packet.number] = packet
-        while (ready := early.pop(expected, None)) is not None:
-            expected += 1
-            peer, tag = key
-            if _checksum(ready.data) != ready.checksum:
-                self._group.fail(
-                    CollectiveError,
-                    f"rank {peer}: a message from rank {self._rank} was changed on its way: expected checksum "
-                    f"{ready.checksum:08x}, got {_checksum(ready.data):08x}",
-                )
-                return
-            self._inner.isend(ready.data, peer, tag)
-        self._arrived[key] = expected
+        """At the receiver: into the order in which it was sent, once."""
+        with self._group.world.lock, suppress(KosError):  # where the group has failed meanwhile, nobody waits for it
+            if packet.number >= self._arrived[key]:
+                self._early[key][packet.number] = packet
+            while (ready := self._early[key].pop(self._arrived[key], None)) is not None:
+                self._arrived[key] += 1
+                peer, tag = key
+                if _checksum(ready.data) != ready.checksum:
+                    self._group.fail(
+                        CollectiveError,
+                        f"rank {peer}: a message from rank {self._rank} was changed on its way: expected checksum "
+                        f"{ready.checksum:08x}, got {_checksum(ready.data):08x}",
+                    )
+                    return
+                self._inner.isend(ready.data, peer, tag)
 
 
 class _Sent:

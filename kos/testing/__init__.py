@@ -20,8 +20,6 @@ __all__ = ["Fault", "spawn"]
 
 T = TypeVar("T")
 
-_NOTHING: Any = object()
-
 
 def spawn(
     fn: Callable[[Communicator], T], world_size: int, timeout: float = 60.0, *, faults: Sequence[Fault] = ()
@@ -39,8 +37,8 @@ def spawn(
         raise InvalidArgument(f"world_size: expected at least 1, got {world_size}")
     plan = FaultPlan(faults, world_size) if faults else None
     group = ThreadGroup(world_size, ThreadWorld(world_size, plan))
-    results: list[Any] = [_NOTHING] * world_size
-    errors: list[tuple[int, BaseException]] = []
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[int, BaseException]] = []  # of which the first is raised
 
     def run(rank: int) -> None:
         why = "its function returned"
@@ -52,21 +50,17 @@ def spawn(
                     results[rank] = fn(comm)
                 except Crashed as crash:
                     stack.pop_all()  # it closes nothing, and tells nobody
-                    results[rank], why = None, str(crash)
+                    why = str(crash)
                 except BaseException as error:
                     errors.append((rank, error))  # before the others hear of it
                     raise
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
-            if not any(rank == known for known, _ in errors):
-                errors.append((rank, error))
+            errors.append((rank, error))
         finally:
             group.world.depart(rank, why)
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(world_size)
-    ]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     deadline = time.monotonic() + timeout
     for thread in threads:
         thread.start()
