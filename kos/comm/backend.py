@@ -197,18 +197,15 @@ class Backend(ABC):
         return COLLECTIVE_TAGS + o.sequence % COLLECTIVE_TAGS
 
     def _all_reduce(self, o: Operation) -> Steps:
+        """Also reduce, where ranks other than the root keep their input: partial sums live in a copy."""
         x, out, reduction = _reducing(o)
-        staged = reduction.stage(x, out)
-        yield from self._carry(o, "all_reduce", data=staged)
-        reduction.finish(staged, out)
-
-    def _reduce(self, o: Operation) -> Steps:
-        x, out, reduction = _reducing(o)
-        # Ranks other than the root keep their input, so partial sums live in a copy.
-        staged = reduction.stage(x, out if self.rank == o.root else None)
-        yield from self._carry(o, "reduce", data=staged)
-        if self.rank == o.root:
+        gets = o.root is None or o.root == self.rank
+        staged = reduction.stage(x, out if gets else None)
+        yield from self._carry(o, o.name, data=staged)
+        if gets:
             reduction.finish(staged, out)
+
+    _reduce = _all_reduce
 
     def _reduce_scatter(self, o: Operation) -> Steps:
         x, out, reduction = _reducing(o)

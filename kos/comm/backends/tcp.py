@@ -29,9 +29,10 @@ from kos.comm.backends.host import HostBackend
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.schedules.execute import Request
+from kos.comm.shared.calls import KINDS
 from kos.comm.tcp import Connection, Network, admit_all
 from kos.comm.work import Engine, Idle
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveError, KosError, RankLost, RendezvousError
 
 Array = np.ndarray[Any, Any]
 
@@ -43,9 +44,6 @@ _HEADER = struct.Struct("!B3xIIQ")  # kind, tag, number of the long message, byt
 _SHORT, _ASK, _GRANT, _REFUSE, _LONG, _CREDIT, _FAILED, _LEFT, _BYE = range(1, 10)
 _LAST_WORDS = 1000  # characters
 _NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
-_KINDS: dict[str, type[KosError]] = {
-    kind.__name__: kind for kind in (CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost)
-}
 
 
 class TCPBackend(HostBackend):
@@ -186,7 +184,7 @@ class _Mesh:
     def tell(self, failure: KosError, tag: int) -> None:
         """Have all ranks that are or come to be in that collective, or a later one, raise the same error."""
         for peer in self.peers.values():
-            peer.say(_FAILED, tag, [type(failure).__name__, str(failure)])
+            peer.say(_FAILED, tag, [type(failure).__name__, str(failure)[:_LAST_WORDS]])
 
     def leave(self, kind: int, why: str) -> None:
         for peer in self.peers.values():
@@ -275,7 +273,7 @@ class _Peer:
             self._lose("it closed the communicator", orderly=True)
         except OSError:
             self._lose("its connection was closed")
-        except RendezvousError as error:
+        except (RendezvousError, ValueError) as error:
             self._lose(str(error))
 
     def say(self, kind: int, tag: int, words: Any) -> None:
@@ -365,7 +363,7 @@ class _Peer:
                 if kind == _LEFT:
                     raise RendezvousError(words)
                 if self.mesh.failure is None:
-                    self.mesh.failure = tag, _KINDS.get(words[0], CollectiveError)(words[1])
+                    self.mesh.failure = tag, KINDS.get(words[0], CollectiveError)(words[1])
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 

@@ -33,9 +33,10 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, K
 LOOK_EVERY = 0.01
 """Seconds of waiting between two looks at whether the rank waited for still lives."""
 
-_KINDS: dict[str, type[KosError]] = {
+KINDS: dict[str, type[KosError]] = {
     kind.__name__: kind for kind in (CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost)
 }
+"""What ranks tell each other that a collective failed of."""
 
 
 class Calls:
@@ -176,7 +177,7 @@ class Calls:
         The first failure stays.  Nobody hears of this one if a rank was stopped while it told its own.
         """
         kind, text = type(error).__name__, str(error)
-        kind = kind if kind in _KINDS else "CollectiveError"
+        kind = kind if kind in KINDS else "CollectiveError"
         while len(data := json.dumps([kind, sequence, text]).encode()) > FAILURE_BYTES:
             text = text[: len(text) * 3 // 4]  # by characters: some take six bytes
         at = self.segment.layout.failure_text
@@ -192,7 +193,7 @@ class Calls:
             at = self.segment.layout.failure_text
             kind, failed, text = json.loads(bytes(self.segment.bytes[at : at + length]))
             if failed <= sequence:
-                raise _KINDS[kind](text)
+                raise KINDS[kind](text)
 
     def close(self) -> None:
         """This rank begins no more collectives."""
