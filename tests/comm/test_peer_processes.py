@@ -1,4 +1,4 @@
-"""All-reduce over peer memory between processes: on one GPU they take turns; a rank is killed or stopped."""
+"""Peer memory between processes: on one GPU they take turns; ranks are killed or stopped in each operation."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import kos
 from kos import cuda
 from kos.comm.env_rendezvous import EnvRendezvous
 from kos.comm.launches import Launch
@@ -44,9 +45,7 @@ def child(role: str, algorithm: str) -> None:
     stream = cuda.create_stream(device)
     x = Array.from_numpy(np.full(COUNT, rank + 1, np.float32), device)
     y = Array.zeros(COUNT, np.float32, device)
-    run = engine.bind_all_reduce(
-        x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2)
-    )
+    run = engine.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2))
     cuda.synchronize(device)
     rendezvous.barrier()
     last = rank == size - 1
@@ -74,37 +73,120 @@ def child(role: str, algorithm: str) -> None:
     alone.close()
 
 
-def run_children(role: str, algorithm: str) -> list[int | None]:
-    """Exit codes of two ranks."""
+OPERATIONS = [
+    "all_reduce", "large all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all",
+    "gather", "scatter", "barrier", "send_recv",
+]  # fmt: skip
+DEADLINE = 3.0  # seconds
+
+
+def call(comm: kos.Communicator, name: str, x: Array, y: Array) -> None:
+    """One operation that nobody can end without the last rank."""
+    last = comm.size - 1
+    part = Array(x.pointer, (x.size // comm.size,), x.dtype, comm.device, owner=x)
+    whole = Array(x.pointer, (part.size * comm.size,), x.dtype, comm.device, owner=x)
+    match name:
+        case "all_reduce" | "large all_reduce":
+            comm.all_reduce(part if name == "all_reduce" else x)
+        case "reduce":
+            comm.reduce(x, last)
+        case "reduce_scatter":
+            comm.reduce_scatter(whole)
+        case "broadcast":
+            comm.broadcast(x, last)
+        case "all_gather":
+            comm.all_gather(part)
+        case "all_to_all":
+            comm.all_to_all(whole)
+        case "gather":
+            comm.gather(x, last)
+        case "scatter":
+            comm.scatter(whole if comm.rank == last else None, part, last)
+        case "barrier":
+            comm.barrier()
+        case "send_recv":
+            comm.send_recv(x, y, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
+
+
+def survivor(how: str, size: int) -> None:
+    """One rank of many; in each operation the last one goes, and the others go on without it."""
+    device = int(os.environ["RANK"]) % len(cuda.visible_devices())
+    cuda.set_device(device)
+    comm = kos.init("peer", timeout=DEADLINE, device=device)
+    x, y = (Array.zeros(3_000_000, np.float32, device) for _ in range(2))
+    first = int(os.environ["KOS_TEST_FIRST"])
+    for name in OPERATIONS[first : first + size - 2]:
+        for _ in range(2):
+            call(comm, name, x, y)
+        comm.synchronize(30.0)
+        pids = [int(pid) for pid in comm.all_gather_bytes(str(os.getpid()).encode())]
+        if comm.rank == comm.size - 1:
+            call(comm, name, x, y)  # what was queued goes on while this rank goes
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+        begun = time.monotonic()
+        with pytest.raises((CollectiveTimeout, RankLost)) as raised:
+            for _ in range(50):
+                call(comm, name, x, y)
+            comm.synchronize(DEADLINE)
+        spent = time.monotonic() - begun
+        message = str(raised.value)
+        print(f"{how} {name} of {comm.size}: {spent:.1f} s: {message}", flush=True)
+        assert name.split()[-1] in message and "#" in message
+        assert f"rank {comm.size - 1}" in message or f"[{comm.size - 1}]" in message or "has given up" in message
+        assert spent < 3 * DEADLINE, f"{spent:.1f} s"
+        if comm.rank == 0:
+            os.kill(pids[-1], signal.SIGKILL)  # a stopped rank is not gone
+        comm.rendezvous.timeout = 20.0
+        comm = comm.shrink()
+        ones = Array.from_numpy(np.ones(1000, np.float32), device)
+        assert (comm.all_reduce(ones).numpy() == comm.size).all()
+    comm.close()
+
+
+def run(code: str, size: int, seconds: float, **more: str) -> list[int | None]:
+    """Exit codes of the ranks; None for those that did not end."""
     port = free_port()
-    code = f"from tests.comm.test_peer_processes import child; child({role!r}, {algorithm!r})"
     children = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment(rank, 2, port)})
-        for rank in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", f"from tests.comm.test_peer_processes import *; {code}"],
+            cwd=ROOT,
+            env={**os.environ, **environment(rank, size, port, **more)},
+        )  # fmt: skip
+        for rank in range(size)
     ]
-    deadline = time.monotonic() + 60
+    deadline, codes = time.monotonic() + seconds, []
     try:
-        codes = [children[0].wait(60)]
-        codes.append(children[1].wait(1 if role == "stopped" else deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        codes = [children[0].poll(), None]
+        for child in children:
+            try:
+                codes.append(child.wait(max(deadline - time.monotonic(), 1.0)))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
     finally:
-        for process in children:
-            process.kill()
-            process.wait()
+        for child in children:
+            child.kill()
+            child.wait()
     return codes
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("first", range(0, len(OPERATIONS), 6))
+def test_survivors_go_on(how: str, first: int) -> None:
+    """SIGKILL, or SIGSTOP, of a rank in the middle of each operation, until two are left."""
+    lost = len(OPERATIONS[first : first + 6])
+    codes = run(f"survivor({how!r}, 8)", 8, 80.0, KOS_TEST_FIRST=str(first))
+    assert codes == [0] * (8 - lost) + [-signal.SIGKILL] * lost
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "push"])
 def test_processes(algorithm: str) -> None:
-    assert run_children("live", algorithm) == [0, 0]
+    assert run(f"child('live', {algorithm!r})", 2, 60.0) == [0, 0]
 
 
 @pytest.mark.parametrize("algorithm", ["two_shot", "direct", "push"])
 def test_killed_rank_is_named_and_the_gpu_works_on(algorithm: str) -> None:
-    assert run_children("killed", algorithm) == [0, -signal.SIGKILL]
+    assert run(f"child('killed', {algorithm!r})", 2, 60.0) == [0, -signal.SIGKILL]
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "bulk"])
 def test_stopped_rank_is_named(algorithm: str) -> None:
-    assert run_children("stopped", algorithm) == [0, None]
+    assert run(f"child('stopped', {algorithm!r})", 2, 20.0) == [0, None]
