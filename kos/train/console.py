@@ -9,7 +9,17 @@ from typing import Any, TextIO
 
 from kos.comm import mpi_job
 
-LOSS_DIGITS = 4
+# How each value of a row is shown, in this order.
+_SHOWN = {
+    "loss": "loss {loss:.4f}",
+    "val_loss": "val_loss {val_loss:.4f}",
+    "grad_norm": "grad_norm {grad_norm:.3f}",
+    "lr": "lr {lr:.2e}",
+    "tokens_per_second": "{tokens_per_second:,.0f} tokens/s",
+    "tokens_per_second_per_gpu": "{tokens_per_second_per_gpu:,.0f} a GPU",
+    "mfu_causal": "MFU {mfu_causal:.1%}/{mfu_non_causal:.1%}",
+    "memory_bytes": "{gib:.1f} GiB",
+}
 
 
 class Console:
@@ -47,15 +57,16 @@ class RichConsole(Console):
 
     def __init__(self, terminal: TextIO, steps: int, start: int) -> None:
         from rich.console import Console as Terminal
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         width = os.get_terminal_size(terminal.fileno()).columns
+        room = width - len(f"training {steps}/{steps} ---- 0:00:00 ")  # where it is small, the values are cut
         columns = (
-            TextColumn("training"),
+            TextColumn("training {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}"),
             TimeRemainingColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=max(1, room))),
         )
         console = Terminal(file=terminal, force_terminal=True, width=width)
         self.progress = Progress(*columns, console=console, refresh_per_second=5)
@@ -103,18 +114,7 @@ def _terminal() -> TextIO | None:
 
 def describe(row: Mapping[str, Any]) -> str:
     """A row of metrics in one line."""
-    parts = [f"loss {row['loss']:.{LOSS_DIGITS}f}"]
-    if "val_loss" in row:
-        parts.append(f"val_loss {row['val_loss']:.{LOSS_DIGITS}f}")
-    parts += [
-        f"grad_norm {row['grad_norm']:.3f}",
-        f"lr {row['lr']:.2e}",
-        f"{row['tokens_per_second']:,.0f} tokens/s",
-    ]
-    if row.get("tokens_per_second_per_gpu", row["tokens_per_second"]) != row["tokens_per_second"]:
-        parts.append(f"{row['tokens_per_second_per_gpu']:,.0f} a GPU")
-    if "mfu_causal" in row:
-        parts.append(f"MFU {row['mfu_causal']:.1%}/{row['mfu_non_causal']:.1%}")
-    if "memory_bytes" in row:
-        parts.append(f"{row['memory_bytes'] / 2**30:.1f} GiB")
-    return "  ".join(parts)
+    values = {**row, "gib": row.get("memory_bytes", 0) / 2**30}
+    alone = row.get("tokens_per_second_per_gpu") == row["tokens_per_second"]
+    shown = (key for key in _SHOWN if key in row and not (alone and key.endswith("gpu")))
+    return "  ".join(_SHOWN[key].format_map(values) for key in shown)
