@@ -21,6 +21,7 @@ from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, Rank
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn
+from tests.comm import peer_storm as storms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -288,6 +289,22 @@ def test_without_flags_the_storm_is_wrong(launch: Launch) -> None:
 def test_epochs_start_over() -> None:
     """A channel that has counted to its end wipes its inbox and goes on."""
     assert on_ranks(storm, 3, seed(), LAUNCHES, 20, {"RENEW_EPOCH": 50}) == [0] * 3
+
+
+def moving(rendezvous: Rendezvous, device: int, start: int, kinds: list[str], turns: int, macros: dict) -> int:
+    stream = cuda.create_stream(device)
+    return storms.storm(rendezvous, SymmetricMemory, start, kinds, turns, device=device, stream=stream, **macros)
+
+
+@pytest.mark.parametrize("stall", [0, 20_000])
+def test_every_kernel_back_to_back(stall: int) -> None:
+    macros = {"STALL": stall} if stall else {}
+    assert on_ranks(moving, 3, seed(), storms.KINDS, 100, macros) == [0] * 3
+
+
+@pytest.mark.parametrize("kind", ["exchange", "all_gather", "reduce_scatter"])
+def test_without_flags_what_moves_is_wrong(kind: str) -> None:
+    assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
 
 
 def absent(rendezvous: Rendezvous, device: int, launch: Launch, how: str) -> str:

@@ -14,12 +14,10 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
-from kos.comm.launches import Launch
 from kos.comm.operation import Operation
 from kos.comm.peer import PeerEngine
 from kos.comm.reduction import resolve
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
-from kos.dtypes import dtype_of
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -27,6 +25,7 @@ from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_peer import COMPILER, HostMemory, communicator, no_gpus
 from tests.comm.gpu_ranks import OnGPU
+from tests.comm.peer_storm import FLOAT, KINDS, storm
 from tests.comm.ranks import assert_bits, inputs
 from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
 from tests.comm.test_peer import (  # noqa: F401 -- collected here
@@ -45,13 +44,6 @@ REDUCTIONS = [  # one of each way in which kernels treat a type
     (BF16, ReduceOp.SUM), (np.dtype(np.float64), ReduceOp.PREMUL_SUM), (np.dtype(np.float16), ReduceOp.MAX),
     (np.dtype(np.int8), ReduceOp.SUM), (np.dtype(np.complex64), ReduceOp.AVG),
 ]  # fmt: skip
-FLOAT = dtype_of(np.dtype(np.float32))
-LAUNCHES = {
-    "one_shot": Launch("one_shot", threads=32), "two_shot": Launch("two_shot", blocks=2, threads=64),
-    "ring": Launch("ring", threads=32), "tree": Launch("tree", threads=32),
-    "push": Launch("push", blocks=2, threads=32), "direct": Launch("direct", blocks=2, threads=32),
-}  # fmt: skip
-KINDS = ["exchange", "all_gather", "reduce_scatter", *LAUNCHES]
 
 
 class ThreadRanks:
@@ -142,75 +134,20 @@ def test_a_broadcast_by_parts(ranks: ThreadRanks, seed: int) -> None:
     ranks.run(body)
 
 
-def storm(rendezvous: Rendezvous, seed: int, kinds: list[str], turns: int, **macros: Any) -> int:
-    """Operations back to back, of random kinds, sizes and places; wrong elements on this rank."""
-    rng, rank, size = np.random.default_rng(seed), rendezvous.rank, rendezvous.size
-    engine = PeerEngine(rendezvous, 0, timeout=20.0, staging=1 << 13, **macros)
-    memory = HostMemory(rendezvous, 1 << 17, 0)
-    engine.register(memory)
-    symmetric = Array(memory.pointer, (1 << 15,), np.float32, 0)
-    wrong = 0
-    for _ in range(turns):
-        count, start = int(rng.integers(1, 5000)), int(rng.integers(0, 9))
-        kind = rng.choice(kinds)
-        if kind in ("reduce_scatter", "all_gather"):
-            count = count // 4 // size * 4
-        x, out = (Array.zeros(5100, np.float32, 0) for _ in range(2))
-        if kind == "all_gather" or rng.random() < 0.5:
-            x, out = symmetric[:5100], symmetric[8192 : 8192 + 3 * 5100]
-        total = size * count if kind == "reduce_scatter" else count
-        x = x[start : start + total]
-        if kind == "all_gather":
-            out = out[4 * start : 4 * start + size * count]
-        else:
-            out = out[start : start + count]
-        if kind in LAUNCHES and rng.random() < 0.3:
-            out = x
-        data = [rng.integers(-99, 99, total).astype(np.float32) for _ in range(size)]
-        x.copy_from(data[rank])
-        expected: Any = sum(data)
-        match kind:
-            case "exchange":  # some bytes of everybody to everybody
-                nbytes = rng.integers(0, 4 * count, (size, size))
-                out = Array.zeros(int(nbytes[:, rank].sum()), np.uint8, 0)
-                starts = np.cumsum([0, *nbytes[:, rank]])
-                sends = [(x.pointer, int(n)) for n in nbytes[rank]]
-                recvs = [(out.pointer + int(a), int(n)) for a, n in zip(starts, nbytes[:, rank], strict=False)]
-                run = engine.bind_exchange(sends, recvs)
-                expected = np.concatenate([data[r].view(np.uint8)[: nbytes[r, rank]] for r in range(size)])
-            case "all_gather":
-                run = engine.bind_all_gather(x.pointer, out.pointer, x.nbytes)
-                expected = np.concatenate(data)
-            case "reduce_scatter":
-                part = slice(rank * count, (rank + 1) * count)
-                out = x[part] if rng.random() < 0.3 else out
-                run = engine.bind_reduce_scatter(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM)
-                expected = expected[part]
-            case _:
-                run = engine.bind_all_reduce(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM, launch=LAUNCHES[kind])
-        if count:
-            run(0)
-            engine.check("storm")
-            wrong += int((out.numpy() != expected).sum())
-    rendezvous.barrier()
-    engine.close()
-    return wrong
-
-
 def test_back_to_back(ranks: ThreadRanks, seed: int) -> None:
-    assert ranks.run_bare(lambda r: storm(r, seed, KINDS, 80)) == [0] * SIZE
+    assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, KINDS, 80)) == [0] * SIZE
 
 
 def test_epochs_start_over(ranks: ThreadRanks, seed: int) -> None:
     """A channel that has counted to its end wipes its inbox and goes on."""
     packets = ["one_shot", "two_shot", "ring", "tree"]
-    assert ranks.run_bare(lambda r: storm(r, seed, packets, 60, RENEW_EPOCH=20)) == [0] * SIZE
+    assert ranks.run_bare(lambda r: storm(r, HostMemory, seed, packets, 60, RENEW_EPOCH=20)) == [0] * SIZE
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: str) -> None:
     """The negative control: kernels that look at no flag must read what has not come."""
-    assert sum(ranks.run_bare(lambda r: storm(r, seed, [kind], 40, BROKEN=1))) > 0
+    assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
 
 def test_messages_of_unequal_sizes(ranks: ThreadRanks) -> None:

@@ -108,6 +108,12 @@ def call(comm: kos.Communicator, name: str, x: Array, y: Array) -> None:
             comm.send_recv(x, y, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
 
 
+def until_it_fails(comm: kos.Communicator, name: str, x: Array, y: Array) -> None:
+    for _ in range(50):
+        call(comm, name, x, y)
+    comm.synchronize(DEADLINE)
+
+
 def survivor(how: str, size: int) -> None:
     """One rank of many; in each operation the last one goes, and the others go on without it."""
     device = int(os.environ["RANK"]) % len(cuda.visible_devices())
@@ -125,9 +131,7 @@ def survivor(how: str, size: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         begun = time.monotonic()
         with pytest.raises((CollectiveTimeout, RankLost)) as raised:
-            for _ in range(50):
-                call(comm, name, x, y)
-            comm.synchronize(DEADLINE)
+            until_it_fails(comm, name, x, y)
         spent = time.monotonic() - begun
         message = str(raised.value)
         print(f"{how} {name} of {comm.size}: {spent:.1f} s: {message}", flush=True)
@@ -151,7 +155,7 @@ def run(code: str, size: int, seconds: float, **more: str) -> list[int | None]:
             [sys.executable, "-c", f"from tests.comm.test_peer_processes import *; {code}"],
             cwd=ROOT,
             env={**os.environ, **environment(rank, size, port, **more)},
-        )  # fmt: skip
+        )
         for rank in range(size)
     ]
     deadline, codes = time.monotonic() + seconds, []

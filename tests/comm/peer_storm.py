@@ -1,0 +1,91 @@
+"""Every kernel over peer memory back to back, on the host (``fake_peer``) and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kos.comm.launches import Launch
+from kos.comm.peer import PeerEngine
+from kos.comm.reduction import ReduceOp
+from kos.comm.rendezvous import Rendezvous
+from kos.dtypes import dtype_of
+from kos.memory.array import Array
+
+FLOAT = dtype_of(np.dtype(np.float32))
+LAUNCHES = {
+    "one_shot": Launch("one_shot", threads=32), "two_shot": Launch("two_shot", blocks=2, threads=64),
+    "ring": Launch("ring", threads=32), "tree": Launch("tree", threads=32),
+    "push": Launch("push", blocks=2, threads=32), "direct": Launch("direct", blocks=2, threads=32),
+}  # fmt: skip
+KINDS = ["exchange", "all_gather", "reduce_scatter", *LAUNCHES]
+
+
+def storm(
+    rendezvous: Rendezvous,
+    memory_of: Any,
+    seed: int,
+    kinds: list[str],
+    turns: int,
+    *,
+    device: int = 0,
+    stream: Any = None,
+    **macros: Any,
+) -> int:
+    """Operations back to back, of random kinds, sizes and places; wrong elements on this rank."""
+    rng, rank, size = np.random.default_rng(seed), rendezvous.rank, rendezvous.size
+    engine = PeerEngine(rendezvous, device, timeout=20.0, staging=1 << 13, **macros)
+    memory = memory_of(rendezvous, 1 << 17, device)
+    engine.register(memory)
+    symmetric = Array(memory.pointer, (1 << 15,), np.float32, device)
+    wrong = 0
+    for _ in range(turns):
+        count, start = int(rng.integers(1, 5000)), int(rng.integers(0, 9))
+        kind = rng.choice(kinds)
+        if kind in ("reduce_scatter", "all_gather"):
+            count = count // 4 // size * 4
+        x, out = (Array.zeros(5100, np.float32, device, stream=stream) for _ in range(2))
+        if kind == "all_gather" or rng.random() < 0.5:
+            x, out = symmetric[:5100], symmetric[8192 : 8192 + 3 * 5100]
+        total = size * count if kind == "reduce_scatter" else count
+        x = x[start : start + total]
+        if kind == "all_gather":
+            out = out[4 * start : 4 * start + size * count]
+        else:
+            out = out[start : start + count]
+        if kind in LAUNCHES and rng.random() < 0.3:
+            out = x
+        data = [rng.integers(-99, 99, total).astype(np.float32) for _ in range(size)]
+        x.copy_from(data[rank], stream)
+        expected: Any = sum(data)
+        match kind:
+            case "exchange":  # some bytes of everybody to everybody
+                nbytes = rng.integers(0, 4 * count, (size, size))
+                out = Array.zeros(int(nbytes[:, rank].sum()), np.uint8, device, stream=stream)
+                starts = np.cumsum([0, *nbytes[:, rank]])
+                sends = [(x.pointer, int(n)) for n in nbytes[rank]]
+                recvs = [(out.pointer + int(a), int(n)) for a, n in zip(starts, nbytes[:, rank], strict=False)]
+                run = engine.bind_exchange(sends, recvs)
+                expected = np.concatenate([data[r].view(np.uint8)[: nbytes[r, rank]] for r in range(size)])
+            case "all_gather":
+                run = engine.bind_all_gather(x.pointer, out.pointer, x.nbytes)
+                expected = np.concatenate(data)
+            case "reduce_scatter":
+                part = slice(rank * count, (rank + 1) * count)
+                out = x[part] if rng.random() < 0.3 else out
+                run = engine.bind_reduce_scatter(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM)
+                expected = expected[part]
+            case _:
+                run = engine.bind_all_reduce(x.pointer, out.pointer, count, FLOAT, ReduceOp.SUM, launch=LAUNCHES[kind])
+        if count:
+            if stream is not None:
+                rendezvous.barrier()  # kernels are loaded by now: on a GPU that waits for those that run
+            run(stream)
+            got = out.numpy(stream)
+            engine.check("storm")
+            wrong += int((got != expected).sum())
+    rendezvous.barrier()
+    engine.close()
+    memory.close()
+    return wrong
