@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import kos
@@ -40,91 +41,84 @@ class Doctor:
         self.report.add([mine], self.rank)
         self.stage = "finding the other ranks"
         try:
-            rendezvous = default_rendezvous(self.options.timeout / 4)
-            self.together(rendezvous, mine)
+            self.together(default_rendezvous(self.options.timeout / 4), mine)
         except Exception as error:
             what = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
-            self.report.add([[Check(self.stage, BAD, f"rank {self.rank}: {what}")]], self.rank)
+            self.fail(f"rank {self.rank}: {what}")
 
     def together(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
+        """What takes all ranks."""
         report, size = self.report, rendezvous.size
-        self.rank, report.size, report.checks = rendezvous.rank, size, []
+        self.rank, report.size, report.checks = rendezvous.rank, size, {}
         self.add(rendezvous, mine)
         report.facts = [json.loads(data) for data in rendezvous.allgather(json.dumps(facts()).encode())]
         report.add([list(ranks.compare(report.facts))] * size)
-        if size > 1:
-            self.stage = "reading each other's memory"
-            self.add(rendezvous, [ranks.cross_memory(rendezvous, report.facts)])
         self.stage = "moving bytes between GPUs"
         self.gpus(rendezvous)
         self.stage = "making a communicator"
         with kos.init(rendezvous=rendezvous, timeout=self.options.timeout / 4) as comm:
             report.backends = comm.explain()
             self.stage = "all_reduce"
-            self.add(rendezvous, list(ranks.trial(comm)))
+            self.add(rendezvous, [ranks.trial(comm)])
             if self.options.measure and size > 1 and not report.bad:
                 self.stage = "measuring messages"
                 report.matrices.append(ranks.measure_host(comm))
             self.stage = "ending"
 
     def add(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
-        everybody = rendezvous.allgather(ranks.to_json(mine))
+        """Report what every rank found."""
+        everybody = rendezvous.allgather(json.dumps([asdict(check) for check in mine]).encode())
         self.report.add([[Check(**check) for check in json.loads(data)] for data in everybody])
 
     def gpus(self, rendezvous: Rendezvous) -> None:
-        report, measure = self.report, self.options.measure
-        alone = rendezvous.size == 1
-        host = sorted({each["host_id"] for each in report.facts}).index(report.facts[rendezvous.rank]["host_id"])
+        """Move bytes between the GPUs of each host."""
+        hosts = [each["host_id"] for each in self.report.facts]
+        limit, measure = self.options.timeout / 4, self.options.measure
         try:
             device: int | None = device_of(rendezvous).index  # asked on all ranks: it is collective
         except BackendUnavailable:
             device = None
-        part = rendezvous.split(None if device is None else host, rendezvous.rank)
-        found: list[Check] = []
-        matrix = None
-        if alone and len(visible_devices()) > 1:
-            check, matrix = ranks.gpus_of_this_process(self.options.timeout / 4, measure)
-            found.append(check)
-        elif part is not None and device is not None and not alone:
+        color = None if device is None else hosts.index(hosts[rendezvous.rank])
+        part = rendezvous.split(color, rendezvous.rank)
+        check = matrix = None
+        if rendezvous.size == 1 and len(visible_devices()) > 1:
+            check, matrix = ranks.gpus_of_this_process(limit, measure)
+        elif part is not None and device is not None and rendezvous.size > 1:
             check, matrix = ranks.gpu_memory(part, device, measure and part.size > 1)
-            found.append(check)
         if part is not None:
             part.close()
-        self.add(rendezvous, found)
+        self.add(rendezvous, [check] if check else [])
         if matrix is not None:
-            report.matrices.append(matrix)
+            self.report.matrices.append(matrix)
 
     def show(self) -> int:
-        """Print the report, on rank 0; returns the exit status."""
+        """Print the report, on rank 0, and draw it if asked to; returns the exit status."""
         if self.rank == 0:
-            self.picture()
+            if self.options.plot is not None:
+                try:
+                    if not self.report.matrices:
+                        raise BackendUnavailable("nothing was measured: it takes two ranks, or two GPUs")
+                    draw(self.report.matrices[0], self.options.plot)
+                except (KosError, OSError, ValueError) as error:
+                    self.report.add([[Check("--plot", NO, str(error))]])
             text = json.dumps(self.report.to_json(), indent=1) if self.options.json else self.report.to_text()
             print(text, flush=True)
         return int(bool(self.report.bad))
 
-    def picture(self) -> None:
-        if self.options.plot is None:
-            return
-        if not self.report.matrices:
-            self.report.add([[Check("--plot", NO, "nothing was measured: it takes two ranks, or two GPUs")]])
-            return
-        try:
-            draw(self.report.matrices[0], self.options.plot)
-        except (KosError, OSError, ValueError) as error:
-            self.report.add([[Check("--plot", NO, str(error))]])
+    def fail(self, what: str) -> None:
+        """The stage that has been reached went wrong."""
+        self.report.add([[Check(self.stage, BAD, what)]], self.rank)
 
     def give_up(self) -> None:
         """What did not end is the finding."""
-        limit = self.options.timeout
-        self.report.add([[Check(self.stage, BAD, f"rank {self.rank}: no end within {limit:g} s")]], self.rank)
+        self.fail(f"rank {self.rank}: no end within {self.options.timeout:g} s")
         self.show()
         os._exit(1)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(prog="python -m kos.doctor", description=" ".join(lines[2:]))
+    parser = argparse.ArgumentParser(prog="python -m kos.doctor", description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--measure", action="store_true", help="bandwidth and latency between every two ranks")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bandwidths (.png, .svg); measures them")

@@ -16,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from kos.comm import nccl_binding
 from kos.comm.rendezvous import host_id
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
-from kos.cuda.kernels import KernelCache, default_cache
+from kos.cuda.kernels import KernelCache
 from kos.errors import KosError
 from kos.memory.ipc import Origin
 
@@ -85,20 +86,9 @@ def bounded(name: str, function: Callable[[], Check | Iterable[Check]], seconds:
 def local_checks() -> list[Check]:
     """Everything that needs no other rank."""
     checks: dict[str, Callable[[], Check | Iterable[Check]]] = {
-        "Python": python,
-        "packages": packages,
-        "MPI": mpi,
-        "host": host,
-        "shared memory": shared_memory,
-        "ptrace": ptrace,
-        "CUDA": cuda_driver,
-        "libraries": libraries,
-        "NVRTC": nvrtc,
-        "GPUs": gpus,
-        "P2P": peer_access,
-        "RDMA": rdma,
-        "kernel cache": kernel_cache,
-    }
+        "host": host, "packages": packages, "MPI": mpi, "shared memory": shared_memory, "CUDA": cuda_driver,
+        "libraries": libraries, "NVRTC": nvrtc, "GPUs": gpus, "P2P": peer_access, "RDMA": rdma,
+    }  # fmt: skip
     return [check for name, function in checks.items() for check in bounded(name, function)]
 
 
@@ -116,30 +106,34 @@ def facts() -> dict[str, object]:
     }
 
 
-def python() -> Check:
-    found = f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {Path(kos.__file__).parent}"
-    return Check("Python", OK, found)
+def host() -> Iterable[Check]:
+    yield Check(
+        "Python", OK, f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
+    )
+    allowed, node = len(os.sched_getaffinity(0)), devices.process_numa_node()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    where = "spanning NUMA nodes" if node is None else f"NUMA node {node}"
+    yield Check("host", OK, f"{platform.node()}: {allowed} of {os.cpu_count()} cores ({where}), {memory:.0f} GiB")
 
 
 def packages() -> Iterable[Check]:
     for extra, names in _EXTRAS.items():
         versions = {name: _version(name) for name in names}
         missing = [name for name, version in versions.items() if version is None]
-        name = f"packages ({extra or 'core'})"
+        title, what = f"packages ({extra or 'core'})", f"kos[{extra}]" if extra else "kos"
         if missing:
-            what = f"kos[{extra}]" if extra else "kos"
             verdict = BAD if extra in ("", "train") else NO
-            yield Check(name, verdict, f"not installed: {', '.join(missing)}", f"pip install '{what}'")
+            yield Check(title, verdict, f"not installed: {', '.join(missing)}", f"pip install '{what}'")
         else:
             spec = importlib.util.find_spec(names[0].replace("-", "."))
-            where = Path(spec.origin).parent.parent if spec is not None and spec.origin else ""
-            found = ", ".join(f"{name} {version}" for name, version in versions.items())
-            yield Check(name, OK, f"{found} in {where}" if where else found)
+            where = f" in {Path(spec.origin).parent.parent}" if spec is not None and spec.origin else ""
+            yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()) + where)
 
 
 def mpi() -> Check:
     """In a process of its own: an MPI that does not fit may end the process that loads it."""
-    done = _run(sys.executable, "-c", _MPI_PROBE)
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    done = run([sys.executable, "-c", _MPI_PROBE])
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         return Check("MPI", NO, why, "pip install 'kos[mpi]', or install the system's MPI; torchrun needs none")
@@ -149,21 +143,12 @@ def mpi() -> Check:
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None:
         return Check("MPI", NO, f"{found}, but no mpirun", "install the mpirun of that library, or use torchrun")
-    said = _run(launcher, "--version").stdout
+    said = run([launcher, "--version"]).stdout
     flavour = next((name for name in ("Open MPI", "Intel") if name in said), "MPICH" if "HYDRA" in said else "")
     if flavour and flavour not in library:
-        return Check(
-            "MPI", NO, f"{found}, but {launcher} is of {flavour}",
-            "start with the mpirun of the library that mpi4py loads, or pip install --no-binary mpi4py mpi4py",
-        )  # fmt: skip
+        remedy = "start with the mpirun of the library that mpi4py loads, or pip install --no-binary mpi4py mpi4py"
+        return Check("MPI", NO, f"{found}, but {launcher} is of {flavour}", remedy)
     return Check("MPI", OK, f"{found}, {launcher}")
-
-
-def host() -> Check:
-    allowed, node = len(os.sched_getaffinity(0)), devices.process_numa_node()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    where = "spanning NUMA nodes" if node is None else f"NUMA node {node}"
-    return Check("host", OK, f"{platform.node()}: {allowed} of {os.cpu_count()} cores ({where}), {memory:.0f} GiB")
 
 
 def shared_memory() -> Check:
@@ -172,30 +157,18 @@ def shared_memory() -> Check:
     size, free = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
     found = f"/dev/shm: {free / 2**20:,.0f} of {size / 2**20:,.0f} MiB free"
     if free < SMALL_SHM:
-        return Check(
-            "shared memory", NO, f"{found}, little for NCCL and MPI", "docker run --shm-size=1g, or --ipc=host"
-        )
+        remedy = "docker run --shm-size=1g, or --ipc=host"
+        return Check("shared memory", NO, f"{found}, little for NCCL and MPI", remedy)
     return Check("shared memory", OK, found)
-
-
-def ptrace() -> Check:
-    scope = devices.read(Path("/proc/sys/kernel/yama/ptrace_scope")) or "0"
-    if scope != "0":
-        remedy = "sysctl kernel.yama.ptrace_scope=0, or docker run --cap-add=SYS_PTRACE"
-        return Check(
-            "ptrace", NO, f"yama.ptrace_scope is {scope}: ranks may not read each other's memory (CMA)", remedy
-        )
-    return Check("ptrace", OK, "not restricted by yama")
 
 
 def cuda_driver() -> Check:
     reason = driver.unavailable()
-    kernel_module = devices.read(Path("/proc/driver/nvidia/version")).splitlines()
     if reason is not None:
         remedy = ""
         if "not installed" in reason:
             remedy = "pip install 'kos[cuda]'"
-        elif kernel_module:
+        elif devices.read(Path("/proc/driver/nvidia/version")):
             remedy = "the kernel has the driver: docker run --gpus all, and look at CUDA_VISIBLE_DEVICES"
         return Check("CUDA", NO, reason, remedy)
     version, bindings = int(call(cu.cuDriverGetVersion)), _version("cuda-bindings") or "13"
@@ -235,12 +208,12 @@ def nvrtc() -> Check:
 def gpus() -> Iterable[Check]:
     for info in cuda.visible_devices():
         major, minor = info.compute_capability
-        found = (
+        yield Check(
+            f"GPU {info.index}", OK,
             f"{info.name}{' (MIG)' if info.mig else ''}, compute capability {major}.{minor}, "
             f"{info.memory / 2**30:.0f} GiB, {info.multiprocessors} SMs, {info.pci_address}, "
-            f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks"
-        )
-        yield Check(f"GPU {info.index}", OK, found)
+            f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks",
+        )  # fmt: skip
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     if hidden is not None and cuda.visible_devices():
         yield Check("CUDA_VISIBLE_DEVICES", OK, hidden)
@@ -271,25 +244,11 @@ def rdma() -> Check:
     return Check("RDMA", OK, said + ("; reaches GPU memory" if reason is None else ""))
 
 
-def kernel_cache() -> Check:
-    directory = default_cache().directory
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory):
-            return Check("kernel cache", OK, str(directory))
-    except OSError as error:
-        return Check("kernel cache", NO, f"{directory}: {error.strerror}", "set XDG_CACHE_HOME to a folder to write in")
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS)
 
 
 def _or_unknown(value: int | None) -> str:

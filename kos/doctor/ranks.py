@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kos.comm import Communicator
-from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous import Rendezvous
 from kos.cuda import create_stream, driver, load_kernel, streams, visible_devices
 from kos.cuda.driver import call, cu
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.errors import KosError
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
+from kos.testing import spawn
 
 Facts = dict[str, Any]
 
@@ -86,38 +84,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"ranks {ranks[0]}-{ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
 
 
-def cross_memory(rendezvous: Rendezvous, everybody: Sequence[Facts]) -> Check:
-    """Whether this rank can read the memory of the others of its host (CMA: what MPI moves large messages by)."""
-    token = np.frombuffer(os.urandom(8), np.uint8).copy()
-    mine = [os.getpid(), token.__array_interface__["data"][0], token.tobytes().hex()]
-    others = [json.loads(data) for data in rendezvous.allgather(json.dumps(mine).encode())]
-    here = everybody[rendezvous.rank]
-    refused = ""
-    for rank, (pid, address, expected) in enumerate(others):
-        if everybody[rank]["host_id"] == here["host_id"] and pid != os.getpid() and not refused:
-            got, why = _read_process(pid, address, len(token))
-            refused = (
-                "" if got.hex() == expected else f"rank {rendezvous.rank} cannot read memory of rank {rank}: {why}"
-            )
-    rendezvous.barrier()  # nobody's token goes before it was read
-    if refused:
-        remedy = "docker run --cap-add=SYS_PTRACE, one pid namespace; MPI goes through shared memory meanwhile"
-        return Check("CMA", NO, refused, remedy)
-    return Check("CMA", OK, "ranks of one host read each other's memory")
-
-
-def _read_process(pid: int, address: int, nbytes: int) -> tuple[bytes, str]:
-    class IoVec(ctypes.Structure):
-        _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-    target = ctypes.create_string_buffer(nbytes)
-    libc = ctypes.CDLL(None, use_errno=True)
-    local, remote = IoVec(ctypes.addressof(target), nbytes), IoVec(address, nbytes)
-    zero = ctypes.c_ulong(0)
-    libc.process_vm_readv(pid, ctypes.byref(local), ctypes.c_ulong(1), ctypes.byref(remote), ctypes.c_ulong(1), zero)
-    return target.raw, os.strerror(ctypes.get_errno())
-
-
 def gpu_memory(rendezvous: Rendezvous, device: int, measure: bool) -> tuple[Check, Matrix | None]:
     """Map the memory of every GPU of the host on every other, move bytes both ways, and time that."""
     nbytes = _FLAGS + 2 * _GPU_BYTES if measure else _FLAGS
@@ -131,23 +97,11 @@ def gpu_memory(rendezvous: Rendezvous, device: int, measure: bool) -> tuple[Chec
 
 def gpus_of_this_process(timeout: float, measure: bool) -> tuple[Check, Matrix | None]:
     """``gpu_memory`` for a job of one rank that sees several GPUs: a thread for each."""
-    size = len(visible_devices())
-    group = ThreadGroup(size)
-    results: list[Any] = [None] * size
-
-    def run(device: int) -> None:
-        try:
-            results[device] = gpu_memory(ThreadRendezvous(group, device, timeout), device, measure)
-        except Exception as error:
-            results[device] = Check("peer memory", NO, f"GPU {device}: {error}"), None
-
-    threads = [threading.Thread(target=run, args=(device,), daemon=True) for device in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(2 * timeout)
-    silent = Check("peer memory", NO, f"copies between GPUs did not end within {2 * timeout:g} s", _LINK_DOES_NOT_WORK)
-    return next((r for r in results if r is None or r[0].verdict != OK), results[0]) or (silent, None)
+    try:
+        found = spawn(lambda comm: gpu_memory(comm.rendezvous, comm.rank, measure), len(visible_devices()), timeout)
+    except KosError as error:
+        return Check("peer memory", NO, str(error), _LINK_DOES_NOT_WORK), None
+    return next((each for each in found if each[0].verdict != OK), found[0])
 
 
 def measure_gpus(rendezvous: Rendezvous, memory: SymmetricMemory) -> Matrix:
@@ -231,33 +185,20 @@ def _gather(rendezvous: Rendezvous, row: np.ndarray[Any, Any]) -> list[list[floa
     return [json.loads(data) for data in rendezvous.allgather(json.dumps(mine).encode())]
 
 
-def trial(comm: Communicator) -> Iterable[Check]:
+def trial(comm: Communicator) -> Check:
     """An all-reduce of an odd size, on the host and, where the ranks have them, on the GPUs; every element checked."""
     pattern = (np.arange(_COUNT) % 1013).astype(np.float32)
     expected = comm.size * pattern + comm.size * (comm.size - 1) / 2
-
-    def on_host() -> Any:
-        return comm.all_reduce(pattern + comm.rank)
-
-    def on_gpu() -> Any:
-        return comm.all_reduce(Array.from_numpy(pattern + np.float32(comm.rank), comm.device or 0)).numpy()
-
-    places: list[tuple[str, Callable[[], Any]]] = [("host", on_host)]
-    if comm.device is not None:
-        places.append((f"cuda:{comm.device}", on_gpu))
-    for place, run in places:
+    mine = pattern + np.float32(comm.rank)
+    for place in ("the host", "the GPUs") if comm.device is not None else ("the host",):
         try:
-            wrong = int(np.sum(run() != expected))
+            array = Array.from_numpy(mine, comm.device or 0) if place == "the GPUs" else mine.copy()
+            result = comm.all_reduce(array)
+            wrong = int(np.sum(np.asarray(result.numpy() if place == "the GPUs" else result) != expected))
         except Exception as error:
-            yield Check("all_reduce", BAD, f"in memory of {place}: {error}")
-            return
+            return Check("all_reduce", BAD, f"in memory of {place}: {error}")
         if wrong:
-            yield Check("all_reduce", BAD, f"in memory of {place}: {wrong} of {_COUNT} elements are wrong")
-            return
-    yield Check(
-        "all_reduce", OK, f"exact on {comm.size} ranks, in memory of the host" + " and the GPUs" * (len(places) > 1)
+            return Check("all_reduce", BAD, f"in memory of {place}: {wrong} of {_COUNT} elements are wrong")
+    return Check(
+        "all_reduce", OK, f"exact on {comm.size} ranks, in memory of the host" + " and the GPUs" * (place != "the host")
     )
-
-
-def to_json(checks: Iterable[Check]) -> bytes:
-    return json.dumps([asdict(check) for check in checks]).encode()
