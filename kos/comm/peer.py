@@ -258,7 +258,7 @@ class PeerEngine:
         """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
         part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, PREMUL_SUM."""
         nbytes = count * dtype.itemsize
-        if nbytes % 16 or op is ReduceOp.PREMUL_SUM or self.size == 1:
+        if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or self.size == 1:
             return None
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
@@ -272,7 +272,7 @@ class PeerEngine:
         """The all-gather of ``nbytes`` from each rank into symmetric memory; None for anything else, and for parts
         that are no whole vectors."""
         place = self._symmetric(recv, nbytes * self.size)
-        if place is None or nbytes % 16:
+        if place is None or nbytes % 16 or not nbytes:
             return None
         kernel = load_kernel(KERNELS / "all_gather.cu", "all_gather", self.device, THREADS=512, **self._macros)
         blocks = min(-(-nbytes // _SHARE), self.blocks)

@@ -44,10 +44,10 @@ def storm(
         count, start = int(rng.integers(1, 5000)), int(rng.integers(0, 9))
         kind = rng.choice(kinds)
         if kind in ("reduce_scatter", "all_gather"):
-            count = count // 4 // size * 4
-        x, out = (Array.zeros(5100, np.float32, device, stream=stream) for _ in range(2))
+            count = count // 4 // size * 4 + 4
+        x, out = (Array.zeros(5200, np.float32, device, stream=stream) for _ in range(2))
         if kind == "all_gather" or rng.random() < 0.5:
-            x, out = symmetric[:5100], symmetric[8192 : 8192 + 3 * 5100]
+            x, out = symmetric[:5200], symmetric[8192 : 8192 + 3 * 5200]
         total = size * count if kind == "reduce_scatter" else count
         x = x[start : start + total]
         if kind == "all_gather":
