@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tomllib
@@ -16,6 +17,11 @@ from pydantic.fields import FieldInfo
 from kos.errors import ConfigError
 from kos.train.config import KEYS, closest, flag_of
 from kos.train.presets import PRESETS
+
+METAVARS = {
+    "out": "DIR", "resume": "DIR|auto", "init_from": "DIR", "data": "NAME|PATH", "tokenizer": "NAME|PATH",
+    "prompt": "TEXT", "timeout": "SECONDS",
+}  # fmt: skip
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,19 +39,15 @@ def _type_of(field: FieldInfo) -> Any:
 
 def _value(field: FieldInfo, text: str) -> Any:
     """The number that ``text`` spells if the field wants one, otherwise ``text`` for validation to refuse."""
-    if _type_of(field) not in (int, float):
-        return text
-    try:
-        return _type_of(field)(text)
-    except ValueError:
-        return text
+    with contextlib.suppress(ValueError):
+        return _type_of(field)(text) if _type_of(field) in (int, float) else text
+    return text
 
 
 def _default(key: str, field: FieldInfo) -> str:
     values: Mapping[str, Any] = PRESETS["tiny"].values
     section, _, name = key.rpartition(".")
-    fallback = None if field.is_required() else field.default
-    value = (values[section] if section else values).get(name, fallback)
+    value = (values[section] if section else values).get(name, None if field.is_required() else field.default)
     return "" if value in (None, "") else f" [{value}]"
 
 
@@ -62,29 +64,19 @@ def make_parser() -> argparse.ArgumentParser:
     )
     groups: dict[str, Any] = {}
     for key, field in KEYS.items():
-        extra = field.json_schema_extra
-        if not isinstance(extra, dict):
+        if not isinstance(field.json_schema_extra, dict):
             continue
-        title = str(extra["group"])
+        title = str(field.json_schema_extra["group"])
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
             if title == "Run":
                 groups[title].add_argument("--config", metavar="FILE", help="TOML or JSON file of these keys")
-        help_text = f"{field.description}{_default(key, field)}".replace("%", "%%")
-        if field.annotation is bool:
-            groups[title].add_argument(
-                flag_of(key), dest=key, help=help_text, action=argparse.BooleanOptionalAction
-            )
-        else:
-            groups[title].add_argument(flag_of(key), dest=key, help=help_text, metavar=_metavar(key, field))
+        about = f"{field.description}{_default(key, field)}".replace("%", "%%")
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if field.annotation is not bool:
+            kind = {"metavar": METAVARS.get(key, {int: "N", float: "X"}.get(_type_of(field), "NAME"))}
+        groups[title].add_argument(flag_of(key), dest=key, help=about, **kind)
     return parser
-
-
-def _metavar(key: str, field: FieldInfo) -> str:
-    named = {"preset": "NAME", "out": "DIR", "resume": "DIR|auto", "init_from": "DIR", "data": "NAME|PATH",
-             "tokenizer": "NAME|PATH", "prompt": "TEXT", "timeout": "SECONDS"}  # fmt: skip
-    kind = _type_of(field)
-    return named.get(key, {int: "N", float: "X"}.get(kind, "NAME"))
 
 
 def _preset_table() -> str:
@@ -113,12 +105,7 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))
-    flags: dict[str, Any] = {"model": {}}
-    for key, value in given.items():
-        section, _, name = key.rpartition(".")
-        (flags[section] if section else flags)[name] = (
-            value if isinstance(value, bool) else _value(KEYS[key], value)
-        )
+    flags = {key: value if isinstance(value, bool) else _value(KEYS[key], value) for key, value in given.items()}
     return [*layers, ("flags", flags)]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 from kos.errors import ConfigError
@@ -19,29 +19,16 @@ def run_folder(config: TrainConfig) -> Path:
     """
     if config.out is not None:
         return config.out
+    first = RUNS / config.preset
+    folders = itertools.chain([first], (RUNS / f"{config.preset}-{number}" for number in itertools.count(2)))
     try:
         if config.resume == "auto":
-            return _last(config.preset)
-        return _claim(config.preset)
+            taken = list(itertools.takewhile(Path.exists, folders)) or [first]
+            return next((folder for folder in reversed(taken) if (folder / "checkpoints").is_dir()), taken[-1])
+        while True:
+            folder = next(folders)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(parents=True)
+                return folder
     except OSError as error:
         raise ConfigError(f"--out {RUNS}: expected a folder that can be written, got {error}") from error
-
-
-def _folders(preset: str) -> Iterator[Path]:
-    return (RUNS / (preset if number == 1 else f"{preset}-{number}") for number in itertools.count(1))
-
-
-def _claim(preset: str) -> Path:
-    for folder in _folders(preset):
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("itertools.count ended")
-
-
-def _last(preset: str) -> Path:
-    taken = list(itertools.takewhile(Path.exists, _folders(preset)))
-    begun = [folder for folder in taken if (folder / "checkpoints").is_dir()]
-    return (begun or taken or [next(_folders(preset))])[-1]

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,52 +61,37 @@ def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Gen
 
 
 def sample_text(
-    model: Llama,
-    weights: Mapping[str, np.ndarray],
-    tokenizer: Tokenizer,
-    prompt: str,
-    count: int,
-    *,
-    seed: int,
-    temperature: float,
-    top_k: int,
+    model: Llama, weights: Mapping[str, np.ndarray], tokenizer: Tokenizer, prompt: str, count: int, **options: Any
 ) -> str:
-    """``prompt`` and up to ``count`` generated tokens, as text."""
-    ids = [int(token) for token in tokenizer.encode(prompt)] or [tokenizer.start]
-    drawn = generate(
-        model, weights, ids, count, seed=seed, temperature=temperature, top_k=top_k, stop=tokenizer.eos
-    )
-    return prompt + tokenizer.decode(list(drawn))
+    """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
+    ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
+    return prompt + tokenizer.decode(generate(model, weights, ids, count, stop=tokenizer.eos, **options))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kos.train.sample", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m kos.train.sample",
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's folder, or a checkpoint's")
     parser.add_argument("--prompt", default="", help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=500, help="tokens to generate (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all (default)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tokens", type=int, default=500, help="tokens to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
     arguments = parser.parse_args(argv)
+    options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}
     try:
-        for name in ("temperature", "top_k", "tokens", "seed"):
-            if not getattr(arguments, name) >= 0:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag}: expected 0 or more, got {getattr(arguments, name)}")
+        for name, value in {"tokens": arguments.tokens, **options}.items():
+            if not value >= 0:
+                raise ConfigError(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
         found = checkpoint.find(arguments.run)
         model = make_model(found.model_config(), numpy_ops)
         weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
         found.load_weights(weights)
-        text = sample_text(
-            model,
-            weights,
-            tokenizer_from_json(found.tokenizer()),
-            arguments.prompt,
-            arguments.tokens,
-            seed=arguments.seed,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-        )
+        tokenizer = tokenizer_from_json(found.tokenizer())
+        text = sample_text(model, weights, tokenizer, arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
         return 1
