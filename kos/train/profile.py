@@ -27,7 +27,7 @@ from kos.dtypes import DTYPES
 from kos.train.machine import peak_flops
 from kos.train.ops import Ops
 
-WARM_UP = 3  # steps: kernels are loaded in the first, the second is captured
+WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 COPIED = 128 << 20  # bytes, more than a cache holds
 COMPUTE, COMMUNICATION = 0, 1  # lanes of a rank
 UNTIMED = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
@@ -105,9 +105,11 @@ class Profiler:
         self.bandwidth, self.arithmetic = self._limits()
         engine.model.ops = watched = _Watched(self)
         if self.on_host:
+            engine.start_step = self._alone(engine.start_step)
             engine.optimizer.step = self.timed("optimizer", engine.optimizer.step, (engine.weights.flat,) * 7)
         else:
             engine.optimizer.ops = watched
+            engine._queue_step = self._alone(engine._queue_step)
         for part in getattr(comm.backend, "gpus", (comm.backend,)):
             if isinstance(part, DeviceBackend):
                 self._watch(part)
@@ -124,6 +126,15 @@ class Profiler:
             label = kernel if weight is None else f"{name} {len(arguments[0])} x {arguments[weight].shape}"
             self.spans.append(Span(label, COMPUTE, begin, self.marks.mark(), *moved))
             return result
+
+        return run
+
+    def _alone(self, function: Callable[..., None]) -> Callable[..., None]:
+        """A step without what was noted before: another step, or its rehearsal."""
+
+        def run(*arguments: Any) -> None:
+            self.spans.clear()
+            function(*arguments)
 
         return run
 
@@ -170,12 +181,10 @@ class Profiler:
             if step == first + WARM_UP:
                 self.comm.all_gather_bytes(b"")  # ranks begin together
                 origin = self.marks.mark()
-            before, began = len(self.spans), self.marks.mark()
+            began = self.marks.mark()
             self.engine.start_step(step, False)
             ended = self.marks.mark()
             self.engine.finish_step(step)
-            if len(self.spans) > before:  # a replay has those of its capture
-                del self.spans[:before]
             if step < first + WARM_UP:
                 continue
             lasted.append(clock(began, ended))

@@ -1,0 +1,131 @@
+"""--profile: costs by shape, what a trace holds, on the CPU and on the emulated device, streams of collectives."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.memory.array import Array
+from kos.testing import spawn
+from kos.train import loop, profile
+from kos.train.config import TrainConfig
+from kos.train.loop import Trainer
+from kos.train.profile import Marks, Profiler, cost
+from tests.comm.fake_nccl import Group, communicator, no_gpu
+from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device
+from tests.train.test_engine_on_host import SMALL
+
+PRODUCTS = 4 * 2 + 1  # of the two layers of SMALL, and the head
+
+
+def test_costs_follow_from_shapes():
+    f32 = np.float32
+    x, w, y, losses = np.zeros((6, 4), f32), np.zeros((5, 4), f32), np.zeros((6, 5), f32), np.zeros(6, f32)
+    assert cost("linear", (x, w, y, None)) == (4 * (24 + 20 + 30), 2 * 6 * 5 * 4)
+    assert cost("linear_backward", (y, x, w, x, w, False, None)) == (4 * (30 + 2 * 24 + 2 * 20), 4 * 6 * 5 * 4)
+    heads, kv, d, samples, length = 4, 2, 3, 2, 7
+    qkv, out = np.zeros((14, (heads + 2 * kv) * d), f32), np.zeros((14, heads * d), f32)
+    lse = np.zeros((samples, heads, length), f32)
+    causal = 2 * (2 * samples * heads * length * length * d) / 2  # two products, half of each
+    assert cost("attention", (qkv, heads, kv, out, lse, None))[1] == causal
+    assert cost("attention_backward", (out, qkv, out, lse, heads, kv, qkv, None))[1] == 2.5 * causal
+    assert cost("swiglu", (y, x, None)) == (4 * (30 + 24), 0)
+    assert cost("rope", (x, (w, w), 2, 2, None)) == (2 * x.nbytes, 0)
+    assert cost("cross_entropy_with_gradient", (y, losses, losses[:1], losses, None))[0] == 4 * (60 + 6 + 1 + 6)
+    assert cost("embedding", (np.zeros(6, np.int32), np.zeros((1000, 4), f32), x))[0] == 24 + 2 * x.nbytes
+    shard, gradients, copy = np.zeros(8, f32), np.zeros(32, f32), np.zeros(32, np.float16)
+    state = ("adamw.cu", "adamw", 1, 256, shard, gradients, shard.copy(), shard.copy(), copy, losses, losses, 0.9)
+    assert cost("adamw", state)[0] == 8 * (4 + 4 + 4 + 4 * 4 + 2)
+    assert cost("adamw", (*state[:8], shard, *state[9:]))[0] == 8 * (4 + 4 + 4 + 4 * 4)
+
+
+def profiled(tmp_path, ranks, wrap=lambda comm: comm, **changes):
+    """The table of rank 0 and, by rank, lane and name, the events of a profile of two steps."""
+    data = tmp_path / "letters.txt"
+    data.write_bytes(np.random.default_rng(7).integers(97, 110, 2000, np.uint8).tobytes())
+    values = {**SMALL, "data": str(data), "out": tmp_path / "run", "profile": 2, **changes}
+    spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), wrap(comm)).run(), ranks, timeout=100)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    events = json.loads((tmp_path / "run" / "profile.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
+    names = {(e["pid"], e.get("tid"), e["args"]["name"]) for e in events if e["ph"] == "M"}
+    assert names >= {(ranks - 1, None, f"rank {ranks - 1}"), (0, 0, "compute"), (0, 1, "communication")}
+    return (tmp_path / "run" / "profile.txt").read_text(), spans
+
+
+def count(spans, rank=0):
+    return Counter((span["tid"], span["name"].split()[0]) for span in spans if span["pid"] == rank)
+
+
+def test_on_the_cpu(tmp_path, capsys):
+    table, spans = profiled(tmp_path, 2)
+    for rank in range(2):
+        found = count(spans, rank)
+        assert found[0, "linear"] == found[0, "linear_backward"] == 2 * 2 * PRODUCTS  # steps, micro-batches
+        assert found[0, "attention"] == 2 * 2 * 2 and found[0, "optimizer"] == 2
+        assert found[1, "all_reduce"] == 2 and found[1, "all_gather"] == 2
+    flops = {span["name"]: span["args"] for span in spans}["linear 16 x (58, 24)"]
+    assert flops == {"bytes": 4 * (16 * 24 + 58 * 24 + 16 * 58), "flops": 2.0 * 16 * 58 * 24}
+    rows = {line.split()[0]: line.split() for line in table.splitlines()}
+    assert rows["attention_backward"][1] == "4" and rows["limits:"][-1] == "TFLOP/s"
+    step = float(next(line for line in table.splitlines() if line.startswith("a step")).split()[2].rstrip(","))
+    alone = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["pid"] == s["tid"] == 0)
+    assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(alone)), "operations of one thread overlap"
+    assert 0 < sum(end - begin for begin, end in alone) / 2e3 <= 2.1 * step
+    assert table in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_on_the_emulated_device(tmp_path, monkeypatch, graph):
+    """Events are recorded when the device comes to them: of a captured step, at each replay."""
+    host_engine(monkeypatch)
+    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
+    clock = itertools.count()
+
+    def mark(self, stream=None):
+        event = SimpleNamespace(at=None)
+        on_device(lambda: setattr(event, "at", next(clock)))
+        return event
+
+    monkeypatch.setattr(Marks, "mark", mark)
+    monkeypatch.setattr(Marks, "microseconds", lambda self, begin, end: float(end.at - begin.at))
+    monkeypatch.setattr(profile, "device_info", lambda device: SimpleNamespace(name="host"))
+    monkeypatch.setattr(profile.streams, "handle", lambda stream: 7)
+    table, spans = profiled(tmp_path, 1, DeviceComm, device="cuda", graph=graph)
+    found = count(spans)
+    assert found[0, "linear"] == found[0, "linear_backward"] == 2 * 4 * PRODUCTS
+    assert found[0, "adamw"] == found[0, "prepare"] == found[0, "squares"] == 2
+    assert {span["dur"] for span in spans} == {1.0}  # nothing is marked in between
+    begins = [span["ts"] for span in spans]
+    assert begins == sorted(begins) and len(set(begins)) == len(begins), "the second step has the first's marks"
+    assert "adamw" in table
+
+
+def test_collectives_are_marked_on_the_stream_that_they_run_on(monkeypatch):
+    def run(control):
+        comm = communicator(ThreadRendezvous(threads, control.rank, 20.0), group)
+        profiler = object.__new__(Profiler)
+        profiler.spans, marked = [], []
+        profiler.marks = SimpleNamespace(mark=marked.append)
+        profiler._watch(comm.backend)
+        x = Array.from_numpy(np.arange(8, dtype=np.float32), 0)
+        comm.all_reduce(x)
+        own = list(marked)
+        comm.all_gather(x[4 * comm.rank :][:4], x, async_op=True).wait()
+        beside = marked[len(own) :]
+        comm.close()
+        facts = [(span.name, span.lane, span.nbytes) for span in profiler.spans]
+        return own, beside, facts, x.numpy()[:4].tolist()
+
+    with no_gpu(monkeypatch):
+        threads, group = ThreadGroup(2), Group(2)
+        for own, beside, facts, values in spawn(run, 2):
+            assert len(own) == len(beside) == 2 and len(set(own)) == len(set(beside)) == 1 and own[0] != beside[0]
+            assert facts == [("all_reduce", 1, 32), ("all_gather", 1, 32)] and values == [0.0, 2.0, 4.0, 6.0]
