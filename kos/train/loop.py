@@ -145,8 +145,9 @@ class Trainer:
             self._announce()
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
-            if self.start == 0:
-                self.console.say(f"validation loss before training: {self.engine.evaluate():.4f}")
+            untrained = self.engine.evaluate() if self.start == 0 else None
+            if untrained is not None:
+                self.console.say(f"validation loss before training: {untrained:.4f}")
             step = started = self.start
             stopped = False
             while step < started or (step < config.steps and not stopped):
@@ -154,6 +155,8 @@ class Trainer:
                     self.engine.start_step(started, self._stop_asked)
                     started += 1
                 row, stop = self._finish_step(step)
+                if step == 0:
+                    row["val_loss_before"] = untrained
                 step, stopped = step + 1, stopped or stop
                 last = step == config.steps or (stopped and step == started)
                 if _every(config.eval_every, step) or step == config.steps:

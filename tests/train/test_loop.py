@@ -275,4 +275,5 @@ def test_recompute_and_outliers(text: Path, tmp_path: Path, capsys: Any) -> None
     capsys.readouterr()
     rows = _train(text, tmp_path / "skipped", 2, steps=3, skip_outliers=0.5 * min(norms))
     assert f"before training: {rows[-1]['val_loss']:.4f}" in capsys.readouterr().out
+    assert [row["val_loss_before"] for row in rows if "val_loss_before" in row] == [rows[-1]["val_loss"]]
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["grad_norm"] == pytest.approx(norms[0], rel=1e-5)
