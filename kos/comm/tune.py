@@ -7,11 +7,11 @@ every kernel of peer's all-reduce; writes the table that ``auto`` uses from then
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,10 +23,11 @@ from typing import Any
 from kos.comm import Communicator, init, nccl_binding
 from kos.comm.backends.peer import PeerBackend
 from kos.comm.launches import Launch, Launches
-from kos.comm.tuning import Key, Route, Table, machine, parse, pick, user_path
+from kos.comm.tuning import Route, Table, key, machine, parse, pick, user_path
 from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.cuda.driver import call, cu
 from kos.errors import InvalidArgument, KosError
+from kos.files import replace_file
 from kos.memory.array import Array, as_dtype
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -55,34 +56,25 @@ def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
         yield from (Launch("copies", pieces=pieces) for pieces in (1, 2))
 
 
-def crossing(a: int, b: int, before: float | None, after: float | None) -> int:
-    """Bytes between ``a`` and ``b`` where two lines of time meet, from how many times slower the other one is at
-    ``a`` and at ``b``; half way, as sizes go, if that is not known."""
-    if before is None or after is None or before * after <= 1:
-        before = after = 2.0
-    part = math.log(max(before, 1.0)) / math.log(max(before, 1.0) * max(after, 1.0))
-    return round(a * (b / a) ** part)
-
-
 def best_of(times: Times) -> list[tuple[int | None, str]]:
     """(bytes up to which, name of the fastest), from the times at some sizes."""
-    sizes = sorted(times)
-    chosen: list[str] = []
-    for size in sizes:
-        fastest = min(times[size], key=lambda name: times[size][name])
-        former = chosen[-1] if chosen else fastest
-        stays = times[size].get(former, math.inf) <= _TIE * times[size][fastest]
-        chosen.append(former if stays else fastest)
     rows: list[tuple[int | None, str]] = []
-    for (a, here), (b, there) in zip(
-        zip(sizes, chosen, strict=True), zip(sizes[1:], chosen[1:], strict=False), strict=False
-    ):
-        if here != there:
-            before, after = (times[at].get(other, math.nan) / times[at].get(own, math.nan)
-                             for at, own, other in ((a, here, there), (b, there, here)))  # fmt: skip
-            known = not (math.isnan(before) or math.isnan(after))
-            rows.append((crossing(a, b, before if known else None, after if known else None), here))
-    return [*rows, (None, chosen[-1])]
+    former, smaller = "", 0
+    for size, here in sorted(times.items()):
+        fastest = min(here, key=lambda name: here[name])
+        if former and here.get(former, math.inf) > _TIE * here[fastest]:
+            rows.append((crossing(times, smaller, size, former, fastest), former))
+            former = fastest
+        former, smaller = former or fastest, size
+    return [*rows, (None, former)]
+
+
+def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
+    """Bytes between sizes ``a`` and ``b`` where two lines of time meet; half way, as sizes go, if that is not known."""
+    lead = math.log(times[a].get(after, math.nan) / times[a][before])  # of the one that is faster at a
+    lag = math.log(times[b].get(before, math.nan) / times[b][after])
+    part = max(lead, 0.0) / (max(lead, 0.0) + max(lag, 0.0)) if lead + lag > 0 else 0.5
+    return round(a * (b / a) ** part)
 
 
 class Tuner:
@@ -176,12 +168,12 @@ class Tuner:
 
     def launches(self, symmetric: bool) -> tuple[tuple[float, Launch], ...]:
         """The fastest kernels of peer's all-reduce (bf16, in graphs)."""
-        backend, times, named = self._peer, Times(), {}
+        times, named = Times(), {}
         for nbytes in self.sizes:
             times[nbytes] = {}
             for launch in candidates(nbytes, symmetric):
                 alone = ((math.inf, launch),)
-                backend.use(Launches(alone, alone))
+                self._peer.use(Launches(alone, alone))
                 start = self.bind(self.peer, "all_reduce", nbytes, "bfloat16", symmetric)
                 named[repr(launch)] = launch
                 times[nbytes][repr(launch)] = self.time(start, nbytes, graph=True)
@@ -192,9 +184,8 @@ class Tuner:
         assert isinstance(self.peer.backend, PeerBackend)
         return self.peer.backend
 
-    def route(self, key: Key) -> Route:
+    def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
         """Which backend is faster, by size."""
-        operation, wide, symmetric, graph = key
         times: Times = {}
         whole = operation in ("all_gather", "gather", "scatter")
         for nbytes in self.sizes:
@@ -205,40 +196,36 @@ class Tuner:
                 start = self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric)
                 times[nbytes][name] = self.time(start, nbytes, graph)
             us = {name: round(value, 2) for name, value in times[nbytes].items()}
-            self.measured.append({"operation": operation, "wide": wide, "symmetric": symmetric, "graph": graph,
-                                  "bytes": nbytes, **us})  # fmt: skip
+            self.measured.append({"route": key(operation, wide, symmetric, graph), "bytes": nbytes, **us})
         return tuple(best_of(times))
 
     def table(self, say: Callable[[str], None]) -> Table:
-        gpu, link = machine(self.device)
-        found = {}
-        for symmetric in (True, False):
-            found[symmetric] = self.launches(symmetric)
-            kind = "symmetric" if symmetric else "ordinary"
-            say(f"peer's all_reduce, {kind} buffers: {len(found[symmetric])} kinds of launches")
-        launches = Launches(symmetric=found[True], ordinary=found[False])
+        """Measure all of it."""
+        launches = Launches(symmetric=self.launches(True), ordinary=self.launches(False))
+        say(f"peer's all_reduce: {len(launches.symmetric)} and {len(launches.ordinary)} kinds of launches")
         self._peer.use(launches)
-        keys: list[Key] = [
-            ("all_reduce", wide, symmetric, graph)
-            for wide in (False, True) for symmetric in (True, False) for graph in (True, False)
-        ]  # fmt: skip
-        keys += [(operation, False, False, graph) for operation in OTHERS for graph in (True, False)]
+        both = (False, True)
+        calls = [
+            ("all_reduce", wide, symmetric, graph) for wide, symmetric, graph in itertools.product(both, both, both)
+        ]
+        calls += [(operation, False, False, graph) for operation, graph in itertools.product(OTHERS, both)]
         routes = {}
-        for key in keys:
-            routes[key] = self.route(key)
-            say(f"{' '.join(map(str, key))}: " + ", ".join(f"{name} to {limit}" for limit, name in routes[key]))
+        for each in calls:
+            name = key(*each)
+            routes[name] = self.route(*each)
+            say(f"{name}: " + ", ".join(f"{backend} to {limit}" for limit, backend in routes[name]))
+        gpu, link = machine(self.device)
         return Table(gpu, link, self.size, "measured now", launches, simplified(routes, self.measured))
 
 
-def simplified(routes: Mapping[Key, Route], measured: Sequence[Mapping[str, Any]]) -> dict[Key, Route]:
+def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]]) -> dict[str, Route]:
     """One route for calls in graphs and others, where that costs neither more than a tie: looking costs time too."""
     kept = dict(routes)
-    for key, route in routes.items():
-        operation, wide, symmetric, graph = key
-        other = operation, wide, symmetric, not graph
-        rows = [m for m in measured if (m["operation"], m["wide"], m["symmetric"], m["graph"]) == other]
-        if graph and all(m[pick(route, m["bytes"])] <= _TIE * min(m["peer"], m["nccl"]) for m in rows):
-            kept.pop(other, None)
+    for name, route in routes.items():
+        eager = name.replace(" graph", " eager")
+        rows = [m for m in measured if m["route"] == eager]
+        if eager != name and all(m[pick(route, m["bytes"])] <= _TIE * min(m["peer"], m["nccl"]) for m in rows):
+            kept.pop(eager, None)
     return kept
 
 
@@ -246,25 +233,7 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
     """The whole file or none; it must be readable as a table."""
     parse(data, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-        file.write(_by_lines(data) + "\n")
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
-
-
-def _by_lines(data: Mapping[str, Any]) -> str:
-    """JSON with a line for each route and measurement."""
-    lines = ["{"]
-    for key, value in data.items():
-        end = "" if key == list(data)[-1] else ","
-        if isinstance(value, dict) and key != "provenance":
-            rows = [f"  {json.dumps(name)}: {json.dumps(each)}" for name, each in value.items()]
-            lines += [f' "{key}": {{', ",\n".join(rows), f" }}{end}"]
-        elif isinstance(value, list):
-            lines += [f' "{key}": [', ",\n".join("  " + json.dumps(each) for each in value), f" ]{end}"]
-        else:
-            lines.append(f" {json.dumps(key)}: {json.dumps(value)}{end}")
-    return "\n".join([*lines, "}"])
+    replace_file(path, json.dumps(data, indent=1).encode())
 
 
 def provenance() -> dict[str, Any]:
@@ -290,8 +259,7 @@ def _bytes(text: str) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(prog="python -m kos.comm.tune", description=" ".join(lines[2:]))
+    parser = argparse.ArgumentParser(prog="python -m kos.comm.tune", description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="measure up to this size (1G)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the user's cache)")
     options = parser.parse_args(arguments)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from kos.comm.launches import DEFAULT, END, TABLES, Launches, by_size
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda.devices import device_info, nvlinks
 from kos.errors import InvalidArgument
+from kos.files import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +31,18 @@ _LIKE = {
     "all_to_all_v": "all_to_all", "all_gather_v": "all_gather", "reduce_scatter_v": "reduce_scatter",
     "send": "send_recv", "recv": "send_recv",
 }  # fmt: skip
-_LARGEST_FILE = 4 << 20
 
-Key = tuple[str, bool, bool, bool]
-"""Operation, elements of more than 16 bits, both buffers symmetric, within a graph."""
 Route = tuple[tuple[int | None, str], ...]
 """(bytes up to which, backend), sorted; the last has no end."""
+
+
+def key(operation: str, wide: bool, symmetric: bool, graph: bool) -> str:
+    """What has a route of its own: "all_reduce 16-bit symmetric graph".
+
+    ``wide`` are elements of more than 16 bits; ``symmetric`` are both buffers, or else they count as ordinary.
+    """
+    bits, kind = "32-bit" if wide else "16-bit", "symmetric" if symmetric else "ordinary"
+    return f"{operation} {bits} {kind} {'graph' if graph else 'eager'}"
 
 
 @dataclass(frozen=True)
@@ -49,19 +54,19 @@ class Table:
     ranks: int
     source: str  # where it comes from, for ``explain``
     launches: Launches
-    routes: Mapping[Key, Route]
+    routes: Mapping[str, Route]
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
         """By which backend the operation goes, by its bytes; what was not measured goes as what is most like it."""
         flags = itertools.product((wide, not wide), (symmetric, not symmetric), (graph, not graph))
-        others = [(_LIKE.get(operation, operation), *each) for each in flags]
-        return next((self.routes[key] for key in others if key in self.routes), UNMEASURED)
+        names = [key(_LIKE.get(operation, operation), *each) for each in flags]
+        return next((self.routes[name] for name in names if name in self.routes), UNMEASURED)
 
     def explain(self, *, routes: bool) -> list[tuple[str, str]]:
         """Routes, if asked for, and kernels, for people: (what, up to which size)."""
         rows = [("tuning table", self.source)]
-        for key, route in self.routes.items() if routes else ():
-            rows.append((_name(key), ", ".join(f"{name} {_size(limit)}" for limit, name in route)))
+        for name, route in self.routes.items() if routes else ():
+            rows.append((name, ", ".join(f"{backend} {_size(limit)}" for limit, backend in route)))
         for kind in ("symmetric", "ordinary"):
             each = [f"{launch.algorithm} {_size(limit)}" for limit, launch in getattr(self.launches, kind)]
             rows.append((f"peer's all_reduce, {kind} buffers", ", ".join(each)))
@@ -75,25 +80,19 @@ class Table:
             "link": self.link,
             "ranks": self.ranks,
             "launches": self.launches.as_json(),
-            "routes": {_name(key): [list(row) for row in route] for key, route in self.routes.items()},
+            "routes": {name: [list(row) for row in route] for name, route in self.routes.items()},
         }
-
-    @property
-    def fingerprint(self) -> str:
-        text = json.dumps(self.to_json(), sort_keys=True)
-        return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _size(limit: float | None) -> str:
     if limit is None or limit == END:
         return "above"
-    unit, name = next(
-        (unit, name) for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB"), (1, "B")) if limit >= unit
-    )
-    return f"to {limit / unit:.3g} {name}"
+    power = min((int(limit).bit_length() - 1) // 10, 3)
+    return f"to {limit / 1024**power:.3g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def pick(route: Route, nbytes: int) -> str:
+    """The backend for so many bytes."""
     return next(name for limit, name in route if limit is None or nbytes <= limit)
 
 
@@ -106,10 +105,10 @@ def parse(data: Any, source: str) -> Table:
             if type(data[name]) is not kind:
                 raise InvalidArgument(f"{name}: expected {kind.__name__}, got {data[name]!r}")
         kernels = Launches.from_json(data["launches"])
-        routes = {_key(name): tuple(by_size(name, route)) for name, route in data["routes"].items()}
-        for key, route in routes.items():
+        routes = {name: tuple(by_size(name, route)) for name, route in data["routes"].items()}
+        for name, route in routes.items():
             if wrong := [backend for _, backend in route if backend not in BACKENDS]:
-                raise InvalidArgument(f"{_name(key)}: expected peer or nccl, got {wrong[0]!r}")
+                raise InvalidArgument(f"{name}: expected peer or nccl, got {wrong[0]!r}")
     except InvalidArgument:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -117,27 +116,12 @@ def parse(data: Any, source: str) -> Table:
     return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes)
 
 
-def _name(key: Key) -> str:
-    """As in files: "all_reduce 16-bit symmetric graph"."""
-    operation, wide, symmetric, graph = key
-    return f"{operation} {'32' if wide else '16'}-bit {_KINDS[symmetric]} {_MODES[graph]}"
-
-
-def _key(name: str) -> Key:
-    operation, bits, kind, mode = name.split()
-    return operation, ("16-bit", "32-bit").index(bits) == 1, _KINDS.index(kind) == 1, _MODES.index(mode) == 1
-
-
-_KINDS, _MODES = ("ordinary", "symmetric"), ("eager", "graph")
-
-
 # Finding the table.
 
 
 def user_path(gpu: str, ranks: int) -> Path:
     """Where the user's own table lies."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return cache / "kos" / "tuning" / _file(gpu, ranks)
+    return cache_folder() / "tuning" / _file(gpu, ranks)
 
 
 def _file(gpu: str, ranks: int) -> str:
@@ -148,15 +132,13 @@ def _file(gpu: str, ranks: int) -> str:
 def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
     """The table in a file.  Raises InvalidArgument if it is damaged or not for such a machine."""
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise InvalidArgument(f"expected at most {_LARGEST_FILE} bytes, got {path.stat().st_size}")
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
     table = parse(data, str(path))
-    made_for, here = (table.gpu, table.link, table.ranks), (gpu, link, ranks)
-    if made_for != here:
-        raise InvalidArgument("measured on {2} x {0} ({1}), but this is {5} x {3} ({4})".format(*made_for, *here))
+    if (table.gpu, table.link, table.ranks) != (gpu, link, ranks):
+        made_for = f"{table.ranks} x {table.gpu} ({table.link})"
+        raise InvalidArgument(f"measured on {made_for}, but this is {ranks} x {gpu} ({link})")
     return table
 
 
@@ -165,22 +147,19 @@ _told: set[str] = set()
 
 def load(gpu: str, link: str, ranks: int) -> Table:
     """The table for so many ranks with such a GPU each: the user's, the shipped one, the nearest one, or defaults."""
-    for path in (user_path(gpu, ranks), TABLES / _file(gpu, ranks)):
-        if path.exists():
-            try:
-                return read(path, gpu, link, ranks)
-            except InvalidArgument as error:
-                if str(path) not in _told:
-                    _told.add(str(path))
-                    log.warning("the tuning table %s is not used: %s", path, error)
-    for other in sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other)) if ranks > 1 else ():
-        path = TABLES / _file(gpu, other)
-        if path.exists():
-            try:
-                table = read(path, gpu, link, other)
-            except InvalidArgument:
-                continue
-            return replace(table, source=f"{path.name}, the nearest one")
+    nearest = sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other)) if ranks > 1 else []
+    places = [(user_path(gpu, ranks), ranks), (TABLES / _file(gpu, ranks), ranks)]
+    places += [(TABLES / _file(gpu, other), other) for other in nearest if other != ranks]
+    for path, measured in places:
+        if not path.exists():
+            continue
+        try:
+            table = read(path, gpu, link, measured)
+            return table if measured == ranks else replace(table, source=f"{path.name}, the nearest one")
+        except InvalidArgument as error:
+            if str(path) not in _told:
+                _told.add(str(path))
+                log.warning("the tuning table %s is not used: %s", path, error)
     return Table(gpu, link, ranks, "not measured on such a machine: python -m kos.comm.tune", DEFAULT, {})
 
 
@@ -197,15 +176,14 @@ def machine(device: int) -> tuple[str, str]:
 
 def agree(rendezvous: Rendezvous, table: Table) -> Table:
     """Rank 0's table, on all ranks.  Collective."""
-    mine = json.dumps([table.source, table.to_json()]) if rendezvous.rank == 0 else table.fingerprint
+    mine = json.dumps([table.source, table.to_json()]) if rendezvous.rank == 0 else ""
     source, data = json.loads(rendezvous.allgather(mine.encode())[0])
-    chosen = parse(data, source)
-    if chosen.fingerprint == table.fingerprint:
+    if data == table.to_json():
         return table
     log.warning(
         "rank %d takes the tuning table of rank 0 (%s) instead of its own (%s)", rendezvous.rank, source, table.source
     )
-    return replace(chosen, source=f"{source} of rank 0")
+    return parse(data, f"{source} of rank 0")
 
 
 def merged(table: Table, operation: str, wide: bool) -> tuple[list[int], list[dict[tuple[bool, bool], str]]]:

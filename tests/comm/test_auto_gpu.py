@@ -57,8 +57,8 @@ def worlds(mpi_world: kos.Communicator, tmp_path_factory: pytest.TempPathFactory
         if not mpi_world.probes[name].usable or mpi_world.size == 1:
             pytest.skip(f"needs two ranks or more, with a GPU each: {name}: {mpi_world.probes[name].reason}")
     gpu, link = tuning.machine(mpi_world.local_rank)
-    routes: dict[tuning.Key, tuning.Route] = {(name, False, False, True): TURNS for name in OPERATIONS}
-    routes["send_recv", False, False, True] = ((None, "peer"),)
+    routes: dict[str, tuning.Route] = {tuning.key(name, False, False, True): TURNS for name in OPERATIONS}
+    routes[tuning.key("send_recv", False, False, True)] = ((None, "peer"),)
     table = tuning.Table(gpu, link, mpi_world.size, "the test", launches.DEFAULT, routes)
     before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), str(tmp_path_factory.mktemp("cache"))
     path = tuning.user_path(gpu, mpi_world.size)

@@ -56,11 +56,7 @@ def test_round_trip() -> None:
     assert table.launches.pick(65537, True) == Launch("push", 64)
     assert table.launches.pick(1, False) == Launch("two_shot")
     again = parse(json.loads(json.dumps(table.to_json())), "there")
-    assert again.to_json() == table.to_json() and again.fingerprint == table.fingerprint
-    assert (
-        parse(changed("routes", "send_recv 16-bit ordinary eager", to=[[None, "peer"]]), "").fingerprint
-        != table.fingerprint
-    )
+    assert again.to_json() == table.to_json()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +75,6 @@ def test_round_trip() -> None:
         (launched(algorithm="push", speed=1), "unexpected keyword argument 'speed'"),
         (changed("routes", ROUTE, to=[[9, "peer"], [8, "nccl"], [None, "peer"]]), "expected bytes that grow"),
         (changed("routes", ROUTE, to=[[None, "gloo"]]), f"{ROUTE}: expected peer or nccl, got 'gloo'"),
-        (changed("routes", "all_reduce", to=[[None, "peer"]]), "ValueError"),
     ],
 )  # fmt: skip
 def test_damaged_tables_are_refused(data: Any, why: str) -> None:
@@ -148,9 +143,8 @@ def test_the_users_table_wins(places: tuple[Path, Path]) -> None:
         (json.dumps(changed("gpu", to="NVIDIA B200")), "measured on 4 x NVIDIA B200 (18 NVLinks), but this is 4 x"),
         (json.dumps(changed("link", to="PCIe")), "measured on 4 x NVIDIA H200 (PCIe)"),
         (json.dumps(changed("ranks", to=2)), "measured on 2 x NVIDIA H200"),
-        (" " * (5 << 20), "expected at most 4194304 bytes"),
     ],
-    ids=["cut", "not text", "deep", "gpu", "link", "ranks", "huge"],
+    ids=["cut", "not text", "deep", "gpu", "link", "ranks"],
 )  # fmt: skip
 def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(
     places: tuple[Path, Path], caplog: pytest.LogCaptureFixture, text: str, why: str
@@ -193,7 +187,7 @@ def test_ranks_agree_on_rank_0s_table(caplog: pytest.LogCaptureFixture) -> None:
     for thread in threads:
         thread.join(20)
     tables: list[Table] = got  # type: ignore[assignment]
-    assert len({table.fingerprint for table in tables}) == 1
+    assert all(table.to_json() == tables[0].to_json() for table in tables)
     assert [table.source for table in tables] == ["a", "b", "a of rank 0"]
     assert [record.getMessage() for record in caplog.records] == [
         "rank 2 takes the tuning table of rank 0 (a) instead of its own (c)"
@@ -212,23 +206,25 @@ def test_the_fastest_by_size() -> None:
 
 
 def test_where_lines_cross() -> None:
-    assert tune.crossing(1024, 4096, 2.0, 2.0) == 2048
-    assert tune.crossing(1024, 4096, 4.0, 2.0) == round(1024 * 4 ** (2 / 3))
-    assert tune.crossing(1024, 4096, None, None) == 2048
-    assert 1024 <= tune.crossing(1024, 4096, 0.99, 3.0) <= 4096
+    def cross(before: dict[str, float], after: dict[str, float]) -> int:
+        return tune.crossing({1024: before, 4096: after}, 1024, 4096, "a", "b")
+
+    assert cross({"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 1.0}) == 2048
+    assert cross({"a": 1.0, "b": 4.0}, {"a": 2.0, "b": 1.0}) == round(1024 * 4 ** (2 / 3))
+    assert cross({"a": 1.0}, {"a": 3.0, "b": 1.0}) == cross({"a": 1.0, "b": 2.0}, {"b": 1.0}) == 2048
+    assert cross({"a": 1.0, "b": 0.99}, {"a": 3.0, "b": 1.0}) == 1024
     assert tune.best_of({1: {"a": 1.0, "b": 2.0}, 16: {"b": 1.0}}) == [(4, "a"), (None, "b")]
 
 
 def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing() -> None:
-    key = ("all_reduce", False, True, True)
-    eager = (*key[:3], False)
-    routes = {key: ((2048, "peer"), (None, "nccl")), eager: ((1024, "peer"), (None, "nccl"))}
+    graph, eager = "all_reduce 16-bit symmetric graph", "all_reduce 16-bit symmetric eager"
+    routes: dict[str, tuning.Route] = {graph: ((2048, "peer"), (None, "nccl")), eager: ((1024, "peer"), (None, "nccl"))}
 
     def measured(peer: float) -> list[dict[str, Any]]:
-        row = {"operation": "all_reduce", "wide": False, "symmetric": True, "graph": False, "nccl": 10.0}
+        row = {"route": eager, "nccl": 10.0}
         return [{**row, "bytes": 1024, "peer": 9.0}, {**row, "bytes": 2048, "peer": peer}]
 
-    assert tune.simplified(routes, measured(10.1)) == {key: routes[key]}
+    assert tune.simplified(routes, measured(10.1)) == {graph: routes[graph]}
     assert tune.simplified(routes, measured(11.0)) == routes
 
 
@@ -236,11 +232,11 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "new" / "nvidia-h200-4.json"
     table = parse(TABLE, "")
     tune.write(path, {**table.to_json(), "provenance": {"date": "today"}, "measured": [{"bytes": 1}, {"bytes": 2}]})
-    assert read(path, GPU, LINK, 4).fingerprint == table.fingerprint
-    assert len(path.read_text().splitlines()) < 30 and not list(path.parent.glob("*.json?*"))
+    assert read(path, GPU, LINK, 4).to_json() == table.to_json()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
     with pytest.raises(InvalidArgument, match="format"):
         tune.write(path, {"format": 0})
-    assert read(path, GPU, LINK, 4).fingerprint == table.fingerprint
+    assert read(path, GPU, LINK, 4).to_json() == table.to_json()
 
 
 def test_candidates_are_launches_that_a_table_may_hold() -> None:
