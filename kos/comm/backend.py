@@ -58,6 +58,7 @@ class Backend(ABC):
     """One way to carry collectives.  Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
 
     name: str
+    sees_all = False  # whether ``agree`` compares this rank's call with those of all others
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
@@ -237,8 +238,6 @@ class Backend(ABC):
     def _all_to_all_v(self, o: Operation) -> Steps:
         assert o.send is not None and o.recv is not None
         yield from self._exchange(o, _pieces(o.send.flat, o.send_counts), _pieces(o.recv.flat, o.recv_counts))
-        # Two ranks alone know whether their counts agree: nobody goes on before all have found that they do.
-        yield from self._meet(self._tag(o))
 
     def _reduce_scatter_v(self, o: Operation) -> Steps:
         x, out, reduction = _reducing(o)
@@ -288,6 +287,9 @@ class Backend(ABC):
         requests += [transport.isend(send[peer], peer, tag) for peer in self._peers()]
         np.copyto(recv[self.rank], send[self.rank].copy())
         yield from self._wait_for(*requests)
+        if o.name == "all_to_all_v" or not self.sees_all:
+            # Two ranks alone know whether their counts agree: nobody goes on before all have found that they do.
+            yield from self._meet(tag)
 
     def _peers(self) -> list[int]:
         """The other ranks, each rank starting with its right neighbour so that they spread."""

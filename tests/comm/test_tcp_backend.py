@@ -144,6 +144,22 @@ def test_counts_of_two_ranks_that_disagree(ranks: TCPRanks, counts: tuple[int, i
     ranks.run(lambda comm: disagree_about_counts(comm, *counts))
 
 
+@pytest.mark.parametrize("counts", [[2, 2, 0], [0, 2, 3], [2, 2, 300_000]], ids=str)
+@pytest.mark.parametrize("name", ["all_gather_v", "reduce_scatter_v"])
+def test_counts_that_are_not_the_same_on_all_ranks(ranks: TCPRanks, name: str, counts: list[int]) -> None:
+    """Rank 1 has others than its neighbours."""
+
+    def body(comm: kos.Communicator) -> str:
+        mine = counts if comm.rank == 1 else [2, 2, 3]
+        x = np.zeros(mine[comm.rank] if name == "all_gather_v" else sum(mine))
+        with pytest.raises(CollectiveMismatch) as caught:
+            getattr(comm, name)(x, mine, timeout=10)
+        return str(caught.value)
+
+    for message in ranks.run(body):
+        assert f"{name} #0" in message and "rank 1" in message
+
+
 @pytest.mark.parametrize("count", [0, 1000, backend.EAGER_BYTES])
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch

@@ -33,7 +33,8 @@ class HostBackend(Backend):
         if self._segment is not None:
             self._calls = Calls(self._segment)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
-            if self._segment.size == self.size:
+            self.sees_all = self._segment.size == self.size
+            if self.sees_all:
                 self._shared = SharedCollectives(self._calls, self.crowded)
 
     def share_calls(self, host: HostBackend) -> None:
