@@ -15,6 +15,7 @@ import json
 import os
 import resource
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -108,7 +109,8 @@ class KosTraining:
     def peak_memory(self) -> int | None:
         from kos.memory.pool import pool_of
 
-        return None if self.comm.device is None else pool_of(self.comm.device).statistics().peak
+        ops = getattr(self.engine, "ops", None)  # of a GPU
+        return None if ops is None else pool_of(ops.device).statistics().peak
 
 
 def work(options: argparse.Namespace, config: TrainConfig) -> None:
@@ -144,6 +146,14 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
 
 class Lost(Exception):
     """A group of processes that ended, or took too long."""
+
+
+class Stopped(Lost):
+    """The whole benchmark was asked to end: what is measured by then counts."""
+
+
+def stop(number: int, frame: Any) -> NoReturn:
+    raise Stopped("stopped by a signal")
 
 
 class Group:
@@ -230,6 +240,8 @@ def measure(options: argparse.Namespace, arguments: list[str], logs: Path) -> tu
                 if kos.processes[0].poll() is not None and not options.apart:
                     raise
                 skipped[variant] = str(error)
+                if isinstance(error, Stopped):
+                    break
             finally:
                 torch.end()
         if not kos.seconds:  # nothing of torch came as far
@@ -358,6 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     if launched_rank() != 0:  # rank 0 starts the processes of all
         return 0
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # and they may run where mpirun put any
+    signal.signal(signal.SIGTERM, stop)
     try:
         with tempfile.TemporaryDirectory() as logs:
             groups, skipped = measure(options, [*arguments, "--ranks", str(options.ranks)], Path(logs))

@@ -67,7 +67,7 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(train.Lost, match="rank 0 ended: .*--preset: expected one of .* got 'nonsense'"):
         kos.warm_up()
     kos.end()
-    calls = []
+    calls, failure = [], train.Lost("out of memory")
 
     class Stub:
         seconds = (1.0,)
@@ -81,7 +81,7 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
 
         def warm_up(self) -> None:
             if self.name == "eager":
-                raise train.Lost("out of memory")
+                raise failure
 
     monkeypatch.setattr(train, "Group", Stub)
     groups, skipped = train.measure(options, [], tmp_path)
@@ -91,6 +91,9 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
     options.apart = True
     train.measure(options, [], tmp_path)
     assert calls == ["kos measure", "kos end", "eager end", "eager-whole measure", "eager-whole end", "kos end"]
+    failure = train.Stopped("stopped")
+    groups, skipped = train.measure(options, [], tmp_path)
+    assert [group.name for group in groups] == ["kos"] and skipped == {"eager": "stopped"}
 
 
 def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
