@@ -256,9 +256,10 @@ class PeerEngine:
 
     def bind_reduce_scatter(self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run | None:
         """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
-        part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, PREMUL_SUM."""
+        part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, complex numbers,
+        PREMUL_SUM."""
         nbytes = count * dtype.itemsize
-        if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or self.size == 1:
+        if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
             return None
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))

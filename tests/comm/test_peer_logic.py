@@ -43,6 +43,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 REDUCTIONS = [  # one of each way in which kernels treat a type
     (BF16, ReduceOp.SUM), (np.dtype(np.float64), ReduceOp.PREMUL_SUM), (np.dtype(np.float16), ReduceOp.MAX),
     (np.dtype(np.int8), ReduceOp.SUM), (np.dtype(np.complex64), ReduceOp.AVG),
+    (np.dtype(np.complex128), ReduceOp.PROD),
 ]  # fmt: skip
 
 

@@ -167,14 +167,13 @@ class PeerBackend(DeviceBackend):
     # How it ends early.
 
     def halt(self) -> None:
+        """The slab is kept as long as this object: graphs that are replayed find the order to give up in it."""
         self._engine.abort()
         waits = threading.Thread(target=driver.synchronize, args=(self.device,), daemon=True)
         waits.start()
         waits.join(_HALT_SECONDS)
-        if waits.is_alive():  # what runs there may still use the slab
+        if waits.is_alive():
             log.error("rank %d: the GPU did not end its work within %g s", self.rank, _HALT_SECONDS)
-        else:
-            self._engine.close()
 
     def inspect(self, o: Operation) -> None:
         if self._engine.failed:
@@ -257,8 +256,8 @@ class PeerBackend(DeviceBackend):
     def _bind_all_reduce(self, o: Operation) -> Run:
         assert o.send is not None and o.recv is not None and o.reduction is not None
         name, _, per = kernel_types(o.reduction, self.device)
-        if not o.send.count:
-            return _in_turn(())
+        if not o.send.count or name.startswith("complex"):
+            return self._bind_reduction(o)
         dtype, count = DTYPES[name], o.send.count * per
         ends = o.send.pointer, o.recv.pointer
         launch = Launch(o.algorithm, threads=128)

@@ -88,6 +88,25 @@ __device__ inline unsigned long long multiply(unsigned long long a, unsigned lon
 __device__ inline float divide(float a, float b) { return __fdiv_rn(a, b); }
 __device__ inline double divide(double a, double b) { return __ddiv_rn(a, b); }
 
+// Complex numbers, for PROD alone: other operations take their parts one by one.
+template <class V> struct Complex {
+    V re, im;
+    Complex() = default;
+    __device__ Complex(V re, V im) : re(re), im(im) {}
+    __device__ explicit Complex(double re) : re(V(re)), im(0) {}
+};
+template <class V> __device__ inline Complex<V> multiply(Complex<V> a, Complex<V> b) {
+    return {add(multiply(a.re, b.re), -multiply(a.im, b.im)), add(multiply(a.re, b.im), multiply(a.im, b.re))};
+}
+template <class V> struct OfParts {
+    using Bits = Complex<V>;
+    using Wide = Bits;
+    static __device__ Wide widen(Bits x) { return x; }
+    static __device__ Bits narrow(Wide x) { return x; }
+};
+struct complex64 : OfParts<float> {};
+struct complex128 : OfParts<double> {};
+
 // stage: a rank's own contribution before it travels; finish: the whole before it is rounded.
 struct Plain {
     static constexpr bool staged = false;
