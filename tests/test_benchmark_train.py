@@ -14,7 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import kos
 from benchmarks import train
+from kos.comm import Communicator
+from kos.testing import spawn
+from tests.train.host_kernels.engine import DeviceComm, host_engine
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,3 +139,24 @@ def test_what_is_asked_is_checked() -> None:
     ):
         with pytest.raises(SystemExit, match=said):
             train.read_arguments(arguments)
+
+
+def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulated device, whose engine has steps in flight while it is asked for more."""
+    _, config = train.read_arguments([*SMALL, "--ranks", "1", "--dtype", "float32"])
+    losses = {}
+    for device in ("cpu", "cuda"):
+        if device == "cuda":
+            host_engine(monkeypatch)
+
+        def run(comm: Communicator, device: str = device) -> list[float]:
+            monkeypatch.setattr(kos, "init", lambda *_, **__: DeviceComm(comm) if device == "cuda" else comm)
+            mine = config.for_world(1, device)
+            model = train.model_of(mine)
+            training = train.KosTraining(mine, model, train.random_tokens(mine, model), 1)
+            parts = [training.run(0, 1), training.run(1, 3), training.run(4, 2)]
+            assert all(len(seconds) == len(values) and min(seconds) > 0 for seconds, values in parts)
+            return [loss for _, values in parts for loss in values]
+
+        losses[device] = spawn(run, 1)[0]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5) and losses["cpu"][-1] < losses["cpu"][0]
