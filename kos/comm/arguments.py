@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.schedules import algorithms, collectives
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
 from kos.memory.array import Array
@@ -59,6 +60,16 @@ def check_peer(what: str, rank: Any, me: int, size: int) -> int:
     if check_rank(what, rank, size) == me:
         raise InvalidArgument(f"{what}: expected another rank, got this rank, {me}")
     return whole_number(what, rank)
+
+
+def check_algorithm(algorithm: str, o: Operation) -> None:
+    """Have ``o`` carried by that schedule, which must suit it."""
+    allowed = algorithms(o.name, ordered=True if o.deterministic else None) if o.name in collectives() else ()
+    if algorithm not in allowed:
+        why = " that add in rank order (deterministic=True)" if o.deterministic else ""
+        names = f" or one of {', '.join(allowed)}{why}" if allowed else ""
+        raise InvalidArgument(f"algorithm: expected 'auto'{names} for {o.name}, got {algorithm!r}")
+    o.algorithm = algorithm
 
 
 def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | None = None) -> list[int]:

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.arguments import check_timeout, number_in
+from kos.comm.arguments import check_algorithm, check_timeout, number_in
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch
 from kos.comm.operation import Operation
 from kos.comm.operations import Operations
-from kos.comm.options import Options, apply
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Work
@@ -256,9 +255,12 @@ class Communicator(Operations):
 
     # Launching operations.
 
-    def _go(self, o: Operation, options: Options) -> Any:
-        o.timeout = self._timeout
-        async_op = bool(options) and apply(options, o)
+    def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = "auto",
+            deterministic: bool = False) -> Any:  # fmt: skip
+        o.timeout = self._timeout if timeout is None else check_timeout(timeout)
+        o.deterministic = deterministic
+        if algorithm != "auto":
+            check_algorithm(algorithm, o)
         if self._batch is not None:
             if async_op:
                 raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")

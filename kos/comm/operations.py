@@ -1,14 +1,14 @@
 """The operations of a communicator: each checks its arguments and makes them an Operation.
 
-Every call goes one way: arguments → buffers → ``Operation`` → ``_go``, which applies the options and launches
-it (or, in a batch and for the ``_init`` form, keeps it).
+Every call goes one way: arguments → buffers → ``Operation`` → ``_go``, which sets the options and launches it
+(or, in a batch and for the ``_init`` form, keeps it).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 from kos.comm.arguments import (
     check_counts,
@@ -24,7 +24,6 @@ from kos.comm.arguments import (
 )
 from kos.comm.batch import Batch, persistent
 from kos.comm.operation import Operation
-from kos.comm.options import CollectiveOptions, Options, ReductionOptions, operation
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.cuda import streams
 from kos.errors import InvalidArgument
@@ -46,44 +45,35 @@ class Operations(ABC):
         """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
 
     @abstractmethod
-    def _go(self, o: Operation, options: Options) -> Any:
-        """Launch ``o`` as its options say."""
+    def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = "auto",
+            deterministic: bool = False) -> Any:
+        """Launch ``o`` with the options of its caller, or keep it for a batch."""
 
     # Collectives that reduce.
 
-    @operation
-    def all_reduce(
-        self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None, **options: Unpack[ReductionOptions]
-    ) -> Any:
+    def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
+                   async_op: bool = False, timeout: float | None = None, algorithm: str = "auto",
+                   deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result in ``x``, or in ``out`` of x's shape."""
         send, recv = in_and_out(x, out, stream)
-        reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("all_reduce", self.rank, send, recv, reduction), options)
+        o = Operation("all_reduce", self.rank, send, recv, resolve(op, send.dtype, self.size))
+        return self._go(o, async_op, timeout, algorithm, deterministic)
 
-    @operation
-    def reduce(
-        self,
-        x: Any,
-        root: int = 0,
-        op: Op = ReduceOp.SUM,
-        *,
-        out: Any = None,
-        stream: Any = None,
-        **options: Unpack[ReductionOptions],
-    ) -> Any:
+    def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
+               async_op: bool = False, timeout: float | None = None, algorithm: str = "auto",
+               deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks to ``root``, into its ``x`` or ``out``; others keep their ``x``."""
         recv: Buffer | None = None
         if self.rank == (root := check_rank("root", root, self.size)):
             send, recv = in_and_out(x, out, stream)
         else:
             send = _input(x, stream)
-        reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("reduce", self.rank, send, recv, reduction, root), options)
+        o = Operation("reduce", self.rank, send, recv, resolve(op, send.dtype, self.size), root)
+        return self._go(o, async_op, timeout, algorithm, deterministic)
 
-    @operation
-    def reduce_scatter(
-        self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None, **options: Unpack[ReductionOptions]
-    ) -> Any:
+    def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
+                       async_op: bool = False, timeout: float | None = None, algorithm: str = "auto",
+                       deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal parts of the result.
 
         ``out`` has ``x.size / size`` elements.  Without it an array is made, of shape
@@ -91,20 +81,11 @@ class Operations(ABC):
         """
         send = _input(x, stream)
         recv = output(out, send, part_of(send, self.size), stream, self.rank)
-        reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("reduce_scatter", self.rank, send, recv, reduction), options)
+        o = Operation("reduce_scatter", self.rank, send, recv, resolve(op, send.dtype, self.size))
+        return self._go(o, async_op, timeout, algorithm, deterministic)
 
-    @operation
-    def reduce_scatter_v(
-        self,
-        x: Any,
-        counts: Sequence[int],
-        out: Any = None,
-        op: Op = ReduceOp.SUM,
-        *,
-        stream: Any = None,
-        **options: Unpack[Options],
-    ) -> Any:
+    def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, *,
+                         stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``reduce_scatter`` with ``counts[r]`` elements for rank r; always in rank order.
 
         ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements.
@@ -113,24 +94,23 @@ class Operations(ABC):
         counts = check_counts("counts", counts, self.size, send)
         recv = output(out, send, (counts[self.rank],), stream)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("reduce_scatter_v", self.rank, send, recv, reduction, send_counts=counts), options)
+        o = Operation("reduce_scatter_v", self.rank, send, recv, reduction, send_counts=counts)
+        return self._go(o, async_op, timeout)
 
     # Collectives that move.
 
-    @operation
-    def broadcast(
-        self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, **options: Unpack[CollectiveOptions]
-    ) -> Any:
+    def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
+                  timeout: float | None = None, algorithm: str = "auto") -> Any:
         """Every rank gets root's ``x``, in ``x`` or in ``out`` of its shape."""
         root = check_rank("root", root, self.size)
         if out is None and self.rank == root:
             send = recv = _input(x, stream)
         else:
             send, recv = in_and_out(x, out, stream)
-        return self._go(Operation("broadcast", self.rank, send, recv, root=root), options)
+        return self._go(Operation("broadcast", self.rank, send, recv, root=root), async_op, timeout, algorithm)
 
-    @operation
-    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+    def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
+                   timeout: float | None = None, algorithm: str = "auto") -> Any:
         """Every rank gets all ranks' ``x``, in rank order.
 
         ``out`` has ``size * x.size`` elements; without it an array of shape ``(size, *x.shape)`` is made.
@@ -138,12 +118,10 @@ class Operations(ABC):
         """
         send = _input(x, stream)
         recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        return self._go(Operation("all_gather", self.rank, send, recv), options)
+        return self._go(Operation("all_gather", self.rank, send, recv), async_op, timeout, algorithm)
 
-    @operation
-    def all_gather_v(
-        self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None, **options: Unpack[Options]
-    ) -> Any:
+    def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None,
+                     async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_gather`` of ``counts[r]`` elements from rank r into ``out``, 1-D if it is made here.
 
         ``counts`` is the same on all ranks, ``counts[rank]`` is ``x.size``.
@@ -154,27 +132,18 @@ class Operations(ABC):
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
         recv = output(out, send, (sum(counts),), stream)
-        return self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts), options)
+        return self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts), async_op, timeout)
 
-    @operation
-    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, **options: Unpack[CollectiveOptions]) -> Any:
+    def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
+                   timeout: float | None = None, algorithm: str = "auto") -> Any:
         """Part j of rank i's ``x`` becomes part i of rank j's ``out`` of x's shape; parts are equal."""
         send = _input(x, stream)
         part_of(send, self.size)
         recv = output(out, send, send.shape, stream)
-        return self._go(Operation("all_to_all", self.rank, send, recv), options)
+        return self._go(Operation("all_to_all", self.rank, send, recv), async_op, timeout, algorithm)
 
-    @operation
-    def all_to_all_v(
-        self,
-        x: Any,
-        send_counts: Sequence[int],
-        recv_counts: Sequence[int],
-        out: Any = None,
-        *,
-        stream: Any = None,
-        **options: Unpack[Options],
-    ) -> Any:
+    def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *,
+                     stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_to_all`` with ``send_counts[j]`` elements for rank j and ``recv_counts[i]`` from rank i."""
         send = _input(x, stream)
         send_counts = check_counts("send_counts", send_counts, self.size, send)
@@ -185,12 +154,10 @@ class Operations(ABC):
             raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
         recv = output(out, send, (sum(recv_counts),), stream)
         o = Operation("all_to_all_v", self.rank, send, recv, send_counts=send_counts, recv_counts=recv_counts)
-        return self._go(o, options)
+        return self._go(o, async_op, timeout)
 
-    @operation
-    def gather(
-        self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, **options: Unpack[CollectiveOptions]
-    ) -> Any:
+    def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
+               timeout: float | None = None, algorithm: str = "auto") -> Any:
         """``root`` gets all ranks' ``x`` in rank order: ``out`` as in ``all_gather``; others get None."""
         o = Operation("gather", self.rank, _input(x, stream), root=check_rank("root", root, self.size))
         if self.rank == root:
@@ -198,12 +165,10 @@ class Operations(ABC):
             o.recv = output(out, o.send, (self.size, *o.send.shape), stream, self.rank)
         elif out is not None:
             raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(o, options)
+        return self._go(o, async_op, timeout, algorithm)
 
-    @operation
-    def scatter(
-        self, x: Any, out: Any, root: int = 0, *, stream: Any = None, **options: Unpack[CollectiveOptions]
-    ) -> Any:
+    def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
+                timeout: float | None = None, algorithm: str = "auto") -> Any:
         """Rank r gets in ``out`` the r-th of ``size`` equal parts of root's ``x``; others give no ``x``."""
         recv = as_buffer(out, "out", writable=True, stream=stream)
         o = Operation("scatter", self.rank, recv=recv, root=check_rank("root", root, self.size))
@@ -215,10 +180,9 @@ class Operations(ABC):
             refuse_overlap(o.send, recv, self.rank)
         elif x is not None:
             raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(o, options)
+        return self._go(o, async_op, timeout, algorithm)
 
-    @operation
-    def barrier(self, *, stream: Any = None, **options: Unpack[Options]) -> Any:
+    def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
 
         With a ``stream`` of a GPU nothing waits but that stream: what is queued on it from now on comes after
@@ -227,29 +191,27 @@ class Operations(ABC):
         o = Operation("barrier", self.rank)
         if stream is not None:
             o.stream = streams.handle(stream)
-        elif self.device is not None and self._batch is None and not options.get("async_op"):
-            return self._go(o, {**options, "async_op": True}).synchronize()
-        return self._go(o, options)
+        elif self.device is not None and self._batch is None and not async_op:
+            return self._go(o, True, timeout).synchronize()
+        return self._go(o, async_op, timeout)
 
     # Messages.
 
-    @operation
-    def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, **options: Unpack[Options]) -> Any:
+    def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
+             timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done."""
         dst, tag = check_peer("dst", dst, self.rank, self.size), check_tag(tag)
-        return self._go(Operation("send", self.rank, _input(x, stream), dst=dst, tag=tag), options)
+        return self._go(Operation("send", self.rank, _input(x, stream), dst=dst, tag=tag), async_op, timeout)
 
-    @operation
-    def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, **options: Unpack[Options]) -> Any:
+    def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
+             timeout: float | None = None) -> Any:
         """Receive into ``x`` what rank ``src`` sent with ``tag``: the same dtype and number of elements."""
         src, tag = check_peer("src", src, self.rank, self.size), check_tag(tag)
         recv = as_buffer(x, "x", writable=True, stream=stream)
-        return self._go(Operation("recv", self.rank, recv=recv, src=src, recv_tag=tag), options)
+        return self._go(Operation("recv", self.rank, recv=recv, src=src, recv_tag=tag), async_op, timeout)
 
-    @operation
-    def send_recv(
-        self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None, **options: Unpack[Options]
-    ) -> Any:
+    def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
+                  async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to ``dst`` while receiving ``out`` from ``src`` (MPI_Sendrecv)."""
         dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
         send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
@@ -257,7 +219,7 @@ class Operations(ABC):
         refuse_overlap(send, recv)
         tag = check_tag(tag)
         o = Operation("send_recv", self.rank, send, recv, dst=dst, src=src, tag=tag, recv_tag=tag)
-        return self._go(o, options)
+        return self._go(o, async_op, timeout)
 
     # Persistent forms, named as MPI 4 names them.
 
