@@ -10,20 +10,7 @@ from kos.cuda.kernels import Kernel, compile_kernels, load_kernel
 from kos.cuda.streams import as_stream, create_stream
 
 __all__ = [
-    "DeviceInfo",
-    "Graph",
-    "Kernel",
-    "as_stream",
-    "bind_cpu",
-    "capture",
-    "compile_kernels",
-    "create_stream",
-    "device_info",
-    "load_kernel",
-    "on_device",
-    "require",
-    "set_device",
-    "synchronize",
-    "unavailable",
+    "DeviceInfo", "Graph", "Kernel", "as_stream", "bind_cpu", "capture", "compile_kernels", "create_stream",
+    "device_info", "load_kernel", "on_device", "require", "set_device", "synchronize", "unavailable",
     "visible_devices",
-]
+]  # fmt: skip

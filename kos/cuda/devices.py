@@ -74,10 +74,10 @@ def visible_devices() -> tuple[DeviceInfo, ...]:
 
 def _inspect(index: int) -> DeviceInfo:
     device = call(cu.cuDeviceGet, index)
-    kind = cu.CUdevice_attribute
 
     def attribute(name: str) -> int:
-        return int(call(cu.cuDeviceGetAttribute, getattr(kind, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+        kind = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(call(cu.cuDeviceGetAttribute, kind, device))
 
     name = call(cu.cuDeviceGetName, 128, device).split(b"\0")[0].decode()
     address = call(cu.cuDeviceGetPCIBusId, 32, device).split(b"\0")[0].decode().lower()
@@ -110,17 +110,13 @@ def peer_links() -> list[list[PeerLink | None]]:
     def link(i: int, j: int) -> PeerLink | None:
         if i == j:
             return None
-        access, atomics, rank = (
-            int(
-                call(
-                    cu.cuDeviceGetP2PAttribute,
-                    getattr(cu.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}"),
-                    i,
-                    j,
-                )
-            )
-            for name in ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED", "PERFORMANCE_RANK")
+        of = cu.CUdevice_P2PAttribute
+        kinds = (
+            of.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+            of.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            of.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
         )
+        access, atomics, rank = (int(call(cu.cuDeviceGetP2PAttribute, kind, i, j)) for kind in kinds)
         return PeerLink(bool(access), bool(atomics), rank)
 
     indices = range(len(visible_devices()))

@@ -53,16 +53,11 @@ def handle(stream: Any) -> int:
 
 def order(before: Any, after: Any, device: int) -> None:
     """Let ``after`` wait, on the device, for what is queued on ``before`` now."""
-    first, second = handle(before), handle(after)
-    if first == second:
-        return
-    with driver.on_device(device):
-        event = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-        try:
-            call(cu.cuEventRecord, event, first)
-            call(cu.cuStreamWaitEvent, second, event, 0)
-        finally:
-            call(cu.cuEventDestroy, event)
+    if handle(before) != handle(after):
+        with driver.on_device(device):
+            event = Event(device)
+            event.record(before)
+            event.hold(after)
 
 
 def synchronize(stream: Any, device: int) -> None:

@@ -5,9 +5,6 @@ offset that moves up (``take``) and down (``release``), and no allocation or pag
 state.  The first pass may outgrow the slab: what does not fit is allocated on its own, and once the
 arena is empty the slab is replaced by one of the size that the pass needed.  ``fix()`` ends that, for
 users whose addresses must not move (a captured CUDA graph).
-
-The backing memory is the caller's: ``allocate(nbytes) -> slab`` and ``view(slab, offset, shape, dtype)
--> array`` make the arena work for host memory (the default) as for device memory.
 """
 
 from __future__ import annotations
@@ -38,9 +35,10 @@ def view_host(slab: np.ndarray, offset: int, shape: tuple[int, ...], dtype: Any)
 
 
 class Arena:
-    """Stack allocator: arrays are given back in the reverse order of their taking.
+    """Stack allocator over memory of any kind: ``allocate(nbytes)`` makes a slab, ``view`` an array in it.
 
-    An array taken from the arena is uninitialised, and valid until a mark older than it is released.
+    An array is uninitialised, and valid until a mark older than it is released.  ``capacity`` and ``peak`` are
+    the bytes of the slab and the most ever in use, ``in_use`` those taken and not released.
     """
 
     def __init__(
@@ -51,66 +49,55 @@ class Arena:
     ) -> None:
         self._allocate, self._view = allocate, view
         self._fixed = False
-        self._top = 0
+        self.in_use = 0
         self._overflow: list[tuple[int, Any]] = []
         self.peak = nbytes
         self._replace_slab()
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of the slab."""
-        return self._capacity
-
-    @property
-    def in_use(self) -> int:
-        """Bytes taken and not released, alignment included."""
-        return self._top
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """An uninitialised, ``ALIGNMENT``-aligned, C-contiguous array.
 
         Raises ``OutOfMemory`` when it does not fit and the arena is fixed.
         """
-        key = (self._top, shape, dtype)
+        key = (self.in_use, shape, dtype)
         known = self._views.get(key)
         if known is not None:
-            array, self._top = known
+            array, self.in_use = known
             return array
-        start = self._top
-        itemsize = dtype.itemsize if isinstance(dtype, DType) else np.dtype(dtype).itemsize
-        nbytes = math.prod(shape) * itemsize
+        start = self.in_use
+        nbytes = math.prod(shape) * (dtype if isinstance(dtype, DType) else np.dtype(dtype)).itemsize
         end = start + -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if end <= self._capacity:
+        if end <= self.capacity:
             array = self._view(self._slab, start, shape, dtype)
             self._views[key] = (array, end)
         elif self._fixed:
-            raise OutOfMemory(f"arena: expected at most {self._capacity} bytes in use, got {end}")
+            raise OutOfMemory(f"arena: expected at most {self.capacity} bytes in use, got {end}")
         else:
             slab = self._allocate(end - start)
             self._overflow.append((start, slab))
             array = self._view(slab, 0, shape, dtype)
-        self._top = end
+        self.in_use = end
         self.peak = max(self.peak, end)
         return array
 
     def mark(self) -> int:
         """Where the stack stands: give it to ``release``."""
-        return self._top
+        return self.in_use
 
     def release(self, mark: int) -> None:
         """Give back everything that was taken since ``mark``."""
-        if not 0 <= mark <= self._top:
-            raise InvalidArgument(f"arena: expected a mark between 0 and {self._top}, got {mark}")
-        self._top = mark
+        if not 0 <= mark <= self.in_use:
+            raise InvalidArgument(f"arena: expected a mark between 0 and {self.in_use}, got {mark}")
+        self.in_use = mark
         while self._overflow and self._overflow[-1][0] >= mark:
             self._overflow.pop()
-        if mark == 0 and self.peak > self._capacity:
+        if mark == 0 and self.peak > self.capacity:
             self._replace_slab()
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Everything taken inside is given back at the end."""
-        mark = self._top
+        mark = self.in_use
         try:
             yield
         finally:
@@ -118,20 +105,20 @@ class Arena:
 
     def reserve(self, nbytes: int) -> None:
         """Make the slab at least ``nbytes``.  Needs an empty arena."""
-        if self._top or self._fixed:
-            raise InvalidArgument(f"arena: expected an empty arena that is not fixed, got {self._top} bytes in use")
+        if self.in_use or self._fixed:
+            raise InvalidArgument(f"arena: expected an empty arena that is not fixed, got {self.in_use} bytes in use")
         self.peak = max(self.peak, nbytes)
-        if self.peak > self._capacity:
+        if self.peak > self.capacity:
             self._replace_slab()
 
     def fix(self) -> None:
         """From here on the slab stays where it is, and outgrowing it is an error.  Needs an empty arena."""
-        if self._top:
-            raise InvalidArgument(f"arena: expected an empty arena to fix, got {self._top} bytes in use")
+        if self.in_use:
+            raise InvalidArgument(f"arena: expected an empty arena to fix, got {self.in_use} bytes in use")
         self._fixed = True
 
     def _replace_slab(self) -> None:
         self._views: dict[tuple[int, tuple[int, ...], Any], tuple[Any, int]] = {}
         self._slab: Any = None  # freed before its successor is allocated
         self._slab = self._allocate(self.peak)
-        self._capacity = self.peak
+        self.capacity = self.peak

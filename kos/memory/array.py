@@ -15,7 +15,7 @@ from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import InvalidArgument
-from kos.memory.dlpack import CUDA, export_capsule, import_capsule
+from kos.memory.dlpack import CUDA, check_contiguous, export_capsule, import_capsule
 from kos.memory.pool import pool_of
 
 Shape = int | tuple[int, ...]
@@ -52,13 +52,8 @@ class Array:
         readonly: bool = False,
     ) -> None:
         """Describe memory that exists; ``owner`` is kept alive as long as the array and its views."""
-        self.pointer = pointer
-        self.shape = shape
-        self.dtype = as_dtype(dtype)
-        self.device = device
-        self.owner = owner
-        self.stream = stream
-        self.readonly = readonly
+        self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
+        self.owner, self.stream, self.readonly = owner, stream, readonly
 
     @classmethod
     def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:
@@ -115,16 +110,13 @@ class Array:
 
     @classmethod
     def _from_cuda_array_interface(cls, source: Any, stream: Any) -> Array:
-        try:
-            interface = source.__cuda_array_interface__
-        except AttributeError:
-            kind = type(source).__name__
-            raise InvalidArgument(f"from_dlpack: expected an array on a GPU, got {kind}") from None
+        interface = getattr(source, "__cuda_array_interface__", None)
+        if interface is None:
+            raise InvalidArgument(f"from_dlpack: expected an array on a GPU, got {type(source).__name__}")
         shape, dtype = tuple(interface["shape"]), dtype_of(np.dtype(interface["typestr"]))
         pointer, readonly = interface["data"]
-        strides = interface.get("strides")
-        if strides is not None and tuple(strides) != _strides(shape, dtype.itemsize):
-            raise InvalidArgument(f"from_dlpack: expected C-contiguous, got shape {shape}, strides {strides}")
+        if (strides := interface.get("strides")) is not None:
+            check_contiguous(shape, tuple(strides), dtype.itemsize)
         kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
         device = int(call(cu.cuPointerGetAttribute, kind, pointer)) if pointer else 0
         if interface.get("stream") is not None:
@@ -205,10 +197,8 @@ class Array:
         elif isinstance(other, np.ndarray) and other.flags.c_contiguous:
             dtype, pointer = dtype_of(other.dtype), other.ctypes.data
         else:
-            strides = f" with strides {other.strides}" if isinstance(other, np.ndarray) else ""
-            raise InvalidArgument(
-                f"{what}: expected an Array or a C-contiguous ndarray, got {type(other).__name__}{strides}"
-            )
+            got = type(other).__name__ + (f" with strides {other.strides}" if isinstance(other, np.ndarray) else "")
+            raise InvalidArgument(f"{what}: expected an Array or a C-contiguous ndarray, got {got}")
         if (dtype, other.shape) != (self.dtype, self.shape):
             raise InvalidArgument(f"{what}: expected {self.dtype}{self.shape}, got {dtype}{other.shape}")
         return pointer
@@ -235,12 +225,7 @@ class Array:
         return CUDA, self.device
 
     def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
+        self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
     ) -> Any:
         """A capsule that shares this memory; the consumer's ``stream`` waits for ours (-1: it does not)."""
         if dl_device not in (None, self.__dlpack_device__()) or copy:
@@ -249,13 +234,7 @@ class Array:
             streams.order(self.stream, stream, self.device)
         versioned = max_version is not None and max_version[0] >= 1
         return export_capsule(
-            self.pointer,
-            self.shape,
-            self.dtype,
-            self.device,
-            self,
-            readonly=self.readonly,
-            versioned=versioned,
+            self.pointer, self.shape, self.dtype, self.device, self, readonly=self.readonly, versioned=versioned
         )
 
     @property
@@ -274,8 +253,3 @@ class Array:
 
     def __repr__(self) -> str:
         return f"Array({self.dtype}{list(self.shape)}, cuda:{self.device}, 0x{self.pointer:x})"
-
-
-def _strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Bytes between neighbours along each axis of a C-contiguous array."""
-    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

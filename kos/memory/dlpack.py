@@ -6,6 +6,7 @@ Layout and protocol: dlpack.h 1.1 and the Python specification of DLPack (data-a
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,14 +61,11 @@ class _Versioned(ctypes.Structure):  # DLManagedTensorVersioned, the capsule "dl
 
 
 _api = ctypes.pythonapi
-_new = _api.PyCapsule_New
+_new, _is_valid = _api.PyCapsule_New, _api.PyCapsule_IsValid
+_pointer, _rename = _api.PyCapsule_GetPointer, _api.PyCapsule_SetName
 _new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-_is_valid = _api.PyCapsule_IsValid
-_is_valid.restype, _is_valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
-_pointer = _api.PyCapsule_GetPointer
-_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-_rename = _api.PyCapsule_SetName
-_rename.restype, _rename.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+for _function, _result in ((_is_valid, ctypes.c_int), (_pointer, ctypes.c_void_p), (_rename, ctypes.c_int)):
+    _function.restype, _function.argtypes = _result, [ctypes.py_object, ctypes.c_char_p]
 
 # What exported capsules point to: address -> (structure, its shape and strides, what owns the memory).
 _exported: dict[int, tuple[Any, ...]] = {}
@@ -90,35 +88,36 @@ def _drop_unused(capsule: int) -> None:
             _exported.pop(_pointer_raw(capsule, name), None)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Elements between neighbours along each axis of a C-contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def check_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1) -> None:
+    """InvalidArgument unless ``strides``, in units of ``1 / itemsize`` elements, are those of a C-contiguous array."""
+    if 0 in shape:
+        return
+    for size, stride, expected in zip(shape, strides, contiguous_strides(shape), strict=True):
+        if size > 1 and stride != expected * itemsize:
+            raise InvalidArgument(f"DLPack: expected C-contiguous, got shape {shape}, strides {strides}")
+
+
 def export_capsule(
-    pointer: int,
-    shape: tuple[int, ...],
-    dtype: DType,
-    device: int,
-    owner: Any,
-    *,
-    readonly: bool,
-    versioned: bool,
+    pointer: int, shape: tuple[int, ...], dtype: DType, device: int, owner: Any, *, readonly: bool, versioned: bool
 ) -> Any:
     """A capsule of C-contiguous device memory that keeps ``owner`` alive until its consumer is done."""
     if readonly and not versioned:
         raise BufferError("read-only memory needs a consumer of DLPack 1.0 or newer")
     ndim = len(shape)
     sizes = (ctypes.c_int64 * ndim)(*shape)
-    strides = (ctypes.c_int64 * ndim)()
-    step = 1
-    for axis in reversed(range(ndim)):
-        strides[axis] = step
-        step *= shape[axis]
+    strides = (ctypes.c_int64 * ndim)(*contiguous_strides(shape))
     tensor = _Tensor(
         pointer, CUDA, device, ndim, _CODE_OF[dtype.name], 8 * dtype.itemsize, 1,
         ctypes.cast(sizes, _Sizes), ctypes.cast(strides, _Sizes), 0,
     )  # fmt: skip
-    managed: Any = (
-        _Versioned(*_VERSION, None, _release, _READ_ONLY * readonly, tensor)
-        if versioned
-        else _Managed(tensor, None, _release)
-    )
+    managed: Any = _Managed(tensor, None, _release)
+    if versioned:
+        managed = _Versioned(*_VERSION, None, _release, _READ_ONLY * readonly, tensor)
     address = ctypes.addressof(managed)
     _exported[address] = managed, sizes, strides, owner
     name = b"dltensor_versioned" if versioned else b"dltensor"
@@ -162,13 +161,8 @@ def import_capsule(capsule: Any) -> ImportedTensor:
         got = f"code {tensor.code}, {tensor.bits} bits, {tensor.lanes} lanes"
         raise InvalidArgument(f"DLPack: expected one of {', '.join(DTYPES)}; got {got}")
     shape = tuple(tensor.shape[: tensor.ndim])
-    if tensor.strides and 0 not in shape:
-        step = 1
-        for size, stride in zip(reversed(shape), reversed(tensor.strides[: tensor.ndim]), strict=True):
-            if size > 1 and stride != step:
-                strides = tuple(tensor.strides[: tensor.ndim])
-                raise InvalidArgument(f"DLPack: expected C-contiguous, got shape {shape}, strides {strides}")
-            step *= size
+    if tensor.strides:
+        check_contiguous(shape, tuple(tensor.strides[: tensor.ndim]))
     readonly = versioned and bool(managed.flags & _READ_ONLY)
     _rename(capsule, _USED[name])
     pointer = (tensor.data or 0) + tensor.byte_offset

@@ -35,7 +35,6 @@ class PoolStatistics:
     peak: int  # the largest ``current`` so far
     reserved: int  # taken from the device, including what is free in the pool
     live: int  # allocations not freed
-    allocations: int  # allocations ever made
 
 
 class Allocation:
@@ -49,11 +48,6 @@ class Allocation:
         self.pointer = pointer
         self.nbytes = nbytes
         self.stream = stream  # kept alive: the memory is freed in its order
-
-    @property
-    def label(self) -> str:
-        """Who holds the memory."""
-        return self._pool.label(self._serial) if self._pool else "freed"
 
     @property
     def closed(self) -> bool:
@@ -86,7 +80,7 @@ class MemoryPool:
         self._lock = threading.RLock()  # the collector may free while this thread allocates
         self._serials = itertools.count()
         self._live: dict[int, tuple[int, str]] = {}
-        self._current = self._peak = self._made = 0
+        self._current = self._peak = 0
 
     def allocate(self, nbytes: int, stream: Any = None, *, label: str | None = None) -> Allocation:
         """``nbytes`` of device memory, usable in the order of ``stream``.
@@ -110,7 +104,6 @@ class MemoryPool:
             self._live[serial] = nbytes, label
             self._current += nbytes
             self._peak = max(self._peak, self._current)
-            self._made += 1
         return Allocation(self, serial, int(pointer), nbytes, stream)
 
     def _free(self, serial: int, pointer: int, stream: Any) -> None:
@@ -120,14 +113,11 @@ class MemoryPool:
             with self._context, relaxed_capture():  # the collector may run while a graph is captured
                 call(cu.cuMemFreeAsync, pointer, streams.handle(stream))
 
-    def label(self, serial: int) -> str:
-        return self._live[serial][1]
-
     def statistics(self) -> PoolStatistics:
         kind = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
         reserved = int(call(cu.cuMemPoolGetAttribute, self._pool, kind))
         with self._lock:
-            return PoolStatistics(self._current, self._peak, reserved, len(self._live), self._made)
+            return PoolStatistics(self._current, self._peak, reserved, len(self._live))
 
     def holders(self) -> list[tuple[str, int]]:
         """(label, bytes) of everything that is allocated, the largest first."""

@@ -254,7 +254,6 @@ def test_pool_statistics_and_leaks(device: int, stream) -> None:
     during = pool.statistics()
     assert during.current == before.current + (1 << 20) and during.live == before.live + 1
     assert during.peak >= during.current and during.reserved >= 1 << 20
-    assert during.allocations == before.allocations + 1
     assert ("the test's", 1 << 20) in pool.holders()
     with (
         pytest.raises(KosError, match=r"got 1 allocations: 2\.00 KiB by test_array\.py:\d+"),
