@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kos.comm.schedules.patterns import Round, doubling, fold, ring_gather, wrapped
+from kos.comm.schedules.patterns import Round, doubling, fold, ring
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import Moves, Rounds, moves
+from kos.comm.schedules.schedule import Moves, moves
 
 
 @algorithm("broadcast", "one_shot")
@@ -40,7 +40,7 @@ def ring_all_gather(n: int, c: int) -> Iterator[Round]:
     """n - 1 rounds round a ring, one block each."""
     r = np.arange(n)
     yield [_own(r, c)]
-    yield from ring_gather(r, (r + 1) % n, r, n, width=c, space="output")
+    yield from ring(r, (r + 1) % n, r, n, width=c, space="output")
 
 
 @algorithm("all_gather", "halving_doubling")
@@ -54,20 +54,6 @@ def doubling_all_gather(n: int, c: int) -> Iterator[Round]:
     yield [moves(odd - 1, odd, 0, count=n * c, space="output")]
 
 
-@algorithm("all_gather", "bruck")
-def bruck_all_gather(n: int, c: int) -> Iterator[Round]:
-    """ceil(log2 n) rounds for any rank count: send the first 2^k blocks held to the rank 2^k before.
-
-    Bruck (1997).
-    """
-    r = np.arange(n)
-    yield [_own(r, c)]
-    distance = 1
-    while distance < n:
-        yield wrapped(r, (r - distance) % n, r, min(distance, n - distance), n, c, space="output")
-        distance *= 2
-
-
 @algorithm("all_gather", "one_shot")
 def one_shot_all_gather(n: int, c: int) -> Iterator[Round]:
     """Everybody sends its block to everybody at once."""
@@ -75,38 +61,12 @@ def one_shot_all_gather(n: int, c: int) -> Iterator[Round]:
     yield [moves(r, (r + s) % n, 0, r * c, count=c, space="input", to_space="output") for s in range(n)]
 
 
-@algorithm("all_gather", "hierarchical")
-def hierarchical_all_gather(n: int, c: int, local: int) -> Iterator[Round]:
-    """A ring across nodes of equal places, then one in the node, so that each block enters a node once."""
-    r = np.arange(n)
-    node, place, nodes = r // local, r % local, n // local
-    beside, across = node * local + (place + 1) % local, (r + local) % n
-    yield [_own(r, c)]
-    for step in range(nodes - 1):
-        yield [moves(r, across, ((node - step) % nodes * local + place) * c, count=c, space="output")]
-    for step in range(local - 1):
-        block = np.arange(nodes) * local + (place[:, None] - step) % local
-        yield [moves(r[:, None], beside[:, None], block * c, count=c, space="output")]
-
-
-def _exchange(r: np.ndarray, shift: int, n: int, c: int) -> Moves:
-    to = (r + shift) % n
-    return moves(r, to, to * c, r * c, count=c, space="input", to_space="output")
-
-
 @algorithm("all_to_all", "pairwise")
 def pairwise_all_to_all(n: int, c: int) -> Iterator[Round]:
     """n - 1 rounds: in round s every rank sends to the one s after it and receives from the one s before."""
     r = np.arange(n)
-    for shift in range(n):
-        yield [_exchange(r, shift, n, c)]
-
-
-@algorithm("all_to_all", "one_shot")
-def one_shot_all_to_all(n: int, c: int) -> Iterator[Round]:
-    """All blocks at once."""
-    r = np.arange(n)
-    yield [_exchange(r, shift, n, c) for shift in range(n)]
+    for to in ((r + shift) % n for shift in range(n)):
+        yield [moves(r, to, to * c, r * c, count=c, space="input", to_space="output")]
 
 
 @algorithm("all_to_all", "bruck")
@@ -128,23 +88,6 @@ def bruck_all_to_all(n: int, c: int) -> Iterator[Round]:
     yield [moves(r, r, j * c, (r - j) % n * c, count=c, space="scratch", to_space="output") for j in range(n)]
 
 
-@algorithm("all_to_all", "hierarchical")
-def hierarchical_all_to_all(n: int, c: int, local: int) -> Iterator[Round]:
-    """In the node first, to the rank in the receiver's place; then across nodes, ``local`` blocks a message.
-
-    The two-step all-to-all of MSCCL (Cowan et al., "MSCCLang", 2023).
-    """
-    r = np.arange(n)
-    node, place, nodes = r // local, r % local, n // local
-    every = np.arange(nodes) * local
-    yield [moves(r[:, None], (r - place + to)[:, None], (every + to[:, None]) * c,
-                 (every + place[:, None]) * c, count=c, space="input", to_space="scratch")
-           for to in ((place + s) % local for s in range(local))]
-    yield [moves(r, to * local + place, to * local * c, node * local * c, count=local * c, space="scratch",
-                 to_space="output")
-           for to in ((node + s) % nodes for s in range(nodes))]
-
-
 @algorithm("gather", "direct")
 def direct_gather(n: int, c: int, root: int) -> Iterator[Round]:
     """All send their block to the root."""
@@ -152,41 +95,8 @@ def direct_gather(n: int, c: int, root: int) -> Iterator[Round]:
     yield [moves(r, root, 0, r * c, count=c, space="input", to_space="output")]
 
 
-@algorithm("gather", "tree")
-def tree_gather(n: int, c: int, root: int) -> Iterator[Round]:
-    """Up a binomial tree, blocks collecting on the way: ceil(log2 n) rounds.
-
-    Thakur, Rabenseifner, Gropp (2005).
-    """
-    v = np.arange(n)
-    rank = (v + root) % n
-    yield [moves(root, root, 0, root * c, count=c, space="input", to_space="output"),
-           moves(rank[1:], rank[1:], 0, rank[1:] * c, count=c, space="input", to_space="scratch")]
-    for distance in (1 << k for k in range((n - 1).bit_length())):
-        last, inner = np.split(v[v % (2 * distance) == distance], [1])
-        yield [m for src, to_space in ((last, "output"), (inner, "scratch"))
-               for m in wrapped(rank[src], rank[src - distance], rank[src], np.minimum(distance, n - src),
-                                n, c, space="scratch", to_space=to_space)]
-
-
-def backwards(rounds: Rounds) -> Iterator[Round]:
-    """The same transfers the other way, the last first: of a gather, a scatter."""
-    mirror = {"input": "output", "output": "input", "scratch": "scratch"}
-    for families in reversed(list(rounds)):
-        yield [moves(m.dst, m.src, m.to_chunk, m.chunk, count=m.count, space=mirror[m.to_space],
-                     to_space=mirror[m.space]) for m in families]
-
-
 @algorithm("scatter", "direct")
 def direct_scatter(n: int, c: int, root: int) -> Iterator[Round]:
     """The root sends every rank its block."""
-    return backwards(direct_gather(n, c, root))
-
-
-@algorithm("scatter", "tree")
-def tree_scatter(n: int, c: int, root: int) -> Iterator[Round]:
-    """Down a binomial tree, each message half as long as the one before.
-
-    Thakur, Rabenseifner, Gropp (2005).
-    """
-    return backwards(tree_gather(n, c, root))
+    r = np.arange(n)
+    yield [moves(root, r, r * c, 0, count=c, space="input", to_space="output")]

@@ -11,21 +11,16 @@ from kos.comm.schedules.schedule import Moves, moves
 Round = list[Moves]
 
 
-def ring_reduce(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *,
-                base: np.ndarray | int = 0, width: int = 1) -> Iterator[Round]:
-    """Reduce-scatter round a ring in place; position p ends with block (p + 1) % size complete.
+def ring(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *, base: np.ndarray | int = 0,
+         width: int = 1, space: str = "data", reduce: bool = False) -> Iterator[Round]:
+    """All-gather round a ring, from position p with block p on; or reduce-scatter in place.
 
-    A block is ``width`` chunks from ``base`` on.  Added from position b on: ((x_b + x_b+1) + ...), block b.
+    That ends with block (p + 1) % size complete at p; block b is added from position b on: ((x_b + x_b+1) + ...).
+    A block is ``width`` chunks from ``base`` on.
     """
     for step in range(size - 1):
-        yield [moves(rank, after, base + (position - step) % size * width, count=width, reduce=True)]
-
-
-def ring_gather(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *,
-                base: np.ndarray | int = 0, width: int = 1, space: str = "data") -> Iterator[Round]:
-    """All-gather round a ring; position p begins with block p."""
-    for step in range(size - 1):
-        yield [moves(rank, after, base + (position - step) % size * width, count=width, space=space)]
+        block = base + (position - step) % size * width
+        yield [moves(rank, after, block, count=width, space=space, reduce=reduce)]
 
 
 def fold(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,11 +48,3 @@ def doubling(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Itera
     for distance in (1 << k for k in range(p.bit_length() - 1)):
         mine = q // distance * distance
         yield [moves(member, member[q ^ distance], edge[mine], count=edge[mine + distance] - edge[mine], space=space)]
-
-
-def wrapped(src: np.ndarray, dst: np.ndarray, start: np.ndarray, count: np.ndarray | int, n: int, width: int,
-            *, space: str, to_space: str | None = None) -> Round:
-    """Move ``count`` blocks of ``width`` chunks from block ``start`` on, going on at 0 after block n - 1."""
-    first = np.minimum(count, n - start)
-    return [moves(src, dst, start * width, count=first * width, space=space, to_space=to_space),
-            moves(src, dst, 0 * start, count=(count - first) * width, space=space, to_space=to_space)]

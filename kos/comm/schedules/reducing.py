@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kos.comm.schedules.patterns import Round, doubling, fold, halving, ring_gather, ring_reduce
+from kos.comm.schedules.patterns import Round, doubling, fold, halving, ring
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import moves
 
@@ -43,8 +43,8 @@ def ring_all_reduce(n: int, c: int) -> Iterator[Round]:
     """
     r = np.arange(n)
     after = (r + 1) % n
-    yield from ring_reduce(r, after, r, n, width=c)
-    yield from ring_gather(r, after, r + 1, n, width=c)
+    yield from ring(r, after, r, n, width=c, reduce=True)
+    yield from ring(r, after, r + 1, n, width=c)
 
 
 @algorithm("all_reduce", "halving_doubling", parts=lambda n, c: c << n.bit_length() - 1)
@@ -89,25 +89,16 @@ def hierarchical_all_reduce(n: int, c: int, local: int) -> Iterator[Round]:
     node, place, nodes = r // local, r % local, n // local
     beside, across = node * local + (place + 1) % local, (r + local) % n
     mine = (place + 1) % local * nodes * c
-    yield from ring_reduce(r, beside, place, local, width=nodes * c)
-    yield from ring_reduce(r, across, node, nodes, base=mine, width=c)
-    yield from ring_gather(r, across, node + 1, nodes, base=mine, width=c)
-    yield from ring_gather(r, beside, place + 1, local, width=nodes * c)
+    yield from ring(r, beside, place, local, width=nodes * c, reduce=True)
+    yield from ring(r, across, node, nodes, base=mine, width=c, reduce=True)
+    yield from ring(r, across, node + 1, nodes, base=mine, width=c)
+    yield from ring(r, beside, place + 1, local, width=nodes * c)
 
 
 @algorithm("reduce", "one_shot", ordered=True)
 def one_shot_reduce(n: int, c: int, root: int) -> Iterator[Round]:
     """All send to the root, which adds in rank order."""
     yield from in_rank_order(np.array([root]), np.array([0]), n, stride=c, count=c)
-
-
-@algorithm("reduce", "two_shot", parts=lambda n, c: n * c, ordered=True)
-def two_shot_reduce(n: int, c: int, root: int) -> Iterator[Round]:
-    """Rank b adds block b of all ranks in rank order and sends it to the root."""
-    r = np.arange(n)
-    yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
-    r = r[r != root]
-    yield [moves(r, root, r * c, count=c)]
 
 
 @algorithm("reduce_scatter", "ring")
@@ -149,20 +140,3 @@ def one_shot_reduce_scatter(n: int, c: int) -> Iterator[Round]:
     """Rank b fetches block b of every rank and adds in rank order.  One round of messages."""
     r = np.arange(n)
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c, space="input", to=r * 0, to_space="output")
-
-
-@algorithm("reduce_scatter", "hierarchical")
-def hierarchical_reduce_scatter(n: int, c: int, local: int) -> Iterator[Round]:
-    """A ring in the node first, then one across nodes with 1 / local of the bytes; added in ring order."""
-    r = np.arange(n)
-    node, place, nodes = r // local, r % local, n // local
-    beside, across = node * local + (place + 1) % local, (r + local) % n
-    every = np.arange(nodes) * local
-    yield [moves(r, r, 0, count=n * c, space="input", to_space="scratch")]
-    for step in range(local - 1):
-        block = every + (place[:, None] - step - 1) % local
-        yield [moves(r[:, None], beside[:, None], block * c, count=c, space="scratch", reduce=True)]
-    for step in range(nodes - 1):
-        block = (node - step - 1) % nodes * local + place
-        yield [moves(r, across, block * c, count=c, space="scratch", reduce=True)]
-    yield [moves(r, r, r * c, 0, count=c, space="scratch", to_space="output")]
