@@ -7,6 +7,7 @@ import enum
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -41,26 +42,16 @@ class PremulSum:
     factor: float
 
 
-_UFUNC: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.AVG: np.add,
-    ReduceOp.PREMUL_SUM: np.add,
-    ReduceOp.PROD: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
-}
-
-_ACCUMULATING = {ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, ReduceOp.PROD}
-
+_ACCUMULATING = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, ReduceOp.PROD})
+_COMPARING = frozenset({ReduceOp.MIN, ReduceOp.MAX})
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_INTEGER = frozenset({ReduceOp.SUM, ReduceOp.PROD}) | _COMPARING | _BITWISE
 _ALLOWED: dict[str, frozenset[ReduceOp]] = {
-    "float": frozenset(ReduceOp) - {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR},
-    "complex": frozenset({ReduceOp.SUM, ReduceOp.PROD, ReduceOp.AVG, ReduceOp.PREMUL_SUM}),
-    "int": frozenset(ReduceOp) - {ReduceOp.AVG, ReduceOp.PREMUL_SUM},
-    "uint": frozenset(ReduceOp) - {ReduceOp.AVG, ReduceOp.PREMUL_SUM},
-    "bool": frozenset({ReduceOp.MIN, ReduceOp.MAX, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}),
+    "float": _ACCUMULATING | _COMPARING,
+    "complex": _ACCUMULATING,
+    "int": _INTEGER,
+    "uint": _INTEGER,
+    "bool": _COMPARING | _BITWISE,
 }
 
 
@@ -91,7 +82,15 @@ def _complex_product(dst: Array, src: Array, out: Array | None = None) -> None:
     np.copyto(dst if out is None else out, _quiet.run(np.multiply, dst, src))
 
 
-_COMBINE: dict[ReduceOp, Combine] = {op: _combine(ufunc) for op, ufunc in _UFUNC.items()}
+_COMBINE = {
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM), _combine(np.add)),
+    ReduceOp.PROD: _combine(np.multiply),
+    ReduceOp.MIN: _combine(np.minimum),
+    ReduceOp.MAX: _combine(np.maximum),
+    ReduceOp.BAND: _combine(np.bitwise_and),
+    ReduceOp.BOR: _combine(np.bitwise_or),
+    ReduceOp.BXOR: _combine(np.bitwise_xor),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +131,7 @@ class Reduction:
 
 def resolve(op: Any, dtype: DType, size: int) -> Reduction:
     """Check that ``op`` makes sense for ``dtype``; raises InvalidArgument naming both if it does not."""
-    if type(op) is not ReduceOp:
-        return _resolve(op, dtype, size)
-    key = op, dtype, size
-    resolved = _RESOLVED.get(key)
-    if resolved is None:
-        resolved = _RESOLVED[key] = _resolve(op, dtype, size)
-    return resolved
-
-
-_RESOLVED: dict[tuple[ReduceOp, DType, int], Reduction] = {}
+    return _known(op, dtype, size) if type(op) is ReduceOp else _resolve(op, dtype, size)
 
 
 def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
@@ -160,3 +150,6 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
     combine = _complex_product if op is ReduceOp.PROD and dtype.kind == "complex" else _COMBINE[op]
     plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM
     return Reduction(op, dtype, size, factor, carrier, combine, plain)
+
+
+_known = lru_cache(_resolve)
