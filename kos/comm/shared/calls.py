@@ -108,10 +108,10 @@ class Calls:
         slot, same = sequence % RING, (o.mark or self.mark(o)) + sequence
         for local, line, ring in self._peers:
             if words[ring + slot] != same:
-                came = words[line + ARRIVED]
-                if came <= sequence:
+                if words[line + ARRIVED] <= sequence:
                     absent = local
-                elif came < sequence + RING and words[ring + slot] != same:  # again: it may have come just now
+                # Again: it may have come just now, or gone on until this one was overwritten.
+                elif words[ring + slot] != same and words[line + ARRIVED] < sequence + RING:
                     self._mismatch(sequence, local)
         if words[self._failure]:
             self.raise_failure(sequence)
@@ -122,11 +122,11 @@ class Calls:
 
         Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
         """
-        words, end = self._words, o.sequence + 1
+        words, end, absent = self._words, o.sequence + 1, None
         through = end
         for local, line, ring in self._peers:
             came = words[line + ARRIVED]
-            at = max(first, came - RING + 1, end - RING)  # older ones are overwritten, theirs or ours
+            at = max(first, came - RING + 1, self.begun - RING)  # older ones are overwritten, theirs or ours
             until = min(came, end)
             while at < until:
                 a = at % RING
@@ -134,16 +134,21 @@ class Calls:
                 mine, theirs = words[self._ring + a : self._ring + b], words[ring + a : ring + b]
                 if mine != theirs:
                     at += next(k for k, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
-                    self._mismatch(at, local)
-                at += b - a
+                    if words[line + ARRIVED] < at + RING:
+                        self._mismatch(at, local)
+                    at = max(at, words[line + ARRIVED] - RING) + 1  # it went on until these were overwritten
+                else:
+                    at += b - a
             if came < end:
-                self._late = self._late or Wait(self, o)
-                self._late.look(local)
-                through = min(through, came)
+                absent, through = local, min(through, came)
+        if absent is None:
+            self._late = None
+        else:
+            self._late = self._late or Wait(self, o)
+            self._late.operation = o
+            self._late.look(absent)
         if words[self._failure]:
             self.raise_failure(o.sequence)
-        if through == end:
-            self._late = None
         return max(first, through)
 
     @property
@@ -264,10 +269,10 @@ class Calls:
 class Wait:
     """One wait of a collective: hears of failures at every poll, compares calls and looks for the dead now and then."""
 
-    __slots__ = ("_calls", "_departed", "_look_at", "_operation", "_sequence")
+    __slots__ = ("_calls", "_departed", "_look_at", "operation")
 
     def __init__(self, calls: Calls, o: Operation) -> None:
-        self._calls, self._operation, self._sequence = calls, o, o.sequence
+        self._calls, self.operation = calls, o
         self._look_at = time.monotonic() + LOOK_EVERY
         self._departed: int | None = None
 
@@ -275,19 +280,19 @@ class Wait:
         """Called at each poll that finds rank ``local`` of the host still awaited."""
         calls = self._calls
         if calls._words[calls._failure]:
-            calls.raise_failure(self._sequence)
+            calls.raise_failure(self.operation.sequence)
         now = time.monotonic()
         if now < self._look_at:
             return
-        calls.check(self._operation)  # it may have come before another that is still awaited
+        calls.check(self.operation)  # it may have come before another that is still awaited
         why = calls.departed(local)
         if why is None:
             self._look_at = now + LOOK_EVERY
         elif self._departed != local:
             self._departed = local  # what it did last may have come after this poll: the next one decides
         else:
-            lost = RankLost(f"{self._operation}: rank {calls.segment.ranks[local]} is gone: {why}")
-            calls.tell(lost, self._sequence)
+            lost = RankLost(f"{self.operation}: rank {calls.segment.ranks[local]} is gone: {why}")
+            calls.tell(lost, self.operation.sequence)
 
 
 def _counts(o: Operation) -> tuple[Any, ...]:

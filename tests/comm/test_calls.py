@@ -1,0 +1,127 @@
+"""Many calls compared at a time, of ranks that go on, or end, while they are looked at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import kos
+from kos.comm.operation import Operation
+from kos.comm.shared import Calls
+from kos.comm.shared.segment import ARRIVED, PID, RING
+from kos.errors import RankLost
+from tests.comm.shared_ranks import run
+
+
+def call(sequence: int, root: int | None = None) -> Operation:
+    return Operation("barrier", 0, sequence=sequence, root=root)
+
+
+def varied(sequence: int) -> Operation:
+    """No call is like the one that has its place a ring later."""
+    return call(sequence, sequence % 3)
+
+
+def together(body: Callable[[list[Calls]], None], size: int = 2) -> None:
+    """Run ``body`` once, with the calls of all ranks."""
+    calls: list[Any] = [None] * size
+
+    def rank(comm: kos.Communicator) -> None:
+        calls[comm.rank] = comm.backend._calls  # type: ignore[attr-defined]
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            body(calls)
+        comm.rendezvous.barrier()
+
+    run(rank, size, close=False)
+
+
+def wait(calls: Calls, o: Operation) -> None:
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        calls.compare(o, 0)
+
+
+class Words:
+    """Those of the segment; once it was read how far rank 1 has come, something happens."""
+
+    def __init__(self, calls: Calls, then: Callable[[], None]) -> None:
+        self.words, self.then, self.place = calls.segment.words, then, calls.segment.layout.line(1) + ARRIVED
+
+    def __getitem__(self, place: Any) -> Any:
+        word = self.words[place]
+        if place == self.place:
+            then, self.then = self.then, lambda: None
+            then()
+        return word
+
+    def __setitem__(self, place: int, word: int) -> None:
+        self.words[place] = word
+
+
+@pytest.mark.parametrize("looks", ["compare", "check"])
+def test_a_rank_that_goes_on_while_its_calls_are_read(looks: str) -> None:
+    """As it does that waits for nobody: the call looked at is then no longer on record."""
+
+    def body(calls: list[Calls]) -> None:
+        mine, theirs = calls
+        for sequence in range(5):
+            mine.announce(varied(sequence))
+        for sequence in range(RING - 1):  # none of which overwrites another
+            theirs.announce(varied(sequence))
+
+        def go_on() -> None:
+            for sequence in range(RING - 1, RING + 20):
+                theirs.announce(varied(sequence))
+
+        mine._words = Words(mine, go_on)  # type: ignore[assignment]
+        o = varied(4)
+        if looks == "compare":
+            assert mine.compare(o, 0) == 5
+        else:
+            theirs._words[theirs._ring + 4] = 0  # as it was found the first time
+            assert mine.check(o) is None
+
+    together(body)
+
+
+def test_own_calls_that_are_no_longer_on_record() -> None:
+    """A part of ``auto`` asks for its own last call, while others have begun many since."""
+
+    def body(calls: list[Calls]) -> None:
+        for sequence in range(RING + 20):
+            calls[0].announce(varied(sequence))
+        for sequence in range(11):
+            calls[1].announce(varied(sequence))
+        assert calls[0].compare(varied(10), 0) == 11
+
+    together(body)
+
+
+def test_several_ranks_that_are_gone() -> None:
+    def body(calls: list[Calls]) -> None:
+        mine = calls[0]
+        for local in (1, 2):
+            mine.segment.words[mine.segment.layout.line(local) + PID] = (1 << 22) + 1  # no process has it
+        mine.announce(call(0))
+        with pytest.raises(RankLost, match=r"barrier #0.*rank [12] is gone: its process"):
+            wait(mine, call(0))
+
+    together(body, 3)
+
+
+def test_a_rank_that_is_gone_is_named_with_the_call_that_it_did_not_make() -> None:
+    def body(calls: list[Calls]) -> None:
+        mine, theirs = calls
+        mine.announce(call(0))
+        assert mine.compare(call(0), 0) == 0
+        theirs.announce(call(0))
+        theirs.close()
+        mine.announce(call(1))
+        with pytest.raises(RankLost, match="barrier #1.*rank 1 is gone: it closed"):
+            wait(mine, call(1))
+
+    together(body)
