@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from kos.comm.launches import DEFAULT, Launch, Launches
+from kos.comm.peer_copies import Copies
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
-from kos.cuda import create_stream, driver, load_kernel, streams
+from kos.cuda import driver, load_kernel
 from kos.cuda.devices import device_info
-from kos.cuda.driver import call, cu
 from kos.dtypes import DType
 from kos.errors import (
     BackendUnavailable,
@@ -100,8 +100,7 @@ class PeerEngine:
         facts = [data.decode().split() for data in rendezvous.allgather(fact.encode())]
         sharing = max(sum(uuid == other for other, *_ in facts) for uuid, *_ in facts)
         self.blocks = min(CHANNELS, min(int(count) for _, count, _ in facts) // sharing)
-        self._copier: Any = None  # stream
-        self._copied: list[Array] = []  # where it brings what is added; graphs may use an older one
+        self._copies = Copies(self.rank, self.size, device)
         self._overlap = sharing == 1 and overlap
         self.launches = launches
         self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
@@ -288,20 +287,6 @@ class PeerEngine:
         return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
 
     def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
-        """Copy engines fetch and deliver, a kernel adds a piece while the next one is fetched.
-
-        All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice;
-        pulls and pushes share one stream because together they are slower.
-        """
-        itemsize, rank, size = dtype.itemsize, self.rank, self.size
-        chunk = -(-count // size // 128) * 128
-        begin, end = min(rank * chunk, count), min((rank + 1) * chunk, count)
-        step = -(-chunk // launch.pieces // 128) * 128
-        cuts = [(at, min(at + step, end)) for at in range(begin, end, step)]
-        room = 2 * size * step * itemsize
-        if not self._copied or self._copied[-1].nbytes < room:
-            self._copied.append(Array.empty(room, "uint8", self.device, label="all_reduce by copies"))
-        staging = self._copied[-1]
         inputs, outputs = (
             [base + pointer - memory.pointer for base in memory.pointers]
             for pointer in (send, recv)
@@ -309,55 +294,9 @@ class PeerEngine:
             if memory.offset_of(pointer, 1) is not None
         )
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
-        barrier = self.bind_barrier()
-        if self._copier is None:
-            self._copier = create_stream(self.device)
-        copy = streams.handle(self._copier)
-        flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        with driver.on_device(self.device):
-            events = [call(cu.cuEventCreate, flag) for _ in range(2 * len(cuts) + 2)]
-        others = [(rank + k) % size for k in range(1, size)]
-        sums = [
-            self._bind(
-                kernel, 132, launch.threads, rank, send + a * itemsize,
-                staging.pointer + (i % 2) * size * step * itemsize, step * itemsize, recv + a * itemsize, b - a,
-            )
-            for i, (a, b) in enumerate(cuts)
-        ]  # fmt: skip
-
-        def pull(i: int) -> None:
-            a, b = cuts[i]
-            base = staging.pointer + (i % 2) * size * step * itemsize
-            for peer in others:
-                source = inputs[peer] + a * itemsize
-                call(cu.cuMemcpyDtoDAsync, base + peer * step * itemsize, source, (b - a) * itemsize, copy)
-
-        def push(i: int) -> None:
-            a, b = cuts[i]
-            for peer in others:
-                call(cu.cuMemcpyDtoDAsync, outputs[peer] + a * itemsize, recv + a * itemsize, (b - a) * itemsize, copy)
-
-        def wait(before: int, after: int, event: Any) -> None:
-            call(cu.cuEventRecord, event, before)
-            call(cu.cuStreamWaitEvent, after, event, 0)
-
-        def run(stream: Any) -> None:
-            main = streams.handle(stream)
-            barrier(stream)
-            wait(main, copy, events[-1])
-            for i in range(len(cuts) + 1):
-                if i < len(cuts):
-                    pull(i)
-                    wait(copy, main, events[2 * i])
-                    sums[i](stream)
-                    call(cu.cuEventRecord, events[2 * i + 1], main)
-                if i > 0:
-                    call(cu.cuStreamWaitEvent, copy, events[2 * i - 1], 0)
-                    push(i - 1)
-            wait(copy, main, events[-2])
-            barrier(stream)
-
-        return run
+        return self._copies.bind(
+            kernel, self.bind_barrier(), launch.threads, launch.pieces, dtype.itemsize, count, inputs, outputs
+        )
 
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
@@ -444,7 +383,7 @@ class PeerEngine:
         else:
             self.memory.close()
         self._memories.clear()
-        self._copied.clear()
+        self._copies.close()
 
 
 def _nothing(stream: Any) -> None:

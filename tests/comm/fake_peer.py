@@ -24,7 +24,7 @@ import pytest
 
 import kos
 from kos.comm import peer as engine
-from kos.comm import tuning
+from kos.comm import peer_copies, tuning
 from kos.comm.backends import peer
 from kos.comm.backends.peer import PeerBackend
 from kos.comm.rendezvous import Rendezvous
@@ -42,8 +42,14 @@ NAMES = {  # the kernels of a file, all compiled at once; bulk needs a GPU's own
     "all_reduce_packets": ("one_shot", "two_shot", "ring", "tree"),
     "all_reduce_push": ("push", "reduce_scatter"),
     "all_reduce_direct": ("direct",),
+    "all_reduce_copies": ("copies",),
 }
-THREADS = {"all_reduce_push": 32, "all_reduce_direct": 32, "all_gather": 32}  # others take any number
+THREADS = {
+    "all_reduce_push": 32,
+    "all_reduce_direct": 32,
+    "all_gather": 32,
+    "all_reduce_copies": 32,
+}  # others take any number
 
 
 @functools.cache
@@ -123,8 +129,11 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         info = SimpleNamespace(uuid="GPU", multiprocessors=ranks * multiprocessors, arch="sm_80", name="a stand-in")
         nothing = lambda *arguments: (0,)  # noqa: E731
         monkeypatch.setattr(cu, "cuThreadExchangeStreamCaptureMode", lambda mode: (0, mode))
-        for module in (engine, peer):
+        for module in (peer, peer_copies):
             monkeypatch.setattr(module, "cu", cu)
+            monkeypatch.setattr(module, "Scratch", Memory)
+        monkeypatch.setattr(cu, "cuMemcpyDtoDAsync", cu.cuMemcpyAsync, raising=False)
+        monkeypatch.setattr(peer_copies, "create_stream", lambda device: 99)
         for module in (engine, tuning):
             monkeypatch.setattr(module, "device_info", lambda device: info)
         monkeypatch.setattr(tuning, "nvlinks", lambda device: None)
@@ -132,7 +141,6 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(engine, "load_kernel", HostKernel)
         monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
-        monkeypatch.setattr(peer, "Scratch", Memory)
         monkeypatch.setattr(peer, "_stream", lambda handle: handle)
         monkeypatch.setattr(driver, "synchronize", nothing)
         yield

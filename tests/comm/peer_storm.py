@@ -18,6 +18,7 @@ LAUNCHES = {
     "one_shot": Launch("one_shot", threads=32), "two_shot": Launch("two_shot", blocks=2, threads=64),
     "ring": Launch("ring", threads=32), "tree": Launch("tree", threads=32),
     "push": Launch("push", blocks=2, threads=32), "direct": Launch("direct", blocks=2, threads=32),
+    "copies": Launch("copies", threads=32, pieces=3),
 }  # fmt: skip
 KINDS = ["exchange", "all_gather", "reduce_scatter", *LAUNCHES]
 

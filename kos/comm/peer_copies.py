@@ -1,0 +1,93 @@
+"""All-reduce by copy engines, which move larger packets than kernels: for large messages, between symmetric buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kos.comm.backends.device import Scratch
+from kos.cuda import create_stream, driver, streams
+from kos.cuda.driver import call, cu
+
+Run = Callable[[Any], None]
+
+
+class Copies:
+    """The stream of one rank's copies, and the memory to which they bring what is added."""
+
+    def __init__(self, rank: int, size: int, device: int) -> None:
+        self._rank, self._size, self._device = rank, size, device
+        self._stream: Any = None
+        self._staging: list[Scratch] = []  # graphs may use an older one
+
+    def bind(
+        self, kernel: Any, barrier: Run, threads: int, pieces: int, itemsize: int, count: int,
+        inputs: Sequence[int], outputs: Sequence[int],
+    ) -> Run:  # fmt: skip
+        """``inputs[r]`` and ``outputs[r]`` are rank r's buffers of ``count`` elements, as this rank sees them.
+
+        Copy engines fetch and deliver, ``kernel`` adds a piece while the next one is fetched.  All ranks copy from (and
+        to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice; pulls and pushes share one
+        stream because together they are slower.
+        """
+        rank, size = self._rank, self._size
+        chunk = -(-count // size // 128) * 128
+        begin, end = min(rank * chunk, count), min((rank + 1) * chunk, count)
+        step = -(-chunk // pieces // 128) * 128
+        cuts = [(at * itemsize, (min(at + step, end) - at) * itemsize) for at in range(begin, end, step)]
+        stride = step * itemsize
+        staging = [self._room(2 * size * stride) + half * size * stride for half in range(2)]
+        if self._stream is None:
+            self._stream = create_stream(self._device)
+        copy = streams.handle(self._stream)
+        with driver.on_device(self._device):
+            flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
+            events = [call(cu.cuEventCreate, flag) for _ in range(2 * len(cuts) + 2)]
+        others = [(rank + k) % size for k in range(1, size)]
+        sums = [
+            kernel.bind(
+                132, threads, rank, inputs[rank] + at, staging[i % 2], stride, outputs[rank] + at, nbytes // itemsize
+            )
+            for i, (at, nbytes) in enumerate(cuts)
+        ]
+
+        def pull(i: int) -> None:
+            at, nbytes = cuts[i]
+            for peer in others:
+                call(cu.cuMemcpyDtoDAsync, staging[i % 2] + peer * stride, inputs[peer] + at, nbytes, copy)
+
+        def push(i: int) -> None:
+            at, nbytes = cuts[i]
+            for peer in others:
+                call(cu.cuMemcpyDtoDAsync, outputs[peer] + at, outputs[rank] + at, nbytes, copy)
+
+        def wait(before: int, after: int, event: Any) -> None:
+            call(cu.cuEventRecord, event, before)
+            call(cu.cuStreamWaitEvent, after, event, 0)
+
+        def run(stream: Any) -> None:
+            main = streams.handle(stream)
+            barrier(stream)
+            wait(main, copy, events[-1])
+            for i in range(len(cuts) + 1):
+                if i < len(cuts):
+                    pull(i)
+                    wait(copy, main, events[2 * i])
+                    sums[i](stream)
+                    call(cu.cuEventRecord, events[2 * i + 1], main)
+                if i > 0:
+                    call(cu.cuStreamWaitEvent, copy, events[2 * i - 1], 0)
+                    push(i - 1)
+            wait(copy, main, events[-2])
+            barrier(stream)
+
+        return run
+
+    def _room(self, nbytes: int) -> int:
+        if not self._staging or self._staging[-1].nbytes < nbytes:
+            self._staging.append(Scratch(nbytes, self._device))
+        return self._staging[-1].pointer
+
+    def close(self) -> None:
+        while self._staging:
+            self._staging.pop().close()
