@@ -209,6 +209,29 @@ def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.M
     FakeRanks(1).run(body)
 
 
+def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+    revoked: list[int] = []
+
+    def revoke(comm: Any) -> None:
+        threading.Event().wait(0.1)  # as long as it may take
+        revoked.append(comm.rank)
+
+    monkeypatch.setattr(nccl_binding, "revoke", revoke)
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        comm.all_reduce(Array.zeros(5 + (comm.rank == 2), np.float32, 0))
+        with pytest.raises(CollectiveMismatch):
+            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)
+        assert comm.rank in revoked and comm.backend._revoked is not None
+
+    FakeRanks(SIZE).run(body)
+
+
 @pytest.mark.parametrize("how", ["by NCCL", "too old", "NCCL fails", "one was aborted"])
 def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """By NCCL's own shrink where that is possible on all ranks, else they meet anew by their rendezvous."""

@@ -270,7 +270,8 @@ class DeviceBackend(HostBackend):
             thread.join(_LOOK_EVERY)
             if not thread.is_alive():
                 break
-            self._confirm()
+            if self.broken is None:  # else it is how that ends
+                self._confirm()
             if deadline is not None and time.monotonic() > deadline:
                 raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
         result, error = outcome
