@@ -12,8 +12,7 @@ sends of a round never for anything that the same round brings.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -55,9 +54,9 @@ class _Instruction(NamedTuple):
     space: str
     start: int
     stop: int
-    peer: int
-    source_space: str
-    source_start: int
+    peer: int = -1
+    source_space: str = ""
+    source_start: int = 0
 
 
 class _Program(NamedTuple):
@@ -136,25 +135,24 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
 class _Compiler:
     """Builds a _Program instruction by instruction, in schedule order."""
 
-    def __init__(self) -> None:
+    def __init__(self, grain: int) -> None:
         self.instructions: list[_Instruction] = []
         self.waits: list[int] = []
         self.after_post: list[list[int]] = []
         self.after_done: list[list[int]] = []
-        self.touched: dict[tuple[str, int], list[tuple[int, int, int, bool]]] = {}
+        self.grain = grain  # elements of a block: accesses are looked up by the blocks that they touch
+        self.touched: dict[tuple[str, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
         self.last_posted: dict[tuple[str, int], int] = {}
 
-    def add(self, instruction: _Instruction, slots: list[tuple[str, int]], source_slots: list[tuple[str, int]]
-            ) -> None:
-        """Append it; ``slots`` are the keys under which its ranges are looked up for conflicts."""
-        kind, _, start, stop, peer, source_space, source = instruction
+    def add(self, instruction: _Instruction) -> None:
+        kind, space, start, stop, peer, source_space, source = instruction
         i = len(self.instructions)
         self.instructions.append(instruction)
         self.after_post.append([])
         self.after_done.append([])
-        before = self._conflicts(slots, start, stop, i, writes=kind != "send")
+        before = self._conflicts(space, start, stop, i, writes=kind != "send")
         if source_space:
-            before |= self._conflicts(source_slots, source, source + stop - start, i, writes=False)
+            before |= self._conflicts(source_space, source, source + stop - start, i, writes=False)
         before.discard(i)
         for j in before:
             self.after_done[j].append(i)
@@ -166,11 +164,11 @@ class _Compiler:
                 self.after_post[earlier].append(i)
                 self.waits[i] += 1
 
-    def _conflicts(self, slots: list[tuple[str, int]], start: int, stop: int, i: int, writes: bool
-                   ) -> set[int]:
+    def _conflicts(self, space: str, start: int, stop: int, i: int, writes: bool) -> set[int]:
+        """The instructions that must be done before i may touch those elements."""
         before: set[int] = set()
-        for slot in slots:
-            accesses = self.touched.setdefault(slot, [])
+        for block in range(start // self.grain, (stop - 1) // self.grain + 1):
+            accesses = self.touched[space, block]
             before.update(j for a, b, j, wrote in accesses if (writes or wrote) and a < stop and start < b)
             if writes:  # whoever waits for this one need not wait for what it covers
                 accesses[:] = [x for x in accesses if x[0] < start or x[1] > stop]
@@ -187,33 +185,22 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
     def offset(space: str, chunk: int) -> int:
         return place[chunk] if space == "scratch" else schedule.start(chunk, elements)
 
-    def slots(space: str, chunk: int, starts: list[int], a: int, b: int) -> list[tuple[str, int]]:
-        first, last = bisect_right(starts, a) - 1, bisect_right(starts, b - 1)
-        return [(space, chunk + k) for k in range(first, last)]
-
-    out = _Compiler()
-    staged = 0
+    out, staged = _Compiler(max(1, elements // schedule.parts)), 0
     for kind, space, chunk, span, peer, source_space, source_chunk in steps:
-        starts = [schedule.start(chunk + k, elements) for k in range(span + 1)]
-        length = starts[-1] - starts[0]
-        at = offset(space, chunk)
-        starts = [at + s - starts[0] for s in starts]
-        source = offset(source_space, source_chunk) if source_space else 0
+        length = schedule.start(chunk + span, elements) - schedule.start(chunk, elements)
         segment = max(SEGMENT_BYTES // itemsize, -(-length // MAX_SEGMENTS), 1)
         for a in range(0, length, segment):
-            b = min(a + segment, length)
-            mine = slots(space, chunk, starts, at + a, at + b)
+            start, stop = (offset(space, chunk) + end for end in (a, min(a + segment, length)))
             if kind == "recv_reduce":
                 slot = f"staging {staged % STAGING_SLOTS}"
-                staged, scratch[slot] = staged + 1, max(scratch.get(slot, 0), b - a)
-                out.add(_Instruction("recv", slot, 0, b - a, peer, "", 0), [(slot, 0)], [])
-                out.add(_Instruction("reduce", space, at + a, at + b, -1, slot, 0), mine, [(slot, 0)])
+                staged, scratch[slot] = staged + 1, max(scratch.get(slot, 0), stop - start)
+                out.add(_Instruction("recv", slot, 0, stop - start, peer))
+                out.add(_Instruction("reduce", space, start, stop, source_space=slot))
             elif source_space:
-                theirs = slots(source_space, source_chunk, [s - at + source for s in starts],
-                               source + a, source + b)
-                out.add(_Instruction(kind, space, at + a, at + b, -1, source_space, source + a), mine, theirs)
+                source = offset(source_space, source_chunk) + a
+                out.add(_Instruction(kind, space, start, stop, source_space=source_space, source_start=source))
             else:
-                out.add(_Instruction(kind, space, at + a, at + b, peer, "", 0), mine, [])
+                out.add(_Instruction(kind, space, start, stop, peer))
     return _Program(tuple(out.instructions), tuple(out.waits), tuple(map(tuple, out.after_post)),
                     tuple(map(tuple, out.after_done)), tuple(scratch.items()))
 
