@@ -292,7 +292,8 @@ class Communicator(Operations):
             for operation in operations:
                 works.append(self._launch(operation))
             return
-        for operation in operations:
+        # Numbered as they begin: ranks are compared by how far they have come.
+        for operation in self.backend.in_order(operations) if isinstance(self.backend, AutoBackend) else operations:
             self._stamp(operation)
             self._recorder.record(self._group, operation, 3)
         if operations:

@@ -14,7 +14,7 @@ import pytest
 
 import kos
 from kos.comm import nccl_binding, tune
-from kos.comm.backend import Probe
+from kos.comm.backend import Backend, Probe
 from kos.comm.backends import auto
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.mock import MockBackend
@@ -26,6 +26,7 @@ from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
+from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_tuning import GPU, LINK, changed
 
 SIZE = 2
@@ -79,7 +80,12 @@ class Log(list[str]):
         return noting
 
 
-def run(body: Callable[[kos.Communicator, Log], None], parts: str = "nccl peer", timeout: float = 20.0) -> None:
+def run(
+    body: Callable[[kos.Communicator, Log], None],
+    parts: str = "nccl peer",
+    timeout: float = 20.0,
+    host: type[Backend] = MockBackend,
+) -> None:
     threads, groups, failures = ThreadGroup(SIZE), {name: Group(SIZE) for name in parts.split()}, []
 
     def rank(index: int) -> None:
@@ -87,7 +93,7 @@ def run(body: Callable[[kos.Communicator, Log], None], parts: str = "nccl peer",
             rendezvous = ThreadRendezvous(threads, index, timeout)
             kinds = {"nccl": NCCLBackend, "peer": Peer}
             gpus = [kinds[name](rendezvous, 0, Comm(group, index)) for name, group in groups.items()]
-            backend = AutoBackend(rendezvous, MockBackend(rendezvous), gpus)
+            backend = AutoBackend(rendezvous, host(rendezvous), gpus)
             comm = kos.Communicator(backend, rendezvous, {}, timeout)
             body(comm, Log(comm))
         except BaseException:
@@ -213,6 +219,26 @@ def test_a_batch_goes_part_by_part(fake: FakeNCCL) -> None:
         assert [work.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
 
     run(body)
+
+
+def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
+    """That of their numbers, whatever goes by which part: the ranks look at how far each has come."""
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        calls = comm.backend.host._calls  # type: ignore[attr-defined]
+        assert all(gpu._calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
+        begun: list[int] = []
+        announce = calls.announce
+        calls.announce = lambda o: (begun.append(o.sequence), announce(o))
+        for turn in range(3):
+            x, y, host = zeros(8), zeros(5000), np.zeros(3)
+            with comm.batch() as batch:
+                for array in (x, host, y, x):
+                    comm.all_reduce(array)
+            assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
+            assert begun == list(range(4 * turn + 4))
+
+    run(body, host=SharedOnly)
 
 
 def test_what_is_persistent_is_routed_once(fake: FakeNCCL) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
@@ -128,14 +129,19 @@ class AutoBackend(Backend):
         if self.broken is not None:
             raise CollectiveError(f"{operation.name}: the communicator failed before: {self.broken}")
 
+    def in_order(self, operations: Sequence[Operation]) -> list[Operation]:
+        """As they are launched together, the same on all ranks: part by part."""
+        parts = (*self.gpus, self.host)
+        return sorted(operations, key=lambda o: parts.index(o.via))
+
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        """Part by part, in the same order on all ranks."""
         self._check(operations[0])
         works: dict[int, Work] = {}
-        for part in self.gpus:
-            mine = [o for o in operations if o.via is part]
-            works.update(zip(map(id, mine), part.start_all(mine) if mine else (), strict=True))
-        return [works[id(o)] if id(o) in works else self.host.start(o) for o in operations]
+        for part, several in groupby(self.in_order(operations), lambda o: o.via):
+            mine = list(several)
+            started = [part.start(o) for o in mine] if part is self.host else part.start_all(mine)
+            works.update(zip(map(id, mine), started, strict=True))
+        return [works[id(o)] for o in operations]
 
     def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:
         for gpu in self.gpus:

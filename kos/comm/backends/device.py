@@ -353,6 +353,7 @@ class DeviceWork(Work):
         if broken is not None:
             raise CollectiveError(f"{self.operation}: the communicator failed: {broken}")
 
+
 class _Event:
     """A CUDA event, taken from ``free`` and given back to it by the last work that holds it."""
 
