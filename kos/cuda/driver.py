@@ -75,9 +75,6 @@ def _describe(status: Any) -> str:
 def primary_context(device: int) -> Any:
     """The primary context of ``device``: the one that the CUDA runtime, and so every framework, uses."""
     require()
-    _, count = cu.cuDeviceGetCount()
-    if not 0 <= device < count:
-        raise BackendUnavailable(f"CUDA: expected a device in 0..{count - 1}, got {device}")
     return call(cu.cuDevicePrimaryCtxRetain, call(cu.cuDeviceGet, device))
 
 

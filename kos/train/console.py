@@ -23,76 +23,61 @@ _SHOWN = {
 
 
 class Console:
-    """Silent: the other ranks'."""
+    """Rank 0's: a bar that stays at the bottom of a terminal, all else above it; or lines.  Other ranks are silent."""
+
+    def __init__(self, rank: int, steps: int, start: int) -> None:
+        self._silent = rank != 0 or sys.stdout is None
+        self._steps = steps
+        terminal = None if self._silent else _terminal()
+        self._bar = None if terminal is None else _bar(terminal, steps, start)
 
     def say(self, text: str) -> None:
         """A line (or several) that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif not self._silent:
+            try:
+                print(text, flush=True)
+            except OSError:  # nobody reads any more (`| head`), or a full disk: the run goes on in silence
+                self._silent = True
 
     def step(self, row: Mapping[str, Any], *, log: bool) -> None:
         """One row of metrics; ``log`` says whether it is this step's turn to be printed."""
+        evaluated = "val_loss" in row
+        if self._bar is None:
+            if log or evaluated:
+                self.say(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {describe(row)}")
+            return
+        if self._bar.finished or not self._bar.live.is_started:
+            self._bar.start()
+        if evaluated:
+            self.say(f"step {row['step']}: {describe(row)}")
+        beside = describe({key: value for key, value in row.items() if key != "val_loss"}) if log else None
+        self._bar.update(self._bar.task_ids[0], completed=row["step"], description=beside)
 
     def close(self) -> None:
         """No more steps."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
-class PlainConsole(Console):
-    """Lines on standard output."""
+def _bar(terminal: TextIO, steps: int, start: int) -> Any:
+    from rich.console import Console as Terminal
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def say(self, text: str) -> None:
-        try:
-            print(text, flush=True)
-        except OSError:  # nobody reads any more (`| head`), or a full disk: the run goes on in silence
-            sys.stdout = open(os.devnull, "w", errors="replace")  # noqa: SIM115 (for the rest of the process)
-
-    def step(self, row: Mapping[str, Any], *, log: bool) -> None:
-        if log or "val_loss" in row:
-            self.say(f"step {row['step']:>{len(str(self.steps))}}/{self.steps}  {describe(row)}")
-
-
-class RichConsole(Console):
-    """A progress bar that stays at the bottom of ``terminal``, everything else above it."""
-
-    def __init__(self, terminal: TextIO, steps: int, start: int) -> None:
-        from rich.console import Console as Terminal
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.table import Column
-
-        width = os.get_terminal_size(terminal.fileno()).columns
-        room = width - len(f"training {steps}/{steps} ---- 0:00:00 ")  # where it is small, the values are cut
-        columns = (
-            TextColumn("training {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=max(1, room))),
-        )
-        console = Terminal(file=terminal, force_terminal=True, width=width)
-        self.progress = Progress(*columns, console=console, refresh_per_second=5)
-        self.task = self.progress.add_task("", total=steps, completed=start)
-
-    def say(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def step(self, row: Mapping[str, Any], *, log: bool) -> None:
-        if self.progress.finished or not self.progress.live.is_started:
-            self.progress.start()
-        if "val_loss" in row:
-            self.say(f"step {row['step']}: {describe(row)}")
-        shown = describe({key: value for key, value in row.items() if key != "val_loss"}) if log else None
-        self.progress.update(self.task, completed=row["step"], description=shown)
-
-    def close(self) -> None:
-        self.progress.stop()
-
-
-def make_console(rank: int, steps: int, start: int) -> Console:
-    """The console of this rank."""
-    if rank != 0 or sys.stdout is None:
-        return Console()
-    terminal = _terminal()
-    return PlainConsole(steps) if terminal is None else RichConsole(terminal, steps, start)
+    width = os.get_terminal_size(terminal.fileno()).columns
+    room = width - len(f"training {steps}/{steps} ---- 0:00:00 ")  # where it is small, the values are cut
+    bar = Progress(
+        TextColumn("training {task.completed}/{task.total}"),
+        BarColumn(bar_width=None),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=max(1, room))),
+        console=Terminal(file=terminal, force_terminal=True, width=width),
+        refresh_per_second=5,
+    )
+    bar.add_task("", total=steps, completed=start)
+    return bar
 
 
 def _terminal() -> TextIO | None:

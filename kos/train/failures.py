@@ -30,17 +30,16 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     except (OSError, MemoryError) as error:
         failure = KosError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
-    said = b"" if failure is None else f"{type(failure).__name__}\n{failure}".encode()
-    answers = comm.all_gather_bytes(said, timeout=max(PATIENCE, comm.timeout))
-    for rank, answer in enumerate(answers):
-        if not answer:
-            continue
-        name, _, message = answer.decode().partition("\n")
-        if rank != comm.rank or failure is None:
-            failure = getattr(kos.errors, name, KosError)(message)
-        failure.on_every_rank = True
-        raise failure
-    return result
+    said = "" if failure is None else f"{type(failure).__name__}\n{failure}"
+    answers = comm.all_gather_bytes(said.encode(), timeout=max(PATIENCE, comm.timeout))
+    first = next((rank for rank, answer in enumerate(answers) if answer), None)
+    if first is None:
+        return result
+    if first != comm.rank or failure is None:
+        name, _, message = answers[first].decode().partition("\n")
+        failure = getattr(kos.errors, name, KosError)(message)
+    failure.on_every_rank = True
+    raise failure
 
 
 def same_on_all(comm: Communicator, facts: Mapping[str, object]) -> None:

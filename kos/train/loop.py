@@ -23,7 +23,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, TrainingError
 from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
-from kos.train.console import make_console
+from kos.train.console import Console
 from kos.train.data import load_data
 from kos.train.engines import choose_device, make_engine
 from kos.train.failures import same_on_all, together
@@ -59,7 +59,7 @@ class Trainer:
         self.start, self.saved_step = self._load(found)
         self._lock: IO[str] | None = None
         self.metrics = together(comm, self._open_output)
-        self.console = make_console(comm.rank, config.steps, self.start)
+        self.console = Console(comm.rank, config.steps, self.start)
         self._has_saved = False
         self._stop_asked = False
 
