@@ -120,7 +120,12 @@ class Backend(ABC):
             raise CollectiveError(f"{operation.name}: the communicator failed before: {self.broken}")
         buffer = operation.send or operation.recv
         on_host = buffer is None or buffer.device is None
-        steps = self._steps(operation) if on_host else self._staging.carry(operation, self._steps)
+        if not on_host:
+            steps = self._staging.carry(operation, self._steps)
+        elif self._staging.line:
+            steps = self._staging.in_turn((), lambda: self._steps(operation))
+        else:
+            steps = self._steps(operation)
         work = Work(operation, steps, self)
         self.engine.launch(work)
         return work

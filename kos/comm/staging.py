@@ -6,7 +6,7 @@ stream of the arrays and polled, so that other operations go on meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,19 +28,31 @@ class Staging:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._free: dict[tuple[int, int], list[np.ndarray[Any, Any]]] = {}
+        self.line: list[object] = []  # operations that have not begun, the first first
 
     def carry(self, o: Operation, run: Callable[[Operation], Steps]) -> Steps:
         """Take the steps of ``o``, whose arrays are on a GPU; ``run`` carries its copy on host memory."""
         taken: list[tuple[tuple[int, int], np.ndarray[Any, Any]]] = []
         send = self._host_of(o.send, taken)
         recv = send if o.recv is o.send else self._host_of(o.recv, taken)
-        if o.send is not None and send is not None:
-            yield from self._copy(o.send, send, down=True)
-        yield from run(replace(o, send=send, recv=recv))
+        copy = self._copy(o.send, send, down=True) if o.send is not None and send is not None else ()
+        yield from self.in_turn(copy, lambda: run(replace(o, send=send, recv=recv)))
         if o.recv is not None and recv is not None:
             yield from self._copy(o.recv, recv, down=False)
         for key, memory in taken:  # not after an error: something may still write to it
             self._free.setdefault(key, []).append(memory)
+
+    def in_turn(self, before: Iterable[None], run: Callable[[], Steps]) -> Steps:
+        """``before``, then ``run()``, which begins after what was started earlier: on all ranks in one order."""
+        turn = object()
+        self.line.append(turn)
+        try:
+            yield from before
+            while self.line[0] is not turn:
+                yield
+        finally:
+            self.line.remove(turn)
+        yield from run()
 
     def _host_of(
         self, buffer: Buffer | None, taken: list[tuple[tuple[int, int], np.ndarray[Any, Any]]]
@@ -55,7 +67,6 @@ class Staging:
         taken.append((key, memory))
         flat = memory[: buffer.nbytes].view(buffer.dtype.numpy)
         return Buffer(flat.reshape(buffer.shape), flat, buffer.dtype, buffer.count, buffer.shape)
-
 
     def _copy(self, gpu: Buffer, host: Buffer, *, down: bool) -> Steps:
         """Queue the copy and wait until it is done."""
