@@ -298,12 +298,13 @@ class PeerEngine:
             kernel, self.bind_barrier(), launch.threads, launch.pieces, dtype.itemsize, count, inputs, outputs
         )
 
-    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece]) -> Run:
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False) -> Run:
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
         Bytes of any number and alignment, none where nothing goes.  Takes part who has something to send or
         to receive; what one rank sends another comes in the order in which it was sent, in pieces of the
-        same sizes.
+        same sizes: a kernel raises CollectiveMismatch, by ``check``, where it is another one that comes, or one of the
+        other kind (``messages``).
         """
         pieces = [word for r in range(self.size) for word in (*sends[r], *recvs[r])]
         longest = max(nbytes for _, nbytes in (*sends, *recvs))
@@ -315,7 +316,8 @@ class PeerEngine:
         pieces += [0] * (4 * (MAX_RANKS - self.size))
         return self._bind(
             kernel, blocks, threads,
-            self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self.blocks, *pieces,
+            self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self.blocks,
+            int(messages), *pieces,
         )  # fmt: skip
 
     def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0) -> Run:
@@ -349,8 +351,8 @@ class PeerEngine:
         if cause == _ABORTED:
             raise CollectiveError(f"{what}: aborted while it waited for rank {peer}")
         if cause == _UNEQUAL:
-            wanted, seen = int(self._record[_Word.WANTED]), int(self._record[_Word.SEEN])
-            raise CollectiveMismatch(f"{what}: expected {wanted} bytes from rank {peer}, got {seen}")
+            wanted, seen = (_piece(int(self._record[word])) for word in (_Word.WANTED, _Word.SEEN))
+            raise CollectiveMismatch(f"{what}: expected {wanted} from rank {peer}, got {seen}")
         if cause == _TOLD:
             raise RankLost(f"{what}: rank {peer} has given up")
         raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {self.timeout:g} s ({self._where()})")
@@ -384,6 +386,10 @@ class PeerEngine:
             self.memory.close()
         self._memories.clear()
         self._copies.close()
+
+
+def _piece(said: int) -> str:
+    return f"{said % (1 << 31)} bytes of a {'message' if said >> 31 else 'collective'}"
 
 
 def _nothing(stream: Any) -> None:

@@ -151,21 +151,37 @@ def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: s
     assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
 
-def test_messages_of_unequal_sizes(ranks: ThreadRanks) -> None:
-    def body(gpu: Any) -> None:
-        comm = gpu.comm
-        x = Array.zeros(100 + comm.rank, np.float32, 0)
-        if comm.rank < 2:
-            comm.send_recv(x, Array.zeros(100 + comm.rank, np.float32, 0), 1 - comm.rank, 1 - comm.rank)
+def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
+    """A message of another length, and a message where a collective expects its own; nobody waits for long."""
+
+    def body(gpu: Any, mixed: bool) -> None:
+        comm, rank = gpu.comm, gpu.rank
+        x, out = (Array.zeros(100 + rank * (not mixed), np.float32, 0) for _ in range(2))
+
+        def call() -> None:
+            comm.all_gather(x) if mixed else comm.send_recv(x, out, 1 - rank, 1 - rank)
+            comm.synchronize()
+
+        if rank == 0 and mixed:
+            comm.send(x, 1)
+        text = b""
+        if rank < 2 or mixed:
             with pytest.raises((CollectiveMismatch, RankLost)) as raised:
-                comm.synchronize()
-            texts = comm.rendezvous.allgather(str(raised.value).encode())
-        else:
-            texts = comm.rendezvous.allgather(b"")
-        assert any(b"send_recv #0" in text and b"bytes from rank" in text for text in texts), texts
+                call()
+            text = str(raised.value).encode()
+        texts = b" ".join(comm.rendezvous.allgather(text))
+        expected = [
+            b"expected 400 bytes of a message from rank 1, got 404 bytes of a message",
+            b"expected 404 bytes of a message from rank 0, got 400 bytes of a message",
+        ]
+        if mixed:
+            expected = [b"expected 400 bytes of a collective from rank 0, got 400 bytes of a message"]
+        assert (b"all_gather #0" if mixed else b"send_recv #0") + b" of float32" in texts, texts
+        assert any(each in texts for each in expected), texts
         comm.abort()
 
-    ranks.run(body)
+    ranks.run(lambda gpu: body(gpu, False))
+    ranks.run(lambda gpu: body(gpu, True))
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv"])

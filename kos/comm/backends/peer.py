@@ -249,7 +249,9 @@ class PeerBackend(DeviceBackend):
                 recvs[o.src].append((o.recv.pointer, o.recv.nbytes))
         rounds = max(map(len, (*sends, *recvs)))
         return _in_turn(
-            self._engine.bind_exchange(*([to[k] if k < len(to) else _NONE for to in side] for side in (sends, recvs)))
+            self._engine.bind_exchange(
+                *([to[k] if k < len(to) else _NONE for to in side] for side in (sends, recvs)), messages=True
+            )
             for k in range(rounds)
         )
 
@@ -307,7 +309,7 @@ class PeerBackend(DeviceBackend):
                 sends, recvs = self._cut(o.send, None), self._only(root, recv)
             case _:
                 sends, recvs = self._only(o.dst, send), self._only(o.src, recv)
-        return self._engine.bind_exchange(sends, recvs)
+        return self._engine.bind_exchange(sends, recvs, messages=not o.collective)
 
     def _broadcast_by_parts(self, send: Piece, recv: Piece, root: int) -> Run:
         """Van de Geijn: scatter, then all-gather, so that root sends everything twice and not size - 1 times."""

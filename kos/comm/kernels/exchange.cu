@@ -24,8 +24,8 @@ struct Piece {
     u64 send, sending, recv, receiving;  // addresses and bytes
 };
 
-// Words of a channel's second line: own counts by rank, what the others count here, and how long (modulo 2^32) the
-// piece is whose batch lies in a slot: 32 + 64 * slot.
+// Words of a channel's second line: own counts by rank, what the others count here, and of what piece the batch in a
+// slot is, at LENGTH + 64 * slot: its bytes modulo 2^31 and, in the highest bit, whether it is a message.
 enum Count { SENT = 0, GOT = 64, ARRIVED_BATCHES = 128, TAKEN_BATCHES = 192, LENGTH = 32 };
 
 template <class V> struct Move {
@@ -73,10 +73,10 @@ __device__ void cut(u64& address, u64& bytes, unsigned most) {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     exchange(const Context* context, u64 own, unsigned rank, u64 slots, unsigned slot,
-             unsigned most RANKS_8(PARAMETERS)) {
+             unsigned most, unsigned message RANKS_8(PARAMETERS)) {
     __shared__ Piece pieces[8];
     __shared__ unsigned sent[RANKS], got[RANKS], batches;
-    unsigned goes = 0, comes = 0;  // bytes of the whole pieces
+    unsigned goes = 0, comes = 0;  // what is said of the whole pieces
     after_former_kernel();
     const unsigned t = threadIdx.x;
     const u64 line = PAIRS_OFFSET + u64(blockIdx.x) * LINE_BYTES;
@@ -88,7 +88,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     if (t < RANKS) {
-        goes = unsigned(pieces[t].sending), comes = unsigned(pieces[t].receiving);
+        goes = unsigned(pieces[t].sending) & ~(1u << 31) | message << 31;
+        comes = unsigned(pieces[t].receiving) & ~(1u << 31) | message << 31;
         cut(pieces[t].send, pieces[t].sending, most);
         cut(pieces[t].recv, pieces[t].receiving, most);
     }
