@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -13,7 +14,7 @@ def cache_folder() -> Path:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file to a temporary name, fsync it, and rename it.  A failure leaves what was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
     try:
         temporary.write_bytes(content)
         sync(temporary)

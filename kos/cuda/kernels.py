@@ -11,9 +11,7 @@ import fcntl
 import functools
 import hashlib
 import logging
-import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.errors import BackendUnavailable, CompileError, InvalidArgument
+from kos.files import cache_folder, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +58,7 @@ class KernelCache:
 
     def put(self, key: str, cubin: bytes) -> None:
         try:
-            with tempfile.NamedTemporaryFile(dir=self.directory, prefix=f"{key}.", delete=False) as file:
-                try:
-                    file.write(hashlib.sha256(cubin).digest() + cubin)
-                    file.close()
-                    os.replace(file.name, self.directory / f"{key}.cubin")
-                except OSError:
-                    os.unlink(file.name)
-                    raise
+            replace_file(self.directory / f"{key}.cubin", hashlib.sha256(cubin).digest() + cubin)
         except OSError as error:
             self._warn(error)
 
@@ -110,7 +102,7 @@ def _try_lock(descriptor: int) -> bool:
 
 def default_cache() -> KernelCache:
     """The user's cache: $XDG_CACHE_HOME/kos/kernels, or ~/.cache/kos/kernels."""
-    return _cache(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kos" / "kernels")
+    return _cache(cache_folder() / "kernels")
 
 
 @functools.cache

@@ -142,7 +142,7 @@ def test_read_only_file_system_still_reads(
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    monkeypatch.setattr(kernels.tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(kernels, "replace_file", refuse)
     assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == first
     assert len(compilations) == 1 and not caplog.records
     compile_kernels(SAXPY, "sm_80", FLOAT, cache)

@@ -10,9 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +18,7 @@ from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.errors import BackendUnavailable, InvalidArgument
+from kos.files import cache_folder, replace_file
 from kos.memory.array import Array
 
 log = logging.getLogger(__name__)
@@ -228,8 +226,7 @@ class _Stored:
     """Algorithms by shape, in one JSON file per GPU model and library version, shared by the user's processes."""
 
     def __init__(self, name: str) -> None:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kos" / "matmul"
-        self._path = root / f"{name.replace(' ', '_')}.json"
+        self._path = cache_folder() / "matmul" / f"{name.replace(' ', '_')}.json"
         self._known = self._read()
 
     def _read(self) -> dict[str, str]:
@@ -253,8 +250,6 @@ class _Stored:
         self._known = {**self._known, **self._read(), key: algorithm.tobytes().hex()}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, delete=False) as file:
-                json.dump(self._known, file)
-            os.replace(file.name, self._path)
+            replace_file(self._path, json.dumps(self._known).encode())
         except OSError as error:
             log.warning("matmul cache: %s cannot be written: %s", self._path, error)
