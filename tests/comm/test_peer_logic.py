@@ -166,9 +166,10 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
             comm.send(x, 1)
         text = b""
         if rank < 2 or mixed:
-            with pytest.raises((CollectiveMismatch, RankLost)) as raised:
-                call()
-            text = str(raised.value).encode()
+            try:
+                call()  # of ranks that can be done before another finds out
+            except (CollectiveMismatch, RankLost) as error:
+                text = str(error).encode()
         texts = b" ".join(comm.rendezvous.allgather(text))
         expected = [
             b"expected 400 bytes of a message from rank 1, got 404 bytes of a message",
