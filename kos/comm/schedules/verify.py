@@ -153,25 +153,20 @@ class _Proof:
 def postcondition(schedule: Schedule) -> Iterator[tuple[int, str, int, int, int]]:
     """What must hold at the end: (rank, space, chunk, the chunk it began as, bit mask of ranks in it)."""
     n, parts, root = schedule.ranks, schedule.parts, schedule.root
-    all_ranks = (1 << n) - 1
+    everybody, each = (1 << n) - 1, [1 << rank for rank in range(n)]
     for rank in range(n):
-        match schedule.collective:
-            case "all_reduce":
-                yield from ((rank, "data", x, x, all_ranks) for x in range(parts))
-            case "reduce" if rank == root:
-                yield from ((rank, "data", x, x, all_ranks) for x in range(parts))
-            case "broadcast":
-                yield from ((rank, "data", x, x, 1 << root) for x in range(parts))
-            case "reduce_scatter":
-                yield from ((rank, "output", x, rank * parts + x, all_ranks) for x in range(parts))
-            case "scatter":
-                yield from ((rank, "output", x, rank * parts + x, 1 << root) for x in range(parts))
-            case "all_to_all":
-                yield from ((rank, "output", s * parts + x, rank * parts + x, 1 << s)
-                            for s in range(n) for x in range(parts))
-            case "all_gather" | "gather" if schedule.collective == "all_gather" or rank == root:
-                yield from ((rank, "output", s * parts + x, x, 1 << s)
-                            for s in range(n) for x in range(parts))
+        space, units = {  # of each unit of the space: (the unit it began as, ranks)
+            "all_reduce": ("data", [(0, everybody)]),
+            "reduce": ("data", [(0, everybody)] if rank == root else []),
+            "broadcast": ("data", [(0, each[root])]),
+            "reduce_scatter": ("output", [(rank, everybody)]),
+            "scatter": ("output", [(rank, each[root])]),
+            "all_to_all": ("output", [(rank, source) for source in each]),
+            "all_gather": ("output", [(0, source) for source in each]),
+            "gather": ("output", [(0, source) for source in each if rank == root]),
+        }[schedule.collective]
+        for unit, (began, ranks) in enumerate(units):
+            yield from ((rank, space, unit * parts + x, began * parts + x, ranks) for x in range(parts))
 
 
 def _ranks(mask: int) -> str:
