@@ -34,11 +34,11 @@ def whole_number(what: str, value: Any) -> int:
         raise InvalidArgument(f"{what}: expected a whole number, got {value!r}") from None
 
 
-def number_in(what: str, value: Any, low: int, high: int, instead: str = "") -> int:
+def number_in(what: str, value: Any, low: int, high: int, instead: str = "", kind: str = "number") -> int:
     """``value`` as a whole number from ``low`` to ``high``; ``instead`` is what else it may be."""
     value = whole_number(what, value)
     if not low <= value <= high:
-        raise InvalidArgument(f"{what}: expected a number from {low} to {high}{instead}, got {value}")
+        raise InvalidArgument(f"{what}: expected a {kind} from {low} to {high}{instead}, got {value}")
     return value
 
 
@@ -49,17 +49,15 @@ def check_tag(tag: Any) -> int:
 
 def check_rank(what: str, rank: Any, size: int) -> int:
     """A rank of a group of ``size``."""
-    rank = whole_number(what, rank)
-    if not 0 <= rank < size:
-        raise InvalidArgument(f"{what}: expected a rank from 0 to {size - 1}, got {rank}")
-    return rank
+    return number_in(what, rank, 0, size - 1, kind="rank")
 
 
 def check_peer(what: str, rank: Any, me: int, size: int) -> int:
     """A rank of a group of ``size`` that is not this one."""
-    if check_rank(what, rank, size) == me:
+    rank = check_rank(what, rank, size)
+    if rank == me:
         raise InvalidArgument(f"{what}: expected another rank, got this rank, {me}")
-    return whole_number(what, rank)
+    return rank
 
 
 def check_algorithm(algorithm: str, o: Operation) -> None:

@@ -69,7 +69,7 @@ class Group:
     def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, backend: str) -> None:
         self.recorder, self.name, self.ranks, self.rank, self.backend = recorder, name, ranks, rank, backend
         self.number = recorder.add(self)
-        self._splits = 0
+        self._splits = itertools.count()
 
     @classmethod
     def world(cls, rank: int, size: int, backend: str) -> Group:
@@ -78,8 +78,7 @@ class Group:
 
     def next_split(self) -> str:
         """The name of the next split of this group; the same on all its ranks, for all of them split it."""
-        self._splits += 1
-        return f"{self.name}.{self._splits - 1}"
+        return f"{self.name}.{next(self._splits)}"
 
 
 class Recorder:
