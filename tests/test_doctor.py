@@ -129,7 +129,7 @@ def _facts(**changes: object) -> dict[str, object]:
         ([{"CUDA driver": 12080}], "CUDA driver of the ranks", NO, "12080 on rank 1"),
         ([{"ipc_namespace": "ipc:[2]"}], "ipc namespaces", NO, "ranks 0, 1 of a are in different ipc"),
         ([{"gpus": []}], "GPUs of the ranks", NO, "rank 1 see none"),
-        ([{}, {}, {}], "GPUs of the ranks", NO, "ranks 0-3 of a share 3"),
+        ([{}, {}, {}], "GPUs of the ranks", NO, "ranks 0, 1, 2, 3 of a share 3"),
     ],
 )
 def test_ranks_that_do_not_fit(others: list[dict[str, object]], name: str, verdict: str, said: str) -> None:

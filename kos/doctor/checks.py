@@ -86,7 +86,7 @@ def bounded(name: str, function: Callable[[], Check | Iterable[Check]], seconds:
 def local_checks() -> list[Check]:
     """Everything that needs no other rank."""
     checks: dict[str, Callable[[], Check | Iterable[Check]]] = {
-        "host": host, "packages": packages, "MPI": mpi, "shared memory": shared_memory, "CUDA": cuda_driver,
+        "Python": python, "packages": packages, "MPI": mpi, "shared memory": shared_memory, "CUDA": cuda_driver,
         "libraries": libraries, "NVRTC": nvrtc, "GPUs": gpus, "P2P": peer_access, "RDMA": rdma,
     }  # fmt: skip
     return [check for name, function in checks.items() for check in bounded(name, function)]
@@ -106,14 +106,9 @@ def facts() -> dict[str, object]:
     }
 
 
-def host() -> Iterable[Check]:
-    yield Check(
-        "Python", OK, f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
-    )
-    allowed, node = len(os.sched_getaffinity(0)), devices.process_numa_node()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    where = "spanning NUMA nodes" if node is None else f"NUMA node {node}"
-    yield Check("host", OK, f"{platform.node()}: {allowed} of {os.cpu_count()} cores ({where}), {memory:.0f} GiB")
+def python() -> Check:
+    where = f"{sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
+    return Check("Python", OK, f"{platform.python_version()} at {where}")
 
 
 def packages() -> Iterable[Check]:
@@ -153,10 +148,9 @@ def mpi() -> Check:
 
 def shared_memory() -> Check:
     """Of the container: NCCL and MPI put their buffers there (kos itself does not)."""
-    status = os.statvfs("/dev/shm")
-    size, free = (status.f_frsize * blocks for blocks in (status.f_blocks, status.f_bavail))
-    found = f"/dev/shm: {free / 2**20:,.0f} of {size / 2**20:,.0f} MiB free"
-    if free < SMALL_SHM:
+    space = shutil.disk_usage("/dev/shm")
+    found = f"/dev/shm: {space.free / 2**20:,.0f} of {space.total / 2**20:,.0f} MiB free"
+    if space.free < SMALL_SHM:
         remedy = "docker run --shm-size=1g, or --ipc=host"
         return Check("shared memory", NO, f"{found}, little for NCCL and MPI", remedy)
     return Check("shared memory", OK, found)

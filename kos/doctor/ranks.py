@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,43 +46,41 @@ class Matrix:
 
 def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
     """Whether the ranks fit together, from what each says of itself; the same on every rank."""
-    hosts: dict[str, list[int]] = {}
-    for rank, facts in enumerate(everybody):
-        hosts.setdefault(facts["host_id"], []).append(rank)
-    said = "; ".join(f"{everybody[ranks[0]]['host']}: {_ranks(ranks)}" for ranks in hosts.values())
-    yield Check("hosts", OK, said)
+
+    def grouped(what: str) -> dict[Any, list[int]]:
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for rank, facts in enumerate(everybody):
+            groups[facts[what]].append(rank)
+        return groups
+
+    hosts = list(grouped("host_id").values())
+    yield Check("hosts", OK, "; ".join(f"{everybody[ranks[0]]['host']}: {_ranks(ranks)}" for ranks in hosts))
     for what, verdict, remedy in (
         ("kos", BAD, "install one version of kos on all hosts"),
         ("numpy", NO, "install one version of numpy: deterministic runs need it"),
         ("NCCL", NO, "install one version of nvidia-nccl-cu13 on all hosts; look at LD_LIBRARY_PATH"),
         ("CUDA driver", NO, "one driver on all hosts"),
     ):
-        versions: dict[Any, list[int]] = {}
-        for rank, facts in enumerate(everybody):
-            versions.setdefault(facts[what], []).append(rank)
-        if len(versions) > 1:
+        if len(versions := grouped(what)) > 1:
             differ = "; ".join(f"{version or 'none'} on {_ranks(ranks)}" for version, ranks in versions.items())
             yield Check(f"{what} of the ranks", verdict, f"they differ: {differ}", remedy)
-    for ranks in hosts.values():
-        here = [everybody[rank] for rank in ranks]
+    for ranks in hosts:
+        where = f"{_ranks(ranks)} of {everybody[ranks[0]]['host']}"
         for kind in ("pid", "ipc"):
-            if len({facts[f"{kind}_namespace"] for facts in here}) > 1:
-                found = f"{_ranks(ranks)} of {here[0]['host']} are in different {kind} namespaces: no memory to share"
+            if len({everybody[rank][f"{kind}_namespace"] for rank in ranks}) > 1:
+                found = f"{where} are in different {kind} namespaces: no memory to share"
                 yield Check(f"{kind} namespaces", NO, found, f"start the containers with --{kind}=host")
-        devices = {uuid for facts in here for uuid in facts["gpus"]}
-        if not all(facts["gpus"] for facts in here) and devices:
-            without = [rank for rank in ranks if not everybody[rank]["gpus"]]
+        gpus = {uuid for rank in ranks for uuid in everybody[rank]["gpus"]}
+        without = [rank for rank in ranks if not everybody[rank]["gpus"]]
+        if gpus and without:
             yield Check("GPUs of the ranks", NO, f"{_ranks(without)} see none", "look at their CUDA_VISIBLE_DEVICES")
-        elif 0 < len(devices) < len(ranks):
-            found = f"{_ranks(ranks)} of {here[0]['host']} share {len(devices)}: backend peer can, nccl cannot"
+        elif 0 < len(gpus) < len(ranks):
+            found = f"{where} share {len(gpus)}: backend peer can, nccl cannot"
             yield Check("GPUs of the ranks", NO, found, "start a rank for each GPU")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    whole = len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]}-{ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def gpu_memory(rendezvous: Rendezvous, device: int, measure: bool) -> tuple[Check, Matrix | None]:
@@ -194,11 +193,10 @@ def trial(comm: Communicator) -> Check:
         try:
             array = Array.from_numpy(mine, comm.device or 0) if place == "the GPUs" else mine.copy()
             result = comm.all_reduce(array)
-            wrong = int(np.sum(np.asarray(result.numpy() if place == "the GPUs" else result) != expected))
+            wrong = int(np.sum((result.numpy() if place == "the GPUs" else result) != expected))
         except Exception as error:
             return Check("all_reduce", BAD, f"in memory of {place}: {error}")
         if wrong:
             return Check("all_reduce", BAD, f"in memory of {place}: {wrong} of {_COUNT} elements are wrong")
-    return Check(
-        "all_reduce", OK, f"exact on {comm.size} ranks, in memory of the host" + " and the GPUs" * (place != "the host")
-    )
+    where = "in memory of the host" + " and the GPUs" * (comm.device is not None)
+    return Check("all_reduce", OK, f"exact on {comm.size} ranks, {where}")
