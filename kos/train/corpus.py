@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.errors import DataError
-from kos.train.download import TINYSHAKESPEARE, cached
+from kos.train import download
 from kos.train.stdlib import read_stdlib
 from kos.train.token_files import VOCAB_SIZES, is_token_file, map_tokens
 
@@ -51,8 +51,8 @@ def read_corpus(data: str) -> Corpus:
 def _read(data: str) -> Corpus:
     if data == "stdlib":
         return Corpus(data, *read_stdlib())
-    if data == TINYSHAKESPEARE.name:
-        return _cut(data, _read_text(cached(TINYSHAKESPEARE)))
+    if data == download.NAME:
+        return _cut(data, _read_text(download.tinyshakespeare()))
     path = Path(data)
     if path.is_dir():
         return _read_folder(path)
@@ -62,7 +62,7 @@ def _read(data: str) -> Corpus:
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     matches = [Path(match) for match in sorted(glob.glob(data))] if glob.has_magic(data) else []
     if not matches:
-        names = f"stdlib, {TINYSHAKESPEARE.name}, or the path of a file or folder"
+        names = f"stdlib, {download.NAME}, or the path of a file or folder"
         raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
     if other := next((match for match in matches if not is_token_file(match)), None):
         raise DataError(f"--data: expected a pattern of token files, got {data!r} ({other} is none)")

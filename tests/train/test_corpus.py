@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from kos.errors import DataError, KosError
-from kos.train import corpus, download
+from kos.files import cache_folder
+from kos.train import download
 from kos.train.corpus import Corpus, read_corpus
-from kos.train.download import TINYSHAKESPEARE, Download, cached
 from kos.train.stdlib import TRAIN, VAL, read_stdlib
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
@@ -265,26 +265,24 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Counter[str]]
 
 
 @pytest.fixture
-def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Download:
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PLAY in the place of tinyshakespeare, in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wanted = Download(
-        TINYSHAKESPEARE.name, "http://127.0.0.1:9/", VARIABLE, len(PLAY), hashlib.sha256(PLAY).hexdigest()
-    )
-    monkeypatch.setattr(corpus, "TINYSHAKESPEARE", wanted)
-    return wanted
+    monkeypatch.setattr(download, "URL", "http://127.0.0.1:9/")
+    monkeypatch.setattr(download, "SIZE", len(PLAY))
+    monkeypatch.setattr(download, "SHA256", hashlib.sha256(PLAY).hexdigest())
 
 
 def test_tinyshakespeare_is_the_published_file() -> None:
-    assert TINYSHAKESPEARE.size == 1_115_394
-    assert TINYSHAKESPEARE.sha256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
-    assert TINYSHAKESPEARE.url.endswith("karpathy/char-rnn/master/data/tinyshakespeare/input.txt")
-    assert TINYSHAKESPEARE.variable == VARIABLE
+    assert download.SIZE == 1_115_394
+    assert download.SHA256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+    assert download.URL.endswith("karpathy/char-rnn/master/data/tinyshakespeare/input.txt")
+    assert download.VARIABLE == VARIABLE
 
 
 @pytest.mark.parametrize("path", ["/good", "/redirect"])
 def test_download_once_then_from_the_cache(
-    tmp_path: Path, server: Any, play: Download, monkeypatch: pytest.MonkeyPatch, path: str
+    tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     url, requests = server
     monkeypatch.setenv(VARIABLE, url + path)
@@ -302,14 +300,14 @@ def test_download_once_then_from_the_cache(
 
 
 def test_a_damaged_file_in_the_cache_is_replaced(
-    tmp_path: Path, server: Any, play: Download, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, requests = server
     monkeypatch.setenv(VARIABLE, url + "/good")
     path = tmp_path / "cache" / "kos" / "tinyshakespeare.txt"
     path.parent.mkdir(parents=True)
     path.write_bytes(PLAY[:-1] + b"?")
-    assert cached(play).read_bytes() == PLAY
+    assert download.tinyshakespeare().read_bytes() == PLAY
     assert requests["/good"] == 1
 
 
@@ -328,7 +326,7 @@ def test_a_damaged_file_in_the_cache_is_replaced(
     ],
 )
 def test_a_wrong_download_is_refused_and_leaves_nothing(
-    tmp_path: Path, server: Any, play: Download, monkeypatch: pytest.MonkeyPatch, path: str, parts: list[str]
+    tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch, path: str, parts: list[str]
 ) -> None:
     url, requests = server
     monkeypatch.setenv(VARIABLE, url + path)
@@ -338,20 +336,20 @@ def test_a_wrong_download_is_refused_and_leaves_nothing(
     assert {entry.name for entry in (tmp_path / "cache" / "kos").iterdir()} == {"tinyshakespeare.lock"}
 
 
-def test_without_a_network_one_line_names_the_way_out(play: Download, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_one_line_names_the_way_out(play: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    refusal("tinyshakespeare", play.url, "refused", "without a network", "--data PATH")
+    refusal("tinyshakespeare", download.URL, "refused", "without a network", "--data PATH")
     monkeypatch.setenv(VARIABLE, "not a url")
     refusal("tinyshakespeare", "not a url", "--data PATH")
 
 
-def test_a_download_as_a_whole_has_a_deadline(server: Any, play: Download, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_as_a_whole_has_a_deadline(server: Any, play: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, server[0] + "/good")
     monkeypatch.setattr(download, "TOTAL_SECONDS", -1.0)
     refusal("tinyshakespeare", "after -1 s", "--data PATH")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, play: Download, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path: Path, play: None, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refusal("tinyshakespeare", "cache that can be written", str(tmp_path / "file"))
@@ -360,14 +358,13 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, play: Download, monkeypa
 def test_several_processes_download_once(tmp_path: Path, server: Any) -> None:
     url, requests = server
     program = (
-        "import sys; from pathlib import Path; from kos.train.download import Download, cached\n"
-        "url, size, sha256, folder = sys.argv[1:]\n"
-        "wanted = Download('play', url, 'KOS_UNSET', int(size), sha256)\n"
-        "print(len(cached(wanted, Path(folder)).read_bytes()))"
+        "import sys; from kos.train import download\n"
+        "download.URL, size, download.SHA256 = sys.argv[1:]\n"
+        "download.SIZE = int(size)\n"
+        "print(len(download.tinyshakespeare().read_bytes()))"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, url + "/good", str(len(PLAY))]
-    command += [hashlib.sha256(PLAY).hexdigest(), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", program, url + "/good", str(len(PLAY)), hashlib.sha256(PLAY).hexdigest()]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for _ in range(4)]
     outputs = [rank.communicate(timeout=60)[0].strip() for rank in ranks]
     assert outputs == [str(len(PLAY))] * 4
@@ -376,7 +373,7 @@ def test_several_processes_download_once(tmp_path: Path, server: Any) -> None:
 
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert download.cache_folder() == tmp_path / "kos"
+    assert cache_folder() == tmp_path / "kos"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert download.cache_folder() == tmp_path / "home" / ".cache" / "kos"
+    assert cache_folder() == tmp_path / "home" / ".cache" / "kos"

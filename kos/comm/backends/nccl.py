@@ -46,7 +46,6 @@ _OPS = {
     ReduceOp.SUM: SUM, ReduceOp.PROD: PROD, ReduceOp.AVG: AVG, ReduceOp.PREMUL_SUM: -1,
     ReduceOp.MIN: MIN, ReduceOp.MAX: MAX,
 }  # fmt: skip
-_WIDE = (DTYPES["float32"], DTYPES["float64"])
 _NARROW = (DTYPES["float16"], DTYPES["bfloat16"])
 _BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR: MAX}
 
