@@ -1,4 +1,4 @@
-"""One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL <-> CUDA C names."""
+"""One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class DType:
     kind: str  # "float", "int", "uint", "bool" or "complex"
     mpi: str  # attribute of mpi4py.MPI
     nccl: str  # member of ncclDataType_t
-    cuda: str  # type name in CUDA C++
     accumulate: np.dtype[Any]  # sums and products are carried out in this type
 
     @property
@@ -36,31 +35,32 @@ class DType:
         return self.name
 
 
-def _entry(numpy: Any, kind: str, mpi: str, nccl: str, cuda: str, accumulate: Any = None) -> DType:
+def _entry(numpy: Any, kind: str, mpi: str, nccl: str) -> DType:
     dtype = np.dtype(numpy)
-    return DType(dtype.name, dtype, kind, mpi, nccl, cuda, np.dtype(accumulate or numpy))
+    narrow = kind == "float" and dtype.itemsize < 4
+    return DType(dtype.name, dtype, kind, mpi, nccl, np.dtype(np.float32) if narrow else dtype)
 
 
 DTYPES: dict[str, DType] = {
     entry.name: entry
     for entry in (
-        _entry(np.float64, "float", "DOUBLE", "ncclFloat64", "double"),
-        _entry(np.float32, "float", "FLOAT", "ncclFloat32", "float"),
-        _entry(np.float16, "float", "", "ncclFloat16", "__half", np.float32),
-        _entry(ml_dtypes.bfloat16, "float", "", "ncclBfloat16", "__nv_bfloat16", np.float32),
-        _entry(ml_dtypes.float8_e4m3fn, "float", "", "ncclFloat8e4m3", "__nv_fp8_e4m3", np.float32),
-        _entry(ml_dtypes.float8_e5m2, "float", "", "ncclFloat8e5m2", "__nv_fp8_e5m2", np.float32),
-        _entry(np.int8, "int", "INT8_T", "ncclInt8", "signed char"),
-        _entry(np.int16, "int", "INT16_T", "", "short"),
-        _entry(np.int32, "int", "INT32_T", "ncclInt32", "int"),
-        _entry(np.int64, "int", "INT64_T", "ncclInt64", "long long"),
-        _entry(np.uint8, "uint", "UINT8_T", "ncclUint8", "unsigned char"),
-        _entry(np.uint16, "uint", "UINT16_T", "", "unsigned short"),
-        _entry(np.uint32, "uint", "UINT32_T", "ncclUint32", "unsigned int"),
-        _entry(np.uint64, "uint", "UINT64_T", "ncclUint64", "unsigned long long"),
-        _entry(np.bool_, "bool", "", "", "bool"),
-        _entry(np.complex64, "complex", "C_FLOAT_COMPLEX", "", "float2"),
-        _entry(np.complex128, "complex", "C_DOUBLE_COMPLEX", "", "double2"),
+        _entry(np.float64, "float", "DOUBLE", "ncclFloat64"),
+        _entry(np.float32, "float", "FLOAT", "ncclFloat32"),
+        _entry(np.float16, "float", "", "ncclFloat16"),
+        _entry(ml_dtypes.bfloat16, "float", "", "ncclBfloat16"),
+        _entry(ml_dtypes.float8_e4m3fn, "float", "", "ncclFloat8e4m3"),
+        _entry(ml_dtypes.float8_e5m2, "float", "", "ncclFloat8e5m2"),
+        _entry(np.int8, "int", "INT8_T", "ncclInt8"),
+        _entry(np.int16, "int", "INT16_T", ""),
+        _entry(np.int32, "int", "INT32_T", "ncclInt32"),
+        _entry(np.int64, "int", "INT64_T", "ncclInt64"),
+        _entry(np.uint8, "uint", "UINT8_T", "ncclUint8"),
+        _entry(np.uint16, "uint", "UINT16_T", ""),
+        _entry(np.uint32, "uint", "UINT32_T", "ncclUint32"),
+        _entry(np.uint64, "uint", "UINT64_T", "ncclUint64"),
+        _entry(np.bool_, "bool", "", ""),
+        _entry(np.complex64, "complex", "C_FLOAT_COMPLEX", ""),
+        _entry(np.complex128, "complex", "C_DOUBLE_COMPLEX", ""),
     )
 }
 

@@ -34,11 +34,11 @@ class Tokens:
     """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory."""
 
     def __init__(self, shards: Sequence[NDArray[Any]]) -> None:
-        self.shards = list(shards)
+        self.shards = shards
         self._ends = np.cumsum([len(shard) for shard in self.shards])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if self.shards else 0
+        return int(self._ends[-1])
 
     def window(self, start: int, length: int) -> NDArray[Any]:
         """The tokens ``start`` to ``start + length``."""
