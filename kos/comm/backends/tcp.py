@@ -1,9 +1,9 @@
 """The tcp backend: host memory over sockets, one authenticated connection between every two ranks.
 
 For jobs that no MPI started.  What does not go through shared memory runs as schedules.  Short messages are
-sent at once and, if nobody has asked for them yet, kept by the receiver, who says when they are gone: more
-than ``WINDOW_BYTES`` of them are never on their way or kept.  Those beyond and long ones are announced, and
-travel when the receiver grants them room, straight into its memory.  So no order of sends and receives can
+sent at once and, if nobody has asked for them yet, kept by the receiver: more than ``WINDOW_BYTES`` of them are
+never on their way or kept.  Those beyond and long ones are announced, and travel when the receiver grants them
+room, straight into its memory; it says then which short ones are gone.  So no order of sends and receives can
 block a connection, and no sender can fill a receiver's memory.
 """
 
@@ -334,7 +334,7 @@ class _Peer:
                 posted = self._posted.get(tag)
                 if posted is not None and len(posted[0].view) == nbytes:
                     yield from self._land(take(self._posted, tag))
-                    self._free(nbytes)
+                    self._taken += nbytes + KEEPING_BYTES
                 else:
                     place = _Place(nbytes)
                     yield from self._fill(place)
@@ -402,19 +402,15 @@ class _Peer:
             if expected == got:
                 message.view[:] = arrival.data
                 message.complete = True
-            self._free(got)
+            self._taken += got + KEEPING_BYTES
         elif expected == got:
             self._granted[arrival.number] = message
+            # Said only to who waits for a grant: it may have closed else, and what it has sent would be thrown away.
+            self._queue(_CREDIT, 0, 0, self._taken)
+            self._taken = 0
             self._queue(_GRANT, message.tag, arrival.number, got)
         else:
             self._queue(_REFUSE, message.tag, arrival.number, expected)
-
-    def _free(self, nbytes: int) -> None:
-        """A short message is kept no more."""
-        self._taken += nbytes + KEEPING_BYTES
-        if self._taken >= WINDOW_BYTES // 2:
-            self._queue(_CREDIT, 0, 0, self._taken)
-            self._taken = 0
 
 
 class _Arrival(NamedTuple):
