@@ -7,6 +7,7 @@ network cards) is read from sysfs, NVLinks from NVML.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +53,6 @@ class RdmaNic:
     """One RDMA network card."""
 
     name: str
-    pci_address: str
     numa_node: int | None
     state: str  # of its first port, as "ACTIVE"
     rate: str  # as "400 Gb/sec (4X NDR)"
@@ -104,23 +104,18 @@ def device_info(index: int) -> DeviceInfo:
     return visible_devices()[index]
 
 
-def peer_links() -> list[list[PeerLink | None]]:
-    """``links[i][j]``: device i's access to device j's memory; None on the diagonal."""
+def peer_links() -> dict[tuple[int, int], PeerLink]:
+    """By (i, j): device i's access to device j's memory."""
+    return {(i, j): _peer_link(i, j) for i, j in itertools.permutations(range(len(visible_devices())), 2)}
 
-    def link(i: int, j: int) -> PeerLink | None:
-        if i == j:
-            return None
-        of = cu.CUdevice_P2PAttribute
-        kinds = (
-            of.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
-            of.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
-            of.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
-        )
-        access, atomics, rank = (int(call(cu.cuDeviceGetP2PAttribute, kind, i, j)) for kind in kinds)
-        return PeerLink(bool(access), bool(atomics), rank)
 
-    indices = range(len(visible_devices()))
-    return [[link(i, j) for j in indices] for i in indices]
+def _peer_link(i: int, j: int) -> PeerLink:
+    def attribute(name: str) -> int:
+        kind = getattr(cu.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
+        return int(call(cu.cuDeviceGetP2PAttribute, kind, i, j))
+
+    access, atomics = attribute("ACCESS_SUPPORTED"), attribute("NATIVE_ATOMIC_SUPPORTED")
+    return PeerLink(bool(access), bool(atomics), attribute("PERFORMANCE_RANK"))
 
 
 def nvlinks(index: int) -> int | None:
@@ -182,10 +177,8 @@ def rdma_nics() -> list[RdmaNic]:
     found = []
     for path in sorted((SYSFS / "class/infiniband").glob("*")):
         port = path / "ports/1"
-        device = path / "device"
-        address = os.path.basename(os.path.realpath(device))
         state = read(port / "state").rpartition(":")[2].strip()
-        found.append(RdmaNic(path.name, address, _numa_node(device), state, read(port / "rate")))
+        found.append(RdmaNic(path.name, _numa_node(path / "device"), state, read(port / "rate")))
     return found
 
 

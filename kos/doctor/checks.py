@@ -215,11 +215,8 @@ def gpus() -> Iterable[Check]:
 
 def peer_access() -> Iterable[Check]:
     """What the driver says; the ranks move bytes to see whether it is so."""
-    links = [(i, j, link) for i, row in enumerate(devices.peer_links()) for j, link in enumerate(row) if link]
-    if not links:
-        return
     kinds: dict[str, list[str]] = {}
-    for i, j, link in links:
+    for (i, j), link in devices.peer_links().items():
         kind = f"{'' if link.access else 'no '}access, {'' if link.native_atomics else 'no '}native atomics"
         kinds.setdefault(f"{kind}, performance rank {link.performance_rank}", []).append(f"{i}-{j}")
     for kind, pairs in kinds.items():

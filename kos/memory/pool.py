@@ -141,17 +141,17 @@ class MemoryPool:
         with self._lock:
             left = [entry for serial, entry in self._live.items() if serial not in before]
         if left:
-            names = ", ".join(f"{_size(nbytes)} by {label}" for nbytes, label in left[:5])
+            names = ", ".join(f"{nbytes:,} bytes by {label}" for nbytes, label in left[:5])
             raise KosError(f"expected no memory of cuda:{self.device} left, got {len(left)} allocations: {names}")
 
     def _exhausted(self, nbytes: int, label: str) -> str:
         free, total = call(cu.cuMemGetInfo)
         own = self.statistics()
-        largest = ", ".join(f"{_size(size)} by {name}" for name, size in self.holders()[:5]) or "none"
+        largest = ", ".join(f"{size:,} bytes by {name}" for name, size in self.holders()[:5]) or "none"
         return (
             f"out of memory on cuda:{self.device} ({device_info(self.device).name}): "
-            f"asked for {_size(nbytes)} by {label}, {_size(free)} of {_size(total)} free; "
-            f"this pool holds {_size(own.reserved)}, {_size(own.current)} of it in {own.live} allocations; "
+            f"asked for {nbytes:,} bytes by {label}, {free:,} of {total:,} free; "
+            f"this pool holds {own.reserved:,}, {own.current:,} of them in {own.live} allocations; "
             f"the largest: {largest}"
         )
 
@@ -189,12 +189,3 @@ def _call_site() -> str:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith("kos.memory"):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
-
-
-def _size(nbytes: int) -> str:
-    """ "1.50 GiB" """
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value /= 1024
-        units.pop(0)
-    return f"{value:.2f} {units[0]}" if units[0] != "B" else f"{nbytes} B"

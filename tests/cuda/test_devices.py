@@ -130,8 +130,7 @@ def test_discovery() -> None:
         assert info.memory > 1 << 30 and info.multiprocessors > 0
         assert Path("/sys/bus/pci/devices", info.pci_address).exists()
     links = devices.peer_links()
-    assert [len(row) for row in links] == [len(found)] * len(found)
-    assert all((links[i][j] is None) == (i == j) for i in range(len(found)) for j in range(len(found)))
+    assert len(links) == len(found) * (len(found) - 1)
     print(links, devices.rdma_nics(), devices.gpu_direct_rdma(), devices.process_numa_node())
     with pytest.raises(BackendUnavailable, match="expected a device in 0"):
         cuda.device_info(len(found))
