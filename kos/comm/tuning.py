@@ -27,10 +27,6 @@ FORMAT = 1
 BACKENDS = ("peer", "nccl")
 UNMEASURED = ((None, "nccl"),)
 """The route of what a table does not name."""
-_LIKE = {
-    "all_to_all_v": "all_to_all", "all_gather_v": "all_gather", "reduce_scatter_v": "reduce_scatter",
-    "send": "send_recv", "recv": "send_recv",
-}  # fmt: skip
 
 Route = tuple[tuple[int | None, str], ...]
 """(bytes up to which, backend), sorted; the last has no end."""
@@ -59,7 +55,8 @@ class Table:
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
         """By which backend the operation goes, by its bytes; what was not measured goes as what is most like it."""
         flags = itertools.product((wide, not wide), (symmetric, not symmetric), (graph, not graph))
-        names = [key(_LIKE.get(operation, operation), *each) for each in flags]
+        measured = {"send": "send_recv", "recv": "send_recv"}.get(operation, operation.removesuffix("_v"))
+        names = [key(measured, *each) for each in flags]
         return next((self.routes[name] for name in names if name in self.routes), UNMEASURED)
 
     def explain(self, *, routes: bool) -> list[tuple[str, str]]:

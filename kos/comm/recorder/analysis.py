@@ -39,15 +39,28 @@ class Call:
         """Raises KeyError, TypeError or ValueError for what is no entry."""
         group, _ = entry["process_group"]
         operation = entry["profiling_name"].partition(":")[2]
-        shape = next(iter(entry["input_sizes"] or entry["output_sizes"]), None)
-        own = next(iter(entry["output_sizes"]), None) if operation in ("scatter", "reduce_scatter") else shape
+        shape, output, dtype = (
+            next(iter(some), None)
+            for some in (
+                entry["input_sizes"] or entry["output_sizes"],
+                entry["output_sizes"],
+                entry["input_dtypes"] or entry["output_dtypes"],
+            )
+        )
+        common = None if operation.endswith("_v") else output if operation in ("scatter", "reduce_scatter") else shape
         return cls(
-            entry, group, operation, entry["is_p2p"],
-            entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"], entry["state"],
-            next(iter(entry["input_dtypes"] or entry["output_dtypes"]), None), shape,
-            None if own is None or operation.endswith("_v") else math.prod(own), int(entry["time_created_ns"]),
-            "".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1]),
-        )  # fmt: skip
+            entry,
+            group,
+            operation,
+            is_message=entry["is_p2p"],
+            number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
+            state=entry["state"],
+            dtype=dtype,
+            shape=shape,
+            elements=None if common is None else math.prod(common),
+            created=int(entry["time_created_ns"]),
+            where="".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1]),
+        )
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -62,9 +75,10 @@ class Call:
 
     def __str__(self) -> str:
         """``all_reduce #5 of float32[4] by SUM``."""
-        op, root = self.entry.get("reduce_op"), self.entry.get("root")
-        return (f"{self.operation} #{self.number}" + (f" of {self.dtype}{self.shape}" if self.shape is not None else "")
-                + (f" by {op}" if op else "") + (f", root {root}" if root is not None else ""))  # fmt: skip
+        shape = "" if self.shape is None else f" of {self.dtype}{self.shape}"
+        op = f" by {self.entry['reduce_op']}" if self.entry.get("reduce_op") else ""
+        root = "" if self.entry.get("root") is None else f", root {self.entry['root']}"
+        return f"{self.operation} #{self.number}{shape}{op}{root}"
 
 
 @dataclass(frozen=True)
