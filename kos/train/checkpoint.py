@@ -56,13 +56,6 @@ class Checkpoint:
     def tokenizer(self) -> Mapping[str, Any]:
         return json.loads((self.path / TOKENIZER).read_text(encoding="utf-8"))
 
-    def model_config(self) -> LlamaConfig:
-        return huggingface.read_config(self.path)
-
-    def load_weights(self, weights: Parameters) -> None:
-        """Fill ``weights``; CheckpointError if the checkpoint is of another model."""
-        huggingface.read_weights(self.path, weights)
-
     def load_optimizer(self, optimizer: AdamW) -> None:
         """Fill both moments and the step count."""
         path = self.path / "optimizer.safetensors"

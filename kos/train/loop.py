@@ -88,19 +88,16 @@ class Trainer:
 
     def _fill(self, state: AdamW, found: checkpoint.Checkpoint | None) -> int:
         """From a checkpoint, a Hugging Face folder or the seed; the step that the state is of."""
-        if found is not None:
-            _check_same_model(found.path, found.model_config(), self.model_config)
-            self._compare_runs(found)
-            found.load_weights(state.weights)
-            found.load_optimizer(state)
-            return found.step
-        if self.config.init_from is not None:
-            source = Path(self.config.init_from)
-            _check_same_model(source, huggingface.read_config(source), self.model_config)
-            huggingface.read_weights(source, state.weights)
-        else:
+        source = self.config.init_from if found is None else found.path
+        if source is None:
             self.model_config.init_weights(state.weights, self.config.seed)
-        return 0
+            return 0
+        _check_same_model(Path(source), huggingface.read_config(Path(source)), self.model_config)
+        if found is not None:
+            self._compare_runs(found)
+            found.load_optimizer(state)
+        huggingface.read_weights(Path(source), state.weights)
+        return 0 if found is None else found.step
 
     def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
         """Another tokenizer is refused; what else would break the promise to go on bit for bit is said."""

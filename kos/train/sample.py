@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kos.errors import ConfigError, KosError
-from kos.train import checkpoint
+from kos.train import checkpoint, huggingface
 from kos.train.gpt2 import make_model
 from kos.train.model import Llama
 from kos.train.ops import numpy as numpy_ops
@@ -87,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not value >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
         found = checkpoint.find(arguments.run)
-        model = make_model(found.model_config(), numpy_ops)
+        model = make_model(huggingface.read_config(found.path), numpy_ops)
         weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
-        found.load_weights(weights)
+        huggingface.read_weights(found.path, weights)
         tokenizer = tokenizer_from_json(found.tokenizer())
         text = sample_text(model, weights, tokenizer, arguments.prompt, arguments.tokens, **options)
     except KosError as error:

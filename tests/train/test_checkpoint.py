@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.train import checkpoint
+from kos.train import checkpoint, huggingface
 from kos.train.optimizer import AdamW
 from kos.train.parameters import Parameters
 from tests.train.models import small
@@ -49,10 +49,10 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     _save(tmp_path, 7, seed=3)
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.config == {"seed": 3}
-    assert found.model_config() == MODEL and found.tokenizer() == {"name": "bytes"}
+    assert huggingface.read_config(found.path) == MODEL and found.tokenizer() == {"name": "bytes"}
     expected_weights, expected = _state(3)
     weights, optimizer = _state(4)
-    found.load_weights(weights)
+    huggingface.read_weights(found.path, weights)
     found.load_optimizer(optimizer)
     assert optimizer.step_count == 7
     assert weights.flat.tobytes() == expected_weights.flat.tobytes()
@@ -163,11 +163,11 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     name = "model.norm.weight"
     shapes[name] = (17,)
     with pytest.raises(CheckpointError, match=r"model.norm.weight: expected shape \(17,\), got \(24,\)"):
-        found.load_weights(Parameters(shapes))
+        huggingface.read_weights(found.path, Parameters(shapes))
     with pytest.raises(CheckpointError, match=r"expected shape \(17,\), got \(24,\)"):
         found.load_optimizer(AdamW(Parameters(shapes)))
     with pytest.raises(CheckpointError, match="got none named 'extra'"):
-        found.load_weights(Parameters({**MODEL.parameter_shapes(), "extra": (1,)}))
+        huggingface.read_weights(found.path, Parameters({**MODEL.parameter_shapes(), "extra": (1,)}))
 
 
 def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:

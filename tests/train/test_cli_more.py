@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kos.train import checkpoint
+from kos.train import checkpoint, huggingface
 from kos.train.metrics import read_metrics
 from tests.train.test_cli import ENVIRONMENT, _errors, _run
 
@@ -88,7 +88,7 @@ def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
     assert {key: resolved[key] for key in told} == told and resolved["schedule"] == "constant"
     assert resolved["model"]["intermediate_size"] == 32 and resolved["model"]["hidden_size"] == 16
     assert sorted(path.name for path in (first / "checkpoints").iterdir()) == ["step-3", "step-5"]
-    assert checkpoint.find(first).model_config().intermediate_size == 32
+    assert huggingface.read_config(checkpoint.find(first).path).intermediate_size == 32
     rows = _rows(first)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5] and [row["tokens"] for row in rows][-1] == 5 * 4 * 16
 

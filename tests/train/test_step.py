@@ -11,7 +11,7 @@ import pytest
 
 from kos.comm.communicator import Communicator
 from kos.testing import spawn
-from kos.train import checkpoint
+from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.data import load_data
 from kos.train.loop import Trainer
@@ -80,7 +80,7 @@ def _first_batch(config: TrainConfig) -> tuple[float, np.ndarray]:
 
 def _moments(out: Path, config: TrainConfig) -> AdamW:
     found = checkpoint.find(out)
-    optimizer = AdamW(Parameters(found.model_config().parameter_shapes()))
+    optimizer = AdamW(Parameters(huggingface.read_config(found.path).parameter_shapes()))
     found.load_optimizer(optimizer)
     return optimizer
 
