@@ -145,7 +145,9 @@ class PeerEngine:
 
     def way(self, launch: Launch, nbytes: int, *pointers: int) -> str:
         """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
-        places = [place and place[1] for place in (self._symmetric(pointer, nbytes) for pointer in pointers)]
+        tables = [memory.peer_pointers.pointer for memory in self._memories]  # registered in one order on all ranks
+        found = (self._symmetric(pointer, nbytes) for pointer in pointers)
+        places = [place and (tables.index(place[0]), place[1]) for place in found]
         return f"{launch} at {places}"
 
     def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:

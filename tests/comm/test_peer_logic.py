@@ -249,14 +249,35 @@ def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
     def body(gpu: Any) -> None:
         comm = gpu.comm
         ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
-        ways = {}
+        other = comm.allocate(1 << 18, np.float32)
+        ways, names = {}, ("ordinary", "symmetric", "shifted", "another")
         for count in (100, 1 << 17):
-            for name, x in (("ordinary", ordinary), ("symmetric", symmetric), ("shifted", symmetric[4:])):
+            for name, x in zip(names, (ordinary, symmetric, symmetric[4:], other), strict=True):
                 o = Operation("all_reduce", comm.rank, *[as_buffer(x[:count], "x", writable=True)] * 2)
                 o.reduction = resolve(ReduceOp.SUM, o.send.dtype, comm.size)
                 comm.backend.prepare(o)
                 ways[name, count] = o.fingerprint()["way"]
-        assert len({ways[name, 100] for name in ("ordinary", "symmetric", "shifted")}) == 1
-        assert len({ways[name, 1 << 17] for name in ("ordinary", "symmetric", "shifted")}) == 3
+        assert len({ways[name, 100] for name in names}) == 1
+        assert len({ways[name, 1 << 17] for name in names}) == 4
+        assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
+
+    ranks.run(body)
+
+
+def test_what_the_root_alone_has_does_not_decide(ranks: ThreadRanks) -> None:
+    """``auto`` routes by where buffers lie: every rank must find the same."""
+
+    def body(gpu: Any) -> None:
+        comm, root = gpu.comm, gpu.comm.rank == 0
+        symmetric, ordinary = comm.allocate(300, np.float32), Array.zeros(300, np.float32, 0)
+        part = symmetric[:100]
+        for each in (
+            comm.gather_init(part, 0, ordinary if root else None),
+            comm.reduce_init(symmetric, out=ordinary if root else None),
+            comm.broadcast_init(ordinary if root else symmetric, out=symmetric if root else None),
+            comm.scatter_init(ordinary if root else None, part),
+        ):
+            assert comm.backend.is_symmetric(each._operation), each._operation
+        assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._operation)
 
     ranks.run(body)

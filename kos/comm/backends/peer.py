@@ -124,9 +124,14 @@ class PeerBackend(DeviceBackend):
         return Array(memory.pointer, shape, dtype, self.device, owner=Window(self, memory.pointer, number))
 
     def is_symmetric(self, o: Operation) -> bool:
-        """Whether its buffers are in the memory of ``allocate``, so that kernels reach them where they lie."""
-        buffers = (buffer for buffer in (o.send, o.recv) if buffer is not None)
-        return all(self._engine.is_symmetric(buffer.pointer, buffer.nbytes) for buffer in buffers)
+        """Whether its buffers are in the memory of ``allocate``, so that kernels reach them where they lie.
+
+        Those that the root alone has do not count: all ranks must find the same.
+        """
+        buffers = (o.send, o.recv)
+        if o.root is not None:
+            buffers = (o.recv, None) if o.name in ("broadcast", "scatter") else (o.send, None)
+        return all(each is None or self._engine.is_symmetric(each.pointer, each.nbytes) for each in buffers)
 
     def has_algorithm(self, o: Operation) -> bool:
         return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in _ALGORITHMS)
