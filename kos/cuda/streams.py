@@ -19,15 +19,15 @@ LEGACY = 1
 """Handle of the legacy default stream (CU_STREAM_LEGACY), as in DLPack and ``__cuda_array_interface__``."""
 
 
-def create_stream(device: int, *, priority: int | None = None) -> Stream:
-    """A new non-blocking stream on ``device``; a lower ``priority`` number runs first."""
+def create_stream(device: int) -> Stream:
+    """A new non-blocking stream on ``device``."""
     driver.require()
     from cuda.core import Device, StreamOptions
 
     with driver.on_device(device):
         owner = Device(device)
         owner.set_current()  # cuda.core wants it said by itself, once on each thread
-        return owner.create_stream(options=StreamOptions(nonblocking=True, priority=priority))
+        return owner.create_stream(options=StreamOptions(nonblocking=True))
 
 
 def as_stream(stream: Any) -> Stream:

@@ -66,15 +66,13 @@ class Array:
         return cls(memory.pointer, shape, dtype, device, owner=memory, stream=stream)
 
     @classmethod
-    def zeros(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:
-        array = cls.empty(shape, dtype, device, stream=stream, label=label)
+    def zeros(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None) -> Array:
+        array = cls.empty(shape, dtype, device, stream=stream)
         array.fill_bytes(0, stream)
         return array
 
     @classmethod
-    def from_numpy(
-        cls, source: np.ndarray[Any, Any], device: int, *, stream: Any = None, label: str | None = None
-    ) -> Array:
+    def from_numpy(cls, source: np.ndarray, device: int, *, stream: Any = None, label: str | None = None) -> Array:
         """A copy of ``source`` on ``device``."""
         source = np.ascontiguousarray(source).reshape(source.shape)
         array = cls.empty(source.shape, source.dtype, device, stream=stream, label=label)
