@@ -258,7 +258,7 @@ class Communicator(Operations):
     def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = "auto",
             deterministic: bool = False) -> Any:  # fmt: skip
         o.timeout = self._timeout if timeout is None else check_timeout(timeout)
-        o.deterministic = deterministic
+        o.deterministic = bool(deterministic)
         if algorithm != "auto":
             check_algorithm(algorithm, o)
         if self._batch is not None:

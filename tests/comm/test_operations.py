@@ -19,6 +19,7 @@ from kos.comm.schedules import algorithms, collectives
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost, RendezvousError
 from kos.memory.array import Array
 from kos.testing import spawn
+from tests.comm import shared_ranks
 from tests.comm.fake_nccl import no_gpu
 from tests.comm.ranks import assert_bits, inputs, poison
 from tests.comm.tcp_ranks import run_ranks
@@ -61,6 +62,14 @@ def test_keywords_that_are_none() -> None:
             comm.all_reduce_init(np.ones(2), async_op=True)  # type: ignore[call-arg]
         assert comm.recorder.entries() == []
         assert comm.all_reduce_init(np.ones(2)).start().wait()[0] == 1, "the batch of one was left open"
+
+
+def test_a_flag_of_numpy_is_a_flag() -> None:
+    def body(comm: kos.Communicator) -> None:
+        flag: Any = np.True_ if comm.rank else 1
+        assert (comm.all_reduce(np.ones(3), deterministic=flag) == 2).all()
+
+    shared_ranks.run(body, 2)
 
 
 @pytest.mark.parametrize("name", ["broadcast", "all_gather", "all_to_all", "gather", "scatter", "reduce"])
