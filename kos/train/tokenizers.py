@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +25,10 @@ PIECE = 1 << 20
 class Tokenizer(ABC):
     """What the trainer needs of a tokenizer."""
 
+    kind: ClassVar[str]
     name: str
     vocab_size: int
+    arguments: Mapping[str, Any] = {}  # what the class is called with to make this tokenizer again
     eos: int | None = None  # ends a document, where the vocabulary has such a token
     start = 0  # what generation starts from when there is no prompt
 
@@ -43,15 +45,15 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token numbers; what is no text becomes U+FFFD."""
 
-    @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Its ``kind``, and what the class is called with to make this tokenizer again."""
+        """What ``tokenizer_from_json`` needs to make this tokenizer again."""
+        return {"kind": self.kind, **self.arguments}
 
 
 class ByteTokenizer(Tokenizer):
     """UTF-8: 256 tokens, nothing to learn."""
 
-    name = "bytes"
+    kind = name = "bytes"
     vocab_size = 256
     start = ord("\n")
 
@@ -61,19 +63,17 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", "replace")
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "bytes"}
-
 
 class CharTokenizer(Tokenizer):
     """One token a character of ``alphabet``, sorted, as nanoGPT's data/shakespeare_char."""
 
-    name = "chars"
+    kind = name = "chars"
 
     def __init__(self, alphabet: str) -> None:
         self.alphabet = "".join(sorted(set(alphabet)))
         if not self.alphabet:
             raise DataError("tokenizer chars: expected an alphabet of at least one character, got none")
+        self.arguments = {"alphabet": self.alphabet}
         self.vocab_size = len(self.alphabet)
         self.start = max(0, self.alphabet.find("\n"))
         self._codes = _code_points(self.alphabet)
@@ -90,9 +90,6 @@ class CharTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[i] if 0 <= i < self.vocab_size else "\ufffd" for i in map(int, ids))
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "chars", "alphabet": self.alphabet}
-
 
 def _code_points(text: str) -> NDArray[np.uint32]:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
@@ -101,9 +98,10 @@ def _code_points(text: str) -> NDArray[np.uint32]:
 class NumberTokenizer(Tokenizer):
     """Token files without a tokenizer: text is the token numbers themselves, separated by spaces."""
 
-    name = "numbers"
+    kind = name = "numbers"
 
     def __init__(self, vocab_size: int) -> None:
+        self.arguments = {"vocab_size": vocab_size}
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> NDArray[Any]:
@@ -118,15 +116,14 @@ class NumberTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
 
-    def to_json(self) -> dict[str, Any]:
-        return {"kind": "numbers", "vocab_size": self.vocab_size}
-
 
 class HuggingFaceTokenizer(Tokenizer):
     """``tokenizer``, the content of a tokenizer.json, through the ``tokenizers`` library (extra ``tokenizers``).
 
     ``bos`` and ``eos`` are the tokens that tokenizer_config.json names.
     """
+
+    kind = "huggingface"
 
     def __init__(self, tokenizer: Any, name: str, bos: str | None = None, eos: str | None = None) -> None:
         try:
@@ -140,10 +137,10 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"{name}: expected a Hugging Face tokenizer.json, got {error}") from None
         self.name = name
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        self._special = {"bos": bos, "eos": eos}
-        numbers = [self._number(role, token) for role, token in self._special.items()]
-        self.eos = numbers[1]
-        self.start = next((number for number in numbers if number is not None), 0)
+        start, self.eos = self._number("bos", bos), self._number("eos", eos)
+        self.start = next((token for token in (start, self.eos) if token is not None), 0)
+        source = json.loads(self._tokenizer.to_str())
+        self.arguments = {"name": name, "bos": bos, "eos": eos, "tokenizer": source}
 
     def _number(self, role: str, token: str | None) -> int | None:
         number = None if token is None else self._tokenizer.token_to_id(token)
@@ -158,22 +155,14 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
-    def to_json(self) -> dict[str, Any]:
-        source = json.loads(self._tokenizer.to_str())
-        return {"kind": "huggingface", "name": self.name, **self._special, "tokenizer": source}
-
 
 def _pieces(text: str) -> list[str]:
     """``text`` in pieces of up to PIECE characters, cut at the ends of lines where there are any."""
     return re.findall(rf"(?s).{{0,{PIECE - 1}}}(?:\n|\Z)|.{{{PIECE}}}", text)
 
 
-KINDS = {
-    "bytes": ByteTokenizer,
-    "chars": CharTokenizer,
-    "numbers": NumberTokenizer,
-    "huggingface": HuggingFaceTokenizer,
-}
+_CLASSES = (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)
+KINDS: dict[str, type[Tokenizer]] = {kind.kind: kind for kind in _CLASSES}
 
 
 def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
