@@ -208,8 +208,11 @@ class CudaOps:
         blocks = max(1, min(-(-rows // 8), 4 * self.multiprocessors // across))
         with arena.scope():
             partial = arena.take((blocks, columns), FLOAT32)
-            self._norms("sum_rows", x, (across, blocks), 256, x, partial, rows, WIDTH=width)
-            self._add_partials(partial, 0, out, x, GRADIENT=out.dtype.name, ACCUMULATE=int(accumulate))
+            self.launch(
+                "sums.cu", "sum_rows", (across, blocks), 256, x, partial, rows,
+                DTYPE=x.dtype.name, WIDTH=width, COLUMNS=columns, GRADIENT="float32", ACCUMULATE=0,
+            )  # fmt: skip
+            self._add_partials(partial, 0, out, x, accumulate)
 
     # --- rms_norm and layer_norm ---------------------------------------------------------------------
 
@@ -276,28 +279,27 @@ class CudaOps:
         most = 768 if threads * width >= columns else 512  # a thread with one access needs few registers
         together = max(1, min(most // threads, 12_288 // columns, 15))
         blocks = min(-(-rows // together), self.multiprocessors)
-        defines: dict[str, Any]
-        defines = {"WIDTH": width, "THREADS": threads, "ROWS": together, "CENTERED": len(gradients) - 1,
-                   "GRADIENT": gradients[0].dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
         with arena.scope():
             partial = arena.take((blocks, len(gradients) * columns), FLOAT32)
             self._norms(
                 "norm_backward", x, blocks, threads * together, d_out, x, weight, statistics, dx, partial, rows,
-                **defines,
+                WIDTH=width, THREADS=threads, ROWS=together, CENTERED=len(gradients) - 1,
             )  # fmt: skip
             for index, gradient in enumerate(gradients):
-                self._add_partials(partial, index, gradient, x, **defines)
+                self._add_partials(partial, index, gradient, x, accumulate)
 
-    def _add_partials(self, partial: Array, index: int, out: Array, x: Array, **defines: str | int) -> None:
+    def _add_partials(self, partial: Array, index: int, out: Array, x: Array, accumulate: bool) -> None:
         """out (D,) = or += the sum of the rows of part ``index`` of ``partial`` (blocks, parts D)."""
         blocks, stride = partial.shape
         at = partial.pointer + 4 * index * out.size
-        self._norms("sum_partials", x, -(-out.size // 32), 256, at, stride, blocks, out, **defines)
+        self.launch(
+            "sums.cu", "sum_partials", -(-out.size // 32), 256, at, stride, blocks, out,
+            DTYPE=x.dtype.name, WIDTH=1, COLUMNS=out.size, GRADIENT=out.dtype.name, ACCUMULATE=int(accumulate),
+        )  # fmt: skip
 
-    def _norms(self, name: str, x: Array, grid: Any, block: int, *arguments: Any, **defines: str | int) -> None:
-        every: dict[str, Any] = {"DTYPE": x.dtype.name, "WIDTH": 1, "COLUMNS": x.shape[1], "THREADS": 32, "ROWS": 1,
-                                 "CENTERED": 0, "GRADIENT": "float32", "ACCUMULATE": 0, **defines}  # fmt: skip
-        self.launch("norms.cu", name, grid, block, *arguments, **every)
+    def _norms(self, name: str, x: Array, grid: Any, block: int, *arguments: Any, **defines: int) -> None:
+        columns = x.shape[1]
+        self.launch("norms.cu", name, grid, block, *arguments, DTYPE=x.dtype.name, COLUMNS=columns, **defines)
 
     # --- rope ----------------------------------------------------------------------------------------
 
