@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 import tomllib
@@ -74,7 +75,8 @@ def make_parser() -> argparse.ArgumentParser:
         about = f"{field.description}{_default(key, field)}".replace("%", "%%")
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if field.annotation is not bool:
-            kind = {"metavar": METAVARS.get(key, {int: "N", float: "X"}.get(_type_of(field), "NAME"))}
+            metavar = METAVARS.get(key, {int: "N", float: "X"}.get(_type_of(field), "NAME"))
+            kind = {"metavar": metavar, "type": functools.partial(_value, field)}
         groups[title].add_argument(flag_of(key), dest=key, help=about, **kind)
     return parser
 
@@ -105,8 +107,7 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))
-    flags = {key: value if isinstance(value, bool) else _value(KEYS[key], value) for key, value in given.items()}
-    return [*layers, ("flags", flags)]
+    return [*layers, ("flags", given)]
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:
