@@ -56,10 +56,10 @@ def from_huggingface(settings: Mapping[str, Any], source: str = "config.json") -
             raise CheckpointError(f"{source}: expected an integer {key}, got {settings.get(key)!r}")
     if kind == "gpt2":
         return GPT2Config.from_huggingface(settings)
-    for key, value in _FIXED.items():
-        if settings.get(key, value) != value:
-            raise CheckpointError(f"{source}: expected {key} {value!r}, got {settings[key]!r}")
     given = {key: value for key, value in settings.items() if value is not None}
+    for key, value in _FIXED.items():
+        if given.get(key, value) != value:
+            raise CheckpointError(f"{source}: expected {key} {value!r}, got {given[key]!r}")
     heads = given["num_attention_heads"]
     values = {"rms_norm_eps": 1e-6, "num_key_value_heads": heads}
     values |= {field.name: given[field.name] for field in dataclasses.fields(LlamaConfig) if field.name in given}

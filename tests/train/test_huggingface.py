@@ -25,6 +25,9 @@ V5 = ("rope_parameters", "dtype")
 def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
     settings = {key: value for key, value in to_huggingface(config).items() if key not in dropped}
     assert from_huggingface(json.loads(json.dumps(settings))) == config
+    assert from_huggingface({**settings, "attention_bias": None, "hidden_act": None}) == config
+    odd = {**settings, "hidden_size": 25, "head_dim": 6}
+    assert (from_huggingface(odd).hidden_size, from_huggingface(odd).head_dim) == (25, 6)
 
 
 @pytest.mark.parametrize(
