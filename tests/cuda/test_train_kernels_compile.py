@@ -10,6 +10,9 @@ from kos.cuda import kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
+from kos.train.config import parse
+from kos.train.engines import memory_plan
+from kos.train.ops.cuda import CudaOps
 
 try:
     kernels.nvrtc_version()
@@ -58,3 +61,27 @@ def test_compiles(tmp_path: Path, arch: str, file: str, macros: dict, names: lis
     cubin = compile_kernels(KERNELS / file, arch, macros, KernelCache(tmp_path))
     assert cubin[:4] == b"\x7fELF"
     assert all(b".text." + name + b"\0" in cubin for name in names)
+
+
+@pytest.mark.parametrize("preset", ["1b", "gpt2-124m"])
+def test_what_a_step_launches_compiles(preset, monkeypatch):
+    """Every kernel of a pass in bf16, with its own macros, and within what a launch may ask for."""
+    launches = {}
+
+    def launch(self, file, name, grid, block, *arguments, shared=0, **defines):
+        launches.setdefault((file, tuple(defines.items())), set()).add(name.encode())
+        x, y = grid if isinstance(grid, tuple) else (grid, 1)
+        assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name
+
+    monkeypatch.setattr(memory_plan._Sizing, "launch", launch)
+    monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
+    config = parse(["--preset", preset]).for_world(1, "cuda")
+    device = CudaOps.__new__(CudaOps)
+    device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
+    memory_plan.plan_memory(
+        config, config.model_config_for(256), device, ranks=1, head_rows=8192, multiple=1, rounds=2
+    )
+    assert len(launches) > 9
+    for (file, defines), names in launches.items():
+        cubin = compile_kernels(KERNELS / file, "sm_90a", dict(defines))
+        assert all(name in cubin for name in names), (file, names)
