@@ -22,7 +22,7 @@ from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, RankLost
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
@@ -347,6 +347,24 @@ def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL) -> None:
         assert log == ["mock: enough", "nccl: enough", "peer: enough"]
 
     run(body)
+
+
+def test_an_abort_is_heard_by_ranks_that_wait_for_a_gpu(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        comm.all_reduce(zeros(5000))
+        part = comm.backend.gpus[0]  # type: ignore[attr-defined]
+        comm.rendezvous.barrier()
+        if comm.rank:
+            comm.abort(reason="enough")
+            return
+        with pytest.raises(RankLost, match="rank 1 is gone: enough"):
+            part.wait_on_host(part._last, lambda: False, 20)
+
+    run(body, host=SharedOnly)
 
 
 def test_the_parts_overlap_on_one_stream(fake: FakeNCCL) -> None:

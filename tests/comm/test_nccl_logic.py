@@ -14,6 +14,7 @@ import pytest
 import kos
 from kos.comm import nccl_binding
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.shared.segment import PID
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, communicator, no_gpu
@@ -228,6 +229,54 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
         with pytest.raises(CollectiveMismatch):
             comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)
         assert comm.rank in revoked and comm.backend._revoked is not None
+
+    FakeRanks(SIZE).run(body)
+
+
+@pytest.mark.parametrize("how", ["abort", "killed"])
+def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """It has begun all that they have: that the GPU does not end is all that they see of it."""
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        comm.all_reduce(Array.zeros(5, np.float32, 0))
+        comm.rendezvous.barrier()
+        calls, last = comm.backend._calls, comm.backend._last
+        if comm.rank == 1:
+            if how == "abort":
+                comm.abort(reason="ZeroDivisionError: boom")
+            else:
+                calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1  # no process has it
+                comm._closed = True
+            return
+        begun, why = time.monotonic(), "ZeroDivisionError: boom" if how == "abort" else "its process ended"
+        with pytest.raises(RankLost, match=f"rank 1 is gone: {why}"):
+            comm.backend.wait_on_host(last, lambda: False, 20)
+        assert time.monotonic() - begun < 10, "learned at the timeout"
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+    monkeypatch.setattr(fake, "comm_destroy", lambda comm: None)
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        comm.all_reduce(Array.zeros(5, np.float32, 0))
+        calls, last = comm.backend._calls, comm.backend._last
+        if comm.rank == 1:
+            calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1
+            comm.close()
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            until = time.monotonic() + 1.5
+            comm.backend.wait_on_host(last, lambda: time.monotonic() > until, 20)
 
     FakeRanks(SIZE).run(body)
 

@@ -166,12 +166,18 @@ class AutoBackend(Backend):
             part.close()
 
     def abort(self, reason: str) -> None:
+        self._leave(reason)
         for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
             part.abort(reason)
 
     def withdraw(self, reason: str) -> None:
+        self._leave(reason)
         for part in (self.host, *self.gpus):
             part.withdraw(reason)
+
+    def _leave(self, reason: str) -> None:
+        for gpu in self.gpus:
+            gpu.leave(reason)
 
     def routes(self) -> list[tuple[str, str]]:
         """What ``Communicator.explain`` says of it: which operation goes by which part up to which size."""

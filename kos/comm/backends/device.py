@@ -30,10 +30,12 @@ from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import LEGACY
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with the other ranks', as far as those have come."""
+_DEAD_SECONDS = 0.5
+"""What a GPU waits for may still end in so long after a rank's process was found to have."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks at the other ranks while a call of a library has not returned."""
 
@@ -216,10 +218,14 @@ class DeviceBackend(HostBackend):
     def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        idle = self.idle()
+        idle, look_at, killed = self.idle(), time.monotonic() + _DEAD_SECONDS, None
         try:
             while not over():
                 self.check(o)
+                if self._calls is not None and time.monotonic() > look_at:
+                    if killed is not None:  # before it died it began all that this rank has, but it has not ended
+                        raise RankLost(f"{o}: rank {killed} is gone: its process ended")
+                    look_at, killed = time.monotonic() + _DEAD_SECONDS, self._calls.killed()
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
@@ -295,9 +301,16 @@ class DeviceBackend(HostBackend):
         return failure
 
     def abort(self, reason: str) -> None:
+        if self._segment is not None:  # else the backend tells that stands for several
+            self.leave(reason)
         super().abort(reason)
         self.broken = self.broken or reason
         self.halt()
+
+    def leave(self, reason: str) -> None:
+        """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
+        if self._calls is not None and (self._streams or self._flying):
+            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
 
 
 class DeviceWork(Work):

@@ -176,6 +176,12 @@ class Calls:
                 return self.segment.ranks[local], why
         return None
 
+    def killed(self) -> int | None:
+        """A rank of the host whose process has ended without closing its communicator, or None."""
+        words, layout, ranks = self._words, self.segment.layout, self.segment.ranks
+        ended = [local for local, _, _ in self._peers if self._ended(local) is not None]
+        return next((ranks[local] for local in ended if not words[layout.line(local) + CLOSED]), None)
+
     def fail(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
 
