@@ -52,42 +52,37 @@ class Graph:
             cu.cuGraphExecDestroy(executable)
 
 
-class capture:
+@contextmanager
+def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
     """Record the work queued on ``stream`` in a ``with`` block as a Graph, without running it.
 
     Only calls of this thread are recorded, so other ranks in this process may work on.  An exception
     in the block ends the capture and is raised as it is.  Garbage is not collected meanwhile: what it frees may
     belong to libraries that know nothing of captures.
     """
-
-    def __init__(self, stream: Any, *, keep: Iterable[Any] = ()) -> None:
-        self.stream = streams.handle(stream)
-        if self.stream == streams.LEGACY:
-            raise InvalidArgument("capture: expected a stream of its own, got the legacy default stream")
-        self.keep = (stream, *keep)
-
-    def __enter__(self) -> Graph:
-        call(cu.cuStreamBeginCapture, self.stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-        self.collects = gc.isenabled()
-        gc.disable()
-        self.graph = Graph(int(call(cu.cuCtxGetDevice)))
-        self.graph.keep(*self.keep)
-        return self.graph
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        if self.collects:
-            gc.enable()
-        status, recorded = cu.cuStreamEndCapture(self.stream)
-        if kind is not None:
-            if not status:
-                call(cu.cuGraphDestroy, recorded)
-            return
-        if status:
-            raise driver.error_of("cuStreamEndCapture", status)
-        try:
-            self.graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
-        finally:
+    handle = streams.handle(stream)
+    if handle == streams.LEGACY:
+        raise InvalidArgument("capture: expected a stream of its own, got the legacy default stream")
+    call(cu.cuStreamBeginCapture, handle, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        graph = Graph(int(call(cu.cuCtxGetDevice)))
+        graph.keep(stream, *keep)
+        yield graph
+    except BaseException:
+        status, recorded = cu.cuStreamEndCapture(handle)
+        if not status:
             call(cu.cuGraphDestroy, recorded)
+        raise
+    finally:
+        if collects:
+            gc.enable()
+    recorded = call(cu.cuStreamEndCapture, handle)
+    try:
+        graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
+    finally:
+        call(cu.cuGraphDestroy, recorded)
 
 
 @contextmanager

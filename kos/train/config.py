@@ -62,8 +62,7 @@ class TrainConfig(Section):
     )
     tokenizer: str = option(
         "Data",
-        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: bytes for text, "
-        "bare numbers for token files",
+        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: bytes for text, bare numbers for token files",
         "auto",
         min_length=1,
     )
@@ -145,8 +144,7 @@ class TrainConfig(Section):
             raise ValueError(f"expected decay_steps ≤ steps, got {self.decay_steps} and {self.steps}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
-                f"expected batch_size divisible by micro_batch_size, "
-                f"got {self.batch_size} and {self.micro_batch_size}"
+                f"expected batch_size divisible by micro_batch_size, got {self.batch_size} and {self.micro_batch_size}"
             )
         longest = self.model.max_position_embeddings
         if longest is not None and self.seq_len > longest:

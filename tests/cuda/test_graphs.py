@@ -65,5 +65,5 @@ def test_exceptions_end_the_capture(device: int, stream, saxpy) -> None:
 
 
 def test_default_stream_is_refused(device: int) -> None:
-    with pytest.raises(InvalidArgument, match="a stream of its own"):
-        cuda.capture(None)
+    with pytest.raises(InvalidArgument, match="a stream of its own"), cuda.capture(None):
+        pass
