@@ -75,10 +75,11 @@ def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
         if not status:
             call(cu.cuGraphDestroy, recorded)
         raise
+    else:
+        recorded = call(cu.cuStreamEndCapture, handle)
     finally:
         if collects:
             gc.enable()
-    recorded = call(cu.cuStreamEndCapture, handle)
     try:
         graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
     finally:

@@ -1,0 +1,53 @@
+"""A capture from its beginning to its end, without a GPU."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kos.cuda import driver, graphs, streams
+
+
+@pytest.fixture
+def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool]]]:
+    """Calls of the driver, and whether garbage was collected then."""
+    seen: list[tuple[str, bool]] = []
+
+    def function(name: str) -> Any:
+        return lambda *arguments: (seen.append((name, gc.isenabled())) or 0, 5)
+
+    names = ("cuStreamEndCapture", "cuGraphInstantiate", "cuCtxGetDevice")
+    alone = ("cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy")
+    cu = SimpleNamespace(
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1),
+        **{name: function(name) for name in names},
+        **{name: lambda *arguments, name=name: function(name)()[:1] for name in alone},
+    )
+    for module in (graphs, driver, streams):
+        monkeypatch.setattr(module, "cu", cu)
+    monkeypatch.setattr(driver, "unavailable", lambda: None)
+    assert gc.isenabled()
+    yield seen
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_before_it_has_ended(collecting: list[tuple[str, bool]], fails: bool) -> None:
+    def record() -> graphs.Graph:
+        with graphs.capture(77) as graph:
+            assert not gc.isenabled()
+            if fails:
+                raise ZeroDivisionError
+        return graph
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            record()
+    else:
+        record()
+    assert ("cuStreamEndCapture", False) in collecting
+    assert [name for name, _ in collecting].count("cuGraphDestroy") == 1
