@@ -106,7 +106,8 @@ class PeerEngine:
         self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
         self.staging = staging // 16 * 16
         self._macros = dict(macros, RANKS=self.size)
-        self._memories: list[SymmetricMemory] = []
+        self._memories: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
+        self._registered = 0
         self._record = pinned_empty(16, np.uint64, device)
         self._record[:] = 0
         self.timeout = timeout
@@ -134,10 +135,11 @@ class PeerEngine:
     def register(self, memory: SymmetricMemory) -> None:
         """Let buffers in ``memory`` be used where they are.  Collective, and so is every use of such a buffer:
         all ranks pass buffers at the same offset of it."""
-        self._memories.append(memory)
+        self._memories[self._registered] = memory
+        self._registered += 1
 
     def unregister(self, memory: SymmetricMemory) -> None:
-        self._memories.remove(memory)
+        self._memories = {number: each for number, each in self._memories.items() if each is not memory}
 
     def is_symmetric(self, pointer: int, nbytes: int) -> bool:
         """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
@@ -145,9 +147,9 @@ class PeerEngine:
 
     def way(self, launch: Launch, nbytes: int, *pointers: int) -> str:
         """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
-        tables = [memory.peer_pointers.pointer for memory in self._memories]  # registered in one order on all ranks
+        numbers = {memory.peer_pointers.pointer: number for number, memory in self._memories.items()}
         found = (self._symmetric(pointer, nbytes) for pointer in pointers)
-        places = [place and (tables.index(place[0]), place[1]) for place in found]
+        places = [place and (numbers[place[0]], place[1]) for place in found]
         return f"{launch} at {places}"
 
     def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
@@ -292,7 +294,7 @@ class PeerEngine:
         inputs, outputs = (
             [base + pointer - memory.pointer for base in memory.pointers]
             for pointer in (send, recv)
-            for memory in self._memories
+            for memory in self._memories.values()
             if memory.offset_of(pointer, 1) is not None
         )
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
@@ -329,7 +331,7 @@ class PeerEngine:
 
     def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
         """Table of addresses and offset of a buffer that all ranks map, if vectors can move it."""
-        for memory in self._memories:
+        for memory in self._memories.values():
             offset = memory.offset_of(pointer, nbytes)
             if offset is not None and offset % 16 == 0:
                 return memory.peer_pointers.pointer, offset

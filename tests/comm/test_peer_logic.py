@@ -281,3 +281,18 @@ def test_what_the_root_alone_has_does_not_decide(ranks: ThreadRanks) -> None:
         assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._operation)
 
     ranks.run(body)
+
+
+def test_windows_keep_their_names_when_others_are_freed(ranks: ThreadRanks) -> None:
+    """A rank may prepare a persistent operation earlier than another."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        freed, x = (comm.allocate(1 << 17, np.float32) for _ in range(2))
+        early = comm.all_reduce_init(x)
+        del freed
+        comm.allocate(1, np.float32)
+        assert len(comm.backend._windows) == 2
+        assert comm.all_reduce_init(x)._operation.way == early._operation.way
+
+    ranks.run(body)
