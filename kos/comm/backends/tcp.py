@@ -406,8 +406,9 @@ class _Peer:
         elif expected == got:
             self._granted[arrival.number] = message
             # Said only to who waits for a grant: it may have closed else, and what it has sent would be thrown away.
-            self._queue(_CREDIT, 0, 0, self._taken)
-            self._taken = 0
+            if self._taken:
+                self._queue(_CREDIT, 0, 0, self._taken)
+                self._taken = 0
             self._queue(_GRANT, message.tag, arrival.number, got)
         else:
             self._queue(_REFUSE, message.tag, arrival.number, expected)
