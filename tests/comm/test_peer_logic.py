@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from kos import ReduceOp
+from kos.comm.backends import peer as peer_backend
 from kos.comm.operation import Operation
 from kos.comm.peer import PeerEngine
 from kos.comm.reduction import resolve
@@ -294,5 +296,32 @@ def test_windows_keep_their_names_when_others_are_freed(ranks: ThreadRanks) -> N
         comm.allocate(1, np.float32)
         assert len(comm.backend._windows) == 2
         assert comm.all_reduce_init(x)._operation.way == early._operation.way
+
+    ranks.run(body)
+
+
+def test_launches_are_bound_where_a_capture_allows_it(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a batch too, which are bound when it ends: kernels are loaded then."""
+    local, bind = threading.local(), PeerEngine.bind_exchange
+
+    @contextmanager
+    def relaxed() -> Iterator[None]:
+        former, local.relaxed = getattr(local, "relaxed", False), True
+        yield
+        local.relaxed = former
+
+    def bound(*arguments: Any, **options: Any) -> Any:
+        assert getattr(local, "relaxed", False)
+        return bind(*arguments, **options)
+
+    monkeypatch.setattr(peer_backend, "relaxed_capture", relaxed)
+    monkeypatch.setattr(PeerEngine, "bind_exchange", bound)
+
+    def body(gpu: Any) -> None:
+        comm, x, y = gpu.comm, Array.zeros(9, np.float32, 0), Array.zeros(9, np.float32, 0)
+        with comm.batch():
+            comm.send(x, (comm.rank + 1) % SIZE)
+            comm.recv(y, (comm.rank - 1) % SIZE)
+        comm.all_to_all(x, y)
 
     ranks.run(body)

@@ -241,7 +241,9 @@ class PeerBackend(DeviceBackend):
             if kind or len(together) == 1:
                 super().queue(together, stream)
             else:
-                self._launch(self._messages(together), at)
+                with relaxed_capture():
+                    run = self._messages(together)
+                self._launch(run, at)
 
     def _messages(self, operations: Sequence[Operation]) -> Run:
         """The k-th message of each pair in the k-th exchange, as on the other side."""
