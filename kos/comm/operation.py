@@ -14,7 +14,7 @@ COLLECTIVE_TAGS = 1 << 20
 """Tags below are the users'; collectives use as many above, by sequence number."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Operation:
     """What the Communicator checked and hands to one backend.
 

@@ -18,7 +18,7 @@ _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 _IMMUTABLE = ("jax", "jaxlib")  # their arrays never change, but the interfaces that share them do not say so
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Buffer:
     """A contiguous run of elements in host memory, or in the memory of one GPU.
 
