@@ -128,6 +128,23 @@ def test_batch_is_one_group(fake: FakeNCCL) -> None:
     assert groups == [1]
 
 
+def test_only_the_first_batch_of_its_kind_may_wait(fake: FakeNCCL) -> None:
+    """A thread that may be left behind costs more than the launch."""
+    bounded: list[str] = []
+
+    def body(gpu: Any) -> None:
+        comm, xs = gpu.comm, [Array.zeros(5, np.float32, 0) for _ in range(4)]
+        usual = comm.backend.bounded
+        comm.backend.bounded = lambda run, timeout, what: (bounded.append(what), usual(run, timeout, what))[1]
+        for count in (2, 2, 3, 2, 3):
+            with comm.batch():
+                for x in xs[:count]:
+                    comm.all_reduce(x)
+        assert [what[:12] for what in bounded] == ["all_reduce #", "all_reduce #"]
+
+    FakeRanks(1).run(body)
+
+
 def test_arrays_of_a_batch_are_not_compared(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of NumPy's kind would compare elements, and have no truth."""
 

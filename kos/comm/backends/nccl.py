@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Launch = Callable[[int], None]
 Message = tuple[int, int, int]  # rank, address, bytes
+_Kind = tuple[str, int, str]
 
 _ABORT_SECONDS = 20.0
 _KNOWN = 4096
@@ -62,7 +63,8 @@ class NCCLBackend(DeviceBackend):
         self._revoked: Any = None  # the communicator after a failure
         self._outlives = _outlives_ranks(rendezvous)
         self._known: dict[tuple[Any, ...], tuple[Launch, int]] = {}  # and the call's fingerprint
-        self._met: set[tuple[str, int, str]] = set()  # kinds of calls that have connected to the others
+        self._met: set[_Kind] = set()  # kinds of calls that have connected to the others
+        self._met_together: set[tuple[int, frozenset[_Kind]]] = set()  # which batches have: how many, and what
         self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
         self._token = Scratch(4, self.device)
         self._launchers: dict[str, Callable[[Operation], Launch]] = {
@@ -264,8 +266,10 @@ class NCCLBackend(DeviceBackend):
                 self._nccl.group_end()
 
         if len(together) > 1:
-            if any(isinstance(o.launch, _First) for o in together):
+            kinds = frozenset(o.launch.kind for o in together if isinstance(o.launch, _First))
+            if kinds and (len(together), kinds) not in self._met_together:
                 self.bounded(launch, together[0].timeout, str(together[0]))
+                self._met_together.add((len(together), kinds))
             else:
                 launch()
         else:
@@ -416,16 +420,16 @@ class NCCLBackend(DeviceBackend):
 class _First:
     """The first launch of its kind: NCCL may have to connect to the other ranks, and waits for them."""
 
-    __slots__ = ("_backend", "_kind", "_what", "launch")
+    __slots__ = ("_backend", "_what", "kind", "launch")
 
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: tuple[str, int, str]) -> None:
-        self._backend, self._what, self.launch, self._kind = backend, o, launch, kind
+    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: _Kind) -> None:
+        self._backend, self._what, self.launch, self.kind = backend, o, launch, kind
 
     def __call__(self, stream: int) -> None:
         backend, launch = self._backend, self.launch
-        if self._kind not in backend._met:
+        if self.kind not in backend._met:
             backend.bounded(lambda: launch(stream), self._what.timeout, str(self._what))
-            backend._met.add(self._kind)
+            backend._met.add(self.kind)
             return
         self._what.launch = launch  # of a persistent operation: without this detour from now on
         launch(stream)
