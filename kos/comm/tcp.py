@@ -314,8 +314,12 @@ def admit_all(
 def connect(host: str, port: int, deadline: float) -> socket.socket:
     """A connected, non-blocking socket.  Raises OSError."""
     sock = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.001))
-    if sock.getsockname() == sock.getpeername():
-        # Nobody listens, but TCP let the socket call itself: the kernel chose this port for our end.
+    try:
+        itself = sock.getsockname() == sock.getpeername()
+    except OSError as error:  # ENOTCONN, which is no ConnectionError
+        sock.close()
+        raise ConnectionResetError(f"{host}:{port}: hung up at once") from error
+    if itself:  # nobody listens, but TCP let the socket call itself: the kernel chose this port for our end
         sock.close()
         raise ConnectionRefusedError(f"{host}:{port}: nobody listens")
     _prepare(sock)

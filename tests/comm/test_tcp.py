@@ -201,6 +201,22 @@ def test_nobody_learns_a_proof_by_calling() -> None:
     assert caller.recv(1000)[40:] == bytes(32)
 
 
+def test_a_call_that_is_reset_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the system of a rank that goes as it is called: a ConnectionError, from which ``shrink`` goes on."""
+    create = socket.create_connection
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def reset(*arguments: Any, **more: Any) -> socket.socket:
+            sock = create(*arguments, **more)
+            with door.accept()[0] as called:
+                called.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return sock
+
+        monkeypatch.setattr(socket, "create_connection", reset)
+        with pytest.raises(ConnectionResetError, match="hung up at once"):
+            tcp.connect(*door.getsockname(), soon())
+
+
 def test_a_socket_that_called_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody listens, the kernel may give a caller the very port that it calls."""
     sock = socket.socket()
