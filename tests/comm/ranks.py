@@ -1,7 +1,7 @@
 """Running one test function on every rank of a group, whoever carries the group.
 
 A failed assertion on one rank must not leave the others waiting: ``run`` catches it, all ranks tell each
-other how they fared, and every rank of the test fails, with the message of the lowest rank that did.
+other how they fared, and every rank of the test fails, with the messages of all ranks that did.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class MPIRanks:
             failure = traceback.format_exc().encode()
             comm.abort()
         failures = self._world.rendezvous.allgather(failure)
-        for rank, text in enumerate(failures):
-            if text:
-                raise AssertionError(f"rank {rank} of {self.size} failed:\n{text.decode()}")
+        if any(failures):  # all of them: the lowest may only have waited for one that failed
+            told = ((rank, text.decode()) for rank, text in enumerate(failures) if text)
+            raise AssertionError("\n".join(f"rank {rank} of {self.size} failed:\n{text}" for rank, text in told))
         comm.close()
         results = [None] * self.size
         results[self._world.rank] = result

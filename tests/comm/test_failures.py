@@ -241,15 +241,15 @@ def test_a_timeout_longer_than_clocks_count(timeout: float) -> None:
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
     def body(comm: kos.Communicator) -> None:
+        began = time.monotonic()  # before any rank leaves the barrier: the first to give up tells the others
         comm.barrier()
         if comm.rank == 0:
             comm.rendezvous.barrier()  # not in the collective, until all others have given up
             return
-        began = time.monotonic()
         message = r"all_reduce #1 of float32\[70000\] by SUM: not complete after 0.3 s"
         with pytest.raises(CollectiveTimeout, match=message) as caught:
             comm.all_reduce(np.zeros(70000, np.float32), algorithm=algorithm, timeout=0.3)
-        assert 0.3 <= time.monotonic() - began < 5
+        assert 0.3 <= time.monotonic() - began < 15
         if algorithm == "ring" and comm.rank == 1:
             assert "ranks [0] did not arrive" in str(caught.value)
         with pytest.raises(CollectiveError, match="failed before: all_reduce #1"):
