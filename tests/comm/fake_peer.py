@@ -10,9 +10,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import shutil
-import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,8 +29,8 @@ from kos.cuda import driver
 from kos.cuda.kernels import _read_sources
 from kos.memory.array import Array
 from tests.comm.fake_nccl import WAIT, Memory, no_gpu
+from tests.host_compiler import compiled
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 HERE = Path(__file__).parent
 SIMT = HERE.parent / "train/host_kernels/simt.h"
 
@@ -55,21 +52,11 @@ THREADS = {
 @functools.cache
 def library(path: Path, defines: tuple[tuple[str, Any], ...]) -> Any:
     """C functions ``run_<kernel>`` that run the kernels of a file: (blocks, threads, seed, arguments)."""
-    folder = Path(tempfile.mkdtemp(prefix="kos-host-kernels-"))
-    try:
-        source, headers = _read_sources(path)
-        headers["ptx.cuh"] = f'#pragma once\n#include "{SIMT}"\n#include "{HERE / "ptx_host.h"}"\n'
-        source += "\n".join(f"RUN({name})" for name in NAMES.get(path.stem, (path.stem,)))
-        for name, text in {**headers, "kernels.cc": source}.items():
-            (folder / name).write_text(text)
-        options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-ffp-contract=off", "-fPIC", "-shared"]
-        options += [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
-        command = [COMPILER, *options, folder / "kernels.cc", "-o", folder / "kernels.so"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[:3000]
-        return ctypes.CDLL(str(folder / "kernels.so"))
-    finally:
-        shutil.rmtree(folder)
+    source, headers = _read_sources(path)
+    headers["ptx.cuh"] = f'#pragma once\n#include "{SIMT}"\n#include "{HERE / "ptx_host.h"}"\n'
+    source += "\n".join(f"RUN({name})" for name in NAMES.get(path.stem, (path.stem,)))
+    options = [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
+    return compiled({**headers, "kernels.cc": source}, ["-ffp-contract=off", *options])
 
 
 _compiling = threading.Lock()

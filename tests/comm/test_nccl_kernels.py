@@ -11,8 +11,9 @@ from kos.comm.backends.nccl_ordered import KERNELS
 from kos.dtypes import DTYPES
 from tests.comm import fake_peer
 from tests.comm.fake_nccl import FakeKernel
-from tests.comm.fake_peer import COMPILER, HostKernel
+from tests.comm.fake_peer import HostKernel
 from tests.comm.ranks import assert_bits
+from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 

@@ -25,7 +25,7 @@ from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
-from tests.comm.fake_peer import COMPILER, HostMemory, communicator, no_gpus
+from tests.comm.fake_peer import HostMemory, communicator, no_gpus
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.peer_storm import FLOAT, KINDS, storm
 from tests.comm.ranks import assert_bits, inputs
@@ -37,6 +37,7 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_minimum_keeps_nan,
     test_windows_are_freed_when_all_ranks_let_go,
 )
+from tests.host_compiler import COMPILER
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler (g++ or clang++)")
 

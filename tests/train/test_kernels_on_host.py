@@ -12,11 +12,12 @@ from kos.memory.arena import Arena
 from kos.train.ops.adamw import CHUNK, CudaAdamW
 from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from kos.train.parameters import Parameters, Shard
+from tests.host_compiler import COMPILER
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
 from tests.train.host_kernels import emulator
 
-pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
 rng = on_ops.rng
 

@@ -10,9 +10,6 @@ import contextlib
 import ctypes
 import functools
 import re
-import shutil
-import subprocess
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,8 +21,8 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import numpy as reference
 from kos.train.ops.cuda import KERNELS, CudaOps
+from tests.host_compiler import compiled
 
-COMPILER = shutil.which("g++") or shutil.which("clang++")
 SIMT = Path(__file__).with_name("simt.h")
 KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^\n]*\)\s*)?(\w+)\(([^{]*)\)\s*\{')
 # What the kernels say in PTX.
@@ -68,19 +65,8 @@ def to_host_source(path: Path) -> tuple[str, dict[str, list[type]]]:
 
 @functools.cache
 def library(file: str, defines: tuple[tuple[str, object], ...]) -> tuple[ctypes.CDLL, dict[str, list[type]]]:
-    folder = Path(tempfile.mkdtemp(prefix="kos-host-kernels-"))
-    try:
-        source, types = to_host_source(KERNELS / file)
-        (folder / "kernels.cc").write_text(source)
-        options = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared"]
-        options += [f"-D{name}={value}" for name, value in defines]
-        target = folder / "kernels.so"
-        command = [COMPILER, *options, str(folder / "kernels.cc"), "-o", str(target)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr[:2000]
-        return ctypes.CDLL(str(target)), types
-    finally:
-        shutil.rmtree(folder)
+    source, types = to_host_source(KERNELS / file)
+    return compiled({"kernels.cc": source}, [f"-D{name}={value}" for name, value in defines]), types
 
 
 def host_memory(monkeypatch) -> None:

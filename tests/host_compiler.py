@@ -1,0 +1,43 @@
+"""Kernels compiled by the host's C++ compiler, once for each text: kept in build/, which ``make clean`` removes."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+COMPILER = shutil.which("g++") or shutil.which("clang++")
+KEPT = Path(__file__).resolve().parent.parent / "build" / "host-kernels"
+OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared"]
+QUOTED = re.compile(r'#include "(/[^"]+)"')  # of a file that is not among those given
+
+
+@functools.cache
+def _compiler() -> str:
+    return subprocess.run([str(COMPILER), "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def compiled(files: Mapping[str, str], options: Sequence[str]) -> ctypes.CDLL:
+    """``kernels.cc`` of the files as a library; compiled unless the same text was, by this compiler."""
+    others = [Path(name).read_text() for text in files.values() for name in QUOTED.findall(text)]
+    command = [str(COMPILER), *OPTIONS, *options]
+    key = hashlib.sha256(repr((_compiler(), command, sorted(files.items()), others)).encode()).hexdigest()
+    kept = KEPT / f"{key[:32]}.so"
+    if not kept.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="kos-host-kernels-", dir=KEPT) as folder:
+            for name, text in files.items():
+                (Path(folder) / name).write_text(text)
+            made = Path(folder) / "kernels.so"
+            command += [f"{folder}/kernels.cc", "-o", str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr[:3000]
+            os.replace(made, kept)
+    return ctypes.CDLL(str(kept))
