@@ -9,6 +9,7 @@ import pytest
 
 import kos
 from tests.comm.ranks import MockRanks, MPIRanks
+from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
 
 _SEED = int(np.random.SeedSequence().generate_state(1)[0])
 
@@ -29,6 +30,15 @@ def ranks(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
     if request.param == "mpi":
         return MPIRanks(request.getfixturevalue("mpi_world"))
     return MockRanks(request.param)
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As in a shell: no launcher, mpirun included, has told this process anything."""
+    started = (*LAUNCHERS_VARIABLES, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "SLURM_NTASKS")
+    for name in (*started, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
 
 
 @pytest.fixture

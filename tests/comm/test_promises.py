@@ -263,6 +263,7 @@ def test_close(ranks: Any) -> None:
     ranks.run(body)
 
 
+@pytest.mark.usefixtures("no_launcher")
 def test_one_rank_needs_nothing() -> None:
     with kos.init() as comm:
         assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (0, 1, 0, 1)
