@@ -20,7 +20,7 @@ from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout
 from kos.testing import spawn
 
-TIMEOUT = 20.0  # seconds
+TIMEOUT = 30.0  # seconds
 
 SUMS_IN_16_BITS = ContextVar("SUMS_IN_16_BITS", default=False)
 """Whether the backend under test rounds sums of 16-bit floats at every rank (NCCL unless deterministic)."""

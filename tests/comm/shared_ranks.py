@@ -12,7 +12,7 @@ from kos.comm.backends.host import HostBackend
 from kos.comm.communicator import Communicator
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
 
-TIMEOUT = 20.0  # seconds
+TIMEOUT = 30.0  # seconds
 
 
 class SharedOnly(HostBackend):

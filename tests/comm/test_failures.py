@@ -185,7 +185,7 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
         began = time.monotonic()
         with pytest.raises(KosError) as caught:
             comm.all_reduce(np.zeros((2, 3), np.float32), timeout=0.3)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
         # Whoever times out first says who is missing; the other hears that it gave up.
         text = str(caught.value)
         assert "all_reduce #1 of float32[2, 3] by SUM: not complete after 0.3 s" in text
@@ -304,8 +304,8 @@ def test_the_other_ranks_hear_of_an_exception(waiting: str) -> None:
 
     began = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="boom") as caught:
-        spawn(body, 3, timeout=20)
-    assert time.monotonic() - began < 10
+        spawn(body, 3, timeout=40)
+    assert time.monotonic() - began < 20
     assert caught.value.__notes__ == ["raised on rank 1 of 3"]
     assert len(heard) == 2
     assert all("rank 1" in text for text in heard), heard

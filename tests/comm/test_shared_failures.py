@@ -186,7 +186,7 @@ def test_who_comes_late_hears_that_the_others_gave_up() -> None:
         began = time.monotonic()
         with pytest.raises(CollectiveTimeout, match=r"not complete after 0.1 s; ranks \[1\] did not arrive"):
             comm.barrier()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
     run(body, 2)
 
@@ -243,7 +243,7 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.M
                 comm.barrier(timeout=0.1)
         finally:
             os.close(file)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15
 
     run(body, 2, close=False)
 
@@ -277,7 +277,7 @@ ULFM = ["--with-ft", "ulfm"]
 def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
     """What a program under mpirun printed, line by line."""
     command = [MPIRUN, *options, "-n", str(ranks), sys.executable, program(tmp_path, text)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=40, check=False, cwd="/")
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=90, check=False, cwd="/")
     assert done.stdout, done.stderr
     return done.stdout.splitlines()
 

@@ -316,7 +316,7 @@ def test_timeout_names_who_is_awaited() -> None:
             message = r"broadcast #0 of float64\[5\], root 2: not complete after 0.1 s; .* ranks \[[02]\]"
             with pytest.raises(CollectiveTimeout, match=message):
                 comm.broadcast(np.zeros(5), 2, timeout=0.1)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 20
         comm.rendezvous.barrier()
         comm.abort()
 

@@ -24,7 +24,7 @@ ENVIRONMENT = {
 }
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-SECONDS = 60
+SECONDS = 100  # less than what pytest gives a test, much more than a run needs
 
 
 def _command(*flags: str | Path, ranks: int = 2) -> list[str]:
@@ -93,7 +93,7 @@ def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case
     flags, expected = _bad_input(text, tmp_path)[case]
     began = time.monotonic()
     done = _run("--out", tmp_path / "run", *flags)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < SECONDS / 2
     assert done.returncode != 0
     errors = _errors(done)
     assert len(errors) == 1, done.stderr
@@ -236,7 +236,7 @@ def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode != 0 and "one rank only" in done.stderr
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < SECONDS / 2
 
 
 def test_learns_the_text(text: Path, tmp_path: Path) -> None:
