@@ -1,4 +1,4 @@
-"""Kernels compiled by the host's C++ compiler, once for each text: kept in build/, which ``make clean`` removes."""
+"""Kernels are compiled once for each text in tests without a GPU: kept in build/, which ``make clean`` removes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kos.cuda.kernels import KernelCache
+
 COMPILER = shutil.which("g++") or shutil.which("clang++")
-KEPT = Path(__file__).resolve().parent.parent / "build" / "host-kernels"
-OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared"]
+FOLDER = Path(__file__).resolve().parent.parent / "build" / "kernels"
+KEPT = KernelCache(FOLDER)  # of those that NVRTC compiles
+# Hidden: else g++ gives static variables of inline functions and templates, __shared__ memory too, one place in the
+# process (STB_GNU_UNIQUE), as large as the first library wants it, and others write behind it.
+OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared", "-fvisibility=hidden"]
 QUOTED = re.compile(r'#include "(/[^"]+)"')  # of a file that is not among those given
 
 
@@ -29,10 +34,10 @@ def compiled(files: Mapping[str, str], options: Sequence[str]) -> ctypes.CDLL:
     others = [Path(name).read_text() for text in files.values() for name in QUOTED.findall(text)]
     command = [str(COMPILER), *OPTIONS, *options]
     key = hashlib.sha256(repr((_compiler(), command, sorted(files.items()), others)).encode()).hexdigest()
-    kept = KEPT / f"{key[:32]}.so"
+    kept = FOLDER / f"{key[:32]}.so"
     if not kept.exists():
-        KEPT.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="kos-host-kernels-", dir=KEPT) as folder:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="kos-host-kernels-", dir=FOLDER) as folder:
             for name, text in files.items():
                 (Path(folder) / name).write_text(text)
             made = Path(folder) / "kernels.so"

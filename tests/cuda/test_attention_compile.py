@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from kos.cuda import kernels
-from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable, CompileError
 from kos.train.ops import attention
 from kos.train.ops.attention import KERNELS, macros
+from tests.host_compiler import KEPT
 
 try:
     kernels.nvrtc_version()
@@ -29,19 +28,17 @@ PORTABLE = [
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize(("file", "dtype", "head_dim", "names"), PORTABLE)
-def test_compiles_everywhere(
-    tmp_path: Path, arch: str, file: str, dtype: str, head_dim: int, names: list[bytes]
-) -> None:
-    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", arch, macros(dtype, head_dim), KernelCache(tmp_path))
+def test_compiles_everywhere(arch: str, file: str, dtype: str, head_dim: int, names: list[bytes]) -> None:
+    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", arch, macros(dtype, head_dim), KEPT)
     assert all(b".text." + name in cubin for name in names)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", BACKWARD)])
-def test_compiles_for_hopper(tmp_path: Path, file: str, head_dim: int, names: list[bytes]) -> None:
+def test_compiles_for_hopper(file: str, head_dim: int, names: list[bytes]) -> None:
     tiles = attention._FORWARD if file == "forward_hopper" else attention._BACKWARD
     defines = {**macros("bfloat16", head_dim), **tiles[head_dim]}
-    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", "sm_90a", defines, KernelCache(tmp_path))
+    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", "sm_90a", defines, KEPT)
     assert all(b".text." + name in cubin for name in names)
     with pytest.raises(CompileError):  # these instructions are Hopper's alone
-        compile_kernels(KERNELS / f"attention_{file}.cu", "sm_80", defines, KernelCache(tmp_path))
+        compile_kernels(KERNELS / f"attention_{file}.cu", "sm_80", defines, KEPT)

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from kos.cuda import kernels
-from kos.cuda.kernels import KernelCache, compile_kernels
+from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
 from kos.train.config import parse
 from kos.train.engines import memory_plan
 from kos.train.ops.cuda import CudaOps
+from tests.host_compiler import KEPT
 
 try:
     kernels.nvrtc_version()
@@ -57,8 +58,8 @@ CASES = [
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize(("file", "macros", "names"), CASES)
-def test_compiles(tmp_path: Path, arch: str, file: str, macros: dict, names: list[bytes]) -> None:
-    cubin = compile_kernels(KERNELS / file, arch, macros, KernelCache(tmp_path))
+def test_compiles(arch: str, file: str, macros: dict, names: list[bytes]) -> None:
+    cubin = compile_kernels(KERNELS / file, arch, macros, KEPT)
     assert cubin[:4] == b"\x7fELF"
     assert all(b".text." + name + b"\0" in cubin for name in names)
 
@@ -83,5 +84,5 @@ def test_what_a_step_launches_compiles(preset, monkeypatch):
     )
     assert len(launches) > 9
     for (file, defines), names in launches.items():
-        cubin = compile_kernels(KERNELS / file, "sm_90a", dict(defines))
+        cubin = compile_kernels(KERNELS / file, "sm_90a", dict(defines), KEPT)
         assert all(name in cubin for name in names), (file, names)
