@@ -157,7 +157,7 @@ template <class... A> static void call_with(void (*kernel)(A...), const u64* wor
 }
 
 #define RUN(kernel)                                                                                  \
-    extern "C" void run_##kernel(int blocks, int threads, unsigned shuffle, const u64* words) {      \
+    extern "C" EXPORTED void run_##kernel(int blocks, int threads, unsigned shuffle, const u64* words) { \
         seed = dice = shuffle;                                                                       \
         kernel_body = [](void* words) { call_with(kernel, (const u64*)words); };                     \
         kernel_arguments = (void*)words;                                                             \

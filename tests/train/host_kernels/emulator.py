@@ -55,7 +55,7 @@ def to_host_source(path: Path) -> tuple[str, dict[str, list[type]]]:
         members = ", ".join(f"packed_->{name}" for name in names)
         runners.append(
             f"struct {kernel}_arguments {{ {'; '.join(fields)}; }};\n"
-            f'extern "C" void run_{kernel}(int grid_x_, int grid_y_, int threads_, {", ".join(fields)}) {{\n'
+            f'extern "C" EXPORTED void run_{kernel}(int grid_x_, int grid_y_, int threads_, {", ".join(fields)}) {{\n'
             f"    {kernel}_arguments packed_ = {{{', '.join(names)}}};\n    kernel_arguments = &packed_;\n"
             f"    kernel_body = [](void* p) {{ auto packed_ = ({kernel}_arguments*)p; {kernel}({members}); }};\n"
             f"    run_grid(grid_x_, grid_y_, threads_);\n}}\n"

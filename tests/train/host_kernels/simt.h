@@ -9,6 +9,9 @@
 #include <string.h>
 #include <ucontext.h>
 
+// What Python calls: see host_compiler.py.
+#define EXPORTED __attribute__((visibility("default")))
+
 #define __device__
 #define __global__
 #define __forceinline__ inline
