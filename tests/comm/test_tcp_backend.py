@@ -16,12 +16,13 @@ import pytest
 import kos
 from kos.comm.backends import tcp as backend
 from kos.comm.rendezvous import SingleRendezvous
+from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
+from tests.comm import test_conformance as conformance
 from tests.comm.ranks import time_out_beside_others
 from tests.comm.tcp_ranks import TCPRanks, run_processes
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
     test_all_gather_v,
-    test_all_reduce_by_algorithm,
     test_all_to_all,
     test_all_to_all_v,
     test_barrier_waits_for_everybody,
@@ -53,6 +54,14 @@ def _sockets_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Ranks share a host, and use the network all the same unless the test asks for both."""
     if "memory" not in request.fixturenames or request.getfixturevalue("memory") == "sockets":
         monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+
+
+@pytest.mark.parametrize(
+    ("memory", "dtype"), [("sockets", np.float32), ("shared", np.int64)], indirect=["memory"], ids=["sockets", "shared"]
+)
+@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
+def test_all_reduce_by_algorithm(ranks: TCPRanks, seed: int, algorithm: str, dtype: Any) -> None:
+    conformance.test_all_reduce_by_algorithm(ranks, seed, algorithm, dtype)
 
 
 @pytest.mark.parametrize("memory", ["shared"], indirect=True)

@@ -5,6 +5,8 @@ The checks are those of ``test_ops_cuda`` and ``test_model_cuda``, on few shapes
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -92,11 +94,12 @@ def test_small_things(ops, side, rng):
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [("odd", "float32"), ("odd", "bfloat16"), ("odd gpt2", "float32"), ("gpt2", "bfloat16")]
+    ("shape", "dtype"), [("odd", "bfloat16"), ("odd gpt2", "float32"), ("gpt2", "bfloat16")]
 )
 def test_model(ops, shape, dtype):
     """The model's file on the cuda dialect: loss and every gradient, twice with the same bits in a fixed arena."""
-    pair = on_models.Pair(ops, (on_models.SHAPES | on_models.GPT2)[shape], dtype)
+    config = replace((on_models.SHAPES | on_models.GPT2)[shape], num_hidden_layers=2 if shape == "odd" else 1)
+    pair = on_models.Pair(ops, config, dtype)
     loss, expected = pair.run(), pair.run64()
     tolerance = 1e-5 if dtype == "float32" else 0.1
     assert loss == pytest.approx(expected, rel=tolerance / 4)
