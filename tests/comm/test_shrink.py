@@ -86,8 +86,7 @@ def test_without_fault_tolerance_it_says_so(ranks_of_mpi: Any) -> None:
 
 
 @needs_mpirun
-@pytest.mark.parametrize("killed", [0, 1, 3])
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(("killed", "shared"), [(0, True), (1, False), (3, True), (0, False)])
 def test_a_killed_process(tmp_path: Path, killed: int, shared: bool) -> None:
     text = f"""
 import kos.comm.backends.host as host
