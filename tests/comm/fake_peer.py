@@ -71,11 +71,14 @@ class HostKernel:
         if self._threads:
             defines["THREADS"] = self._threads
         with _compiling:
-            self._run = getattr(library(path, tuple(sorted(defines.items()))), f"run_{name}")
+            code = library(path, tuple(sorted(defines.items())))
+        self._run = getattr(code, f"run_{name}")
+        self._parameters = ctypes.c_int.in_dll(code, f"parameters_{name}").value
 
     def bind(self, blocks: int, threads: int, *arguments: Any, **_: Any) -> Callable[[Any], None]:
         assert blocks > 0 and threads > 0
         words = [int(np.float64(x).view(np.uint64)) if isinstance(x, np.floating) else int(x) for x in arguments]
+        assert len(words) == self._parameters, f"expected {self._parameters} arguments, got {len(words)}"
         packed = (ctypes.c_uint64 * len(words))(*(word % (1 << 64) for word in words))
         seeds = itertools.count(threading.get_ident() % 99_991)
         threads = self._threads or min(threads, 64)

@@ -156,10 +156,13 @@ template <class... A> static void call_with(void (*kernel)(A...), const u64* wor
     __threadfence_system();
 }
 
+template <class... A> static constexpr int parameters_of(void (*)(A...)) { return sizeof...(A); }
+
 #define RUN(kernel)                                                                                  \
     extern "C" EXPORTED void run_##kernel(int blocks, int threads, unsigned shuffle, const u64* words) { \
         seed = dice = shuffle;                                                                       \
         kernel_body = [](void* words) { call_with(kernel, (const u64*)words); };                     \
         kernel_arguments = (void*)words;                                                             \
         run_grid(blocks, 1, threads);                                                                \
-    }
+    } \
+    extern "C" EXPORTED const int parameters_##kernel = parameters_of(kernel);
