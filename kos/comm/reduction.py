@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import numbers
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -138,6 +139,8 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
     factor = 1.0
     if isinstance(op, PremulSum):
         op, factor = ReduceOp.PREMUL_SUM, op.factor
+        if not isinstance(factor, numbers.Complex if dtype.kind == "complex" else numbers.Real):
+            raise InvalidArgument(f"op: expected PremulSum of a number that {dtype.name} can hold, got {factor!r}")
     elif op is ReduceOp.PREMUL_SUM:
         raise InvalidArgument("op: expected PremulSum(factor) for PREMUL_SUM, got ReduceOp.PREMUL_SUM alone")
     if not isinstance(op, ReduceOp):

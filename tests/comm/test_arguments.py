@@ -95,6 +95,8 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "op factor": (lambda c: c.all_reduce(F, ReduceOp.PREMUL_SUM), "op: expected PremulSum"),
     "op float": (lambda c: c.all_reduce(F, ReduceOp.BAND), "expected one of SUM, .* for float32, got BAND"),
     "op int": (lambda c: c.all_reduce(np.zeros(2, int), ReduceOp.AVG), "for int64, got AVG"),
+    "op factor None": (lambda c: c.all_reduce(F, PremulSum(None)), "op: expected PremulSum of a number .*, got None"),
+    "op factor complex": (lambda c: c.all_reduce(F, PremulSum(1j)), "of a number that float.*, got 1j"),
     "op premul int": (lambda c: c.all_reduce(np.zeros(2, int), PremulSum(2)), "int64, got PREMUL_SUM"),
     "op bool": (lambda c: c.all_reduce(np.zeros(2, bool)), "of MIN, MAX, BAND, BOR, BXOR for bool"),
     "op complex": (lambda c: c.all_reduce(np.zeros(2, complex), ReduceOp.MAX), "for complex128, got MAX"),
