@@ -40,6 +40,7 @@ class Console:
                 print(text, flush=True)
             except OSError:  # nobody reads any more (`| head`), or a full disk: the run goes on in silence
                 self._silent = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 
     def step(self, row: Mapping[str, Any], *, log: bool) -> None:
         """One row of metrics; ``log`` says whether it is this step's turn to be printed."""
