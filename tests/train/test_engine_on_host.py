@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -221,6 +222,7 @@ def test_which_gpus_do(monkeypatch, caplog):
     monkeypatch.setattr(engines, "unavailable", lambda: None)
     monkeypatch.setattr(engines, "device_info", lambda device: gpu)
     monkeypatch.setattr(cublaslt, "_library", lambda: None)
+    monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace())
     with pytest.raises(ConfigError, match=r"for rank 0: expected compute capability 8.0, got 7.5 \(Old\)"):
         spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2)
     gpu.compute_capability = (9, 0)
