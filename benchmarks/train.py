@@ -139,6 +139,8 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
         seconds, losses = training.run(int(line), options.steps)
         memory = training.peak_memory() or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         say(seconds=median(seconds), losses=losses, peak_memory_bytes=memory)
+    if isinstance(training, KosTraining):
+        training.engine.close()  # before the communicator ends
 
 
 # --- the processes of all ranks ---------------------------------------------------------------------------
