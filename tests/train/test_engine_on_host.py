@@ -194,7 +194,7 @@ def plan(*flags, ranks=1):
 
 def test_the_plan_of_published_models(monkeypatch):
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
-    monkeypatch.setattr(memory_plan, "call", lambda function: (int(138.9 * GIB), 0))
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
     with pytest.raises(ConfigError, match=r"got 20\d\.\d\d GiB: activations.*below 2 or --recompute .* or --zero 1$"):
         plan("--preset", "8b", ranks=8).check()
     sharded = plan("--preset", "8b", "--zero", "1", ranks=8).check()

@@ -245,8 +245,7 @@ def host_engine(monkeypatch) -> None:
     def pinned_empty(shape, dtype, device):
         return np.full(shape, -1, dtype)
 
-    def call(function, *arguments):
-        return MEMORY, MEMORY
+    driver = SimpleNamespace(cuMemGetInfo=lambda: (0, MEMORY, MEMORY))  # the CUDA packages need not be installed
 
     fakes = {
         (array_module, "pool_of"): lambda device: SimpleNamespace(allocate=allocate),
@@ -256,8 +255,8 @@ def host_engine(monkeypatch) -> None:
         (engine_module, "driver"): SimpleNamespace(set_device=lambda device: None),
         (engine_module, "device_info"): lambda device: about,
         (engine_module, "CudaOps"): lambda device, stream=None, search=False: QueuedOps(),
-        (memory_plan, "call"): call,
-        (engine_module, "call"): call,
+        (memory_plan, "cu"): driver,
+        (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
         (feed, "create_stream"): lambda device: None,
         **{(module, "Event"): Event for module in (engine_module, feed)},
