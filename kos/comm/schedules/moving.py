@@ -28,7 +28,7 @@ def two_shot_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
     r = np.arange(n)
     others = r[r != root]
     yield [moves(root, others, others * c, count=c)]
-    yield [moves(r, to, r * c, count=np.where(to == root, 0, c)) for to in ((r + s) % n for s in range(1, n))]
+    yield (moves(r, to, r * c, count=np.where(to == root, 0, c)) for to in ((r + s) % n for s in range(1, n)))
 
 
 def _own(r: np.ndarray, c: int) -> Moves:
@@ -58,7 +58,7 @@ def doubling_all_gather(n: int, c: int) -> Iterator[Round]:
 def one_shot_all_gather(n: int, c: int) -> Iterator[Round]:
     """Everybody sends its block to everybody at once."""
     r = np.arange(n)
-    yield [moves(r, (r + s) % n, 0, r * c, count=c, space="input", to_space="output") for s in range(n)]
+    yield (moves(r, (r + s) % n, 0, r * c, count=c, space="input", to_space="output") for s in range(n))
 
 
 @algorithm("all_to_all", "pairwise")

@@ -9,6 +9,7 @@ Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms" (2009) for the ring.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
 
@@ -23,9 +24,9 @@ def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, coun
 
     Contribution j waits in scratch at j * stride + chunk; the sum forms in the place of contribution 0.
     """
-    yield [*(moves((r + s) % n, r, chunk, chunk + (r + s) % n * stride, count=count, space=space,
-                   to_space="scratch") for s in range(1, n)),
-           moves(r[r == 0], r[r == 0], chunk[r == 0], count=count, space=space, to_space="scratch")]
+    yield chain((moves((r + s) % n, r, chunk, chunk + (r + s) % n * stride, count=count, space=space,
+                       to_space="scratch") for s in range(1, n)),
+                [moves(r[r == 0], r[r == 0], chunk[r == 0], count=count, space=space, to_space="scratch")])
     for j in range(1, n):
         others, own = r != j, r == j
         yield [moves(r[others], r[others], chunk[others] + j * stride, chunk[others], count=count,
@@ -76,7 +77,7 @@ def two_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
     """Rank b fetches block b of every rank, adds in rank order, sends the sum to all: two shots."""
     r = np.arange(n)
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
-    yield [moves(r, (r + s) % n, r * c, count=c) for s in range(1, n)]
+    yield (moves(r, (r + s) % n, r * c, count=c) for s in range(1, n))
 
 
 @algorithm("all_reduce", "hierarchical", parts=lambda n, c: n * c)

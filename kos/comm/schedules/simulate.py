@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,6 +60,10 @@ class Topology:
             raise InvalidArgument(f"levels must grow from 1 rank, got {sizes}")
 
 
+FEW = 8
+"""Rounds of fewer families are kept to compare the next with; those of large one-shot rounds are gigabytes."""
+
+
 class Cost(NamedTuple):
     """A schedule's time on a topology: ``seconds + seconds_per_byte * bytes``."""
 
@@ -94,12 +99,13 @@ def cost(schedule: Schedule, topology: Topology) -> Cost:
     """The time of ``schedule`` as a line over the message size."""
     chunk = 1 / (schedule.parts * max(schedule.units.values()))  # of the whole
     seconds, share, rounds = topology.launch, 0.0, 0
-    former: list[Moves] = []
+    former: list[Moves] | None = None
     fixed = chunks = 0.0
-    for families in map(list, schedule.moves()):
-        if not _alike(families, former):
-            fixed, chunks = _round(families, schedule.ranks, topology)
-        former = families
+    for families in map(iter, schedule.moves()):
+        first = list(islice(families, FEW))
+        if former is None or not _alike(first, former):
+            fixed, chunks = _round(chain(first, families), schedule.ranks, topology)
+        former = first if len(first) < FEW else None
         seconds, share, rounds = seconds + fixed, share + chunks * chunk, rounds + (fixed > 0 or chunks > 0)
     return Cost(seconds, share, rounds)
 
@@ -111,30 +117,42 @@ def _alike(families: Sequence[Moves], former: Sequence[Moves]) -> bool:
         and np.shape(m.chunk) == np.shape(o.chunk) for m, o in zip(families, former, strict=True))
 
 
-def _round(families: Sequence[Moves], ranks: int, topology: Topology) -> tuple[float, float]:
+def _round(families: Iterable[Moves], ranks: int, topology: Topology) -> tuple[float, float]:
     """(fixed seconds, seconds times bytes of a chunk) of one round."""
     memory, latency = np.zeros(ranks), 0.0  # chunks that each rank reads and writes of its own accord
     groups = [-(-ranks // level.ranks) for level in topology.levels]
     messages, chunks = ([np.zeros((2, n)) for n in groups] for _ in range(2))  # up and down, by group of a level
     for m in families:
         # Ranks and counts are spread out against one another only; what chunks add to the shape is a factor.
-        src, dst, count = (a.ravel() for a in np.broadcast_arrays(m.src, m.dst, m.count))
+        src, dst, counts = (a.ravel() for a in np.broadcast_arrays(m.src, m.dst, m.count))
         shape = np.broadcast_shapes(*map(np.shape, (m.src, m.dst, m.chunk, m.to_chunk, m.count)))
         copies = math.prod(shape) // max(len(src), 1)
-        some = count > 0
-        src, dst, count = src[some], dst[some], count[some] * copies
-        here = dst == (dst if m.reduce else src)
-        memory += (3 if m.reduce else 2) * np.bincount(dst[here], count[here], ranks)
+        count: Any = m.count  # one for all is summed faster
+        if np.ndim(count):
+            src, dst, count = _where(counts > 0, src, dst, counts)
+        here, added = (dst, count) if m.reduce else _where(src == dst, dst, count)
+        memory += (3 if m.reduce else 2) * copies * _sums(here, added, ranks)
         for k, level in enumerate(topology.levels):
-            ends = src // level.ranks, dst // level.ranks
-            away = ends[0] != ends[1]
-            if not away.any():
+            up, down = src // level.ranks, dst // level.ranks
+            up, down, src, dst, count = _where(up != down, up, down, src, dst, count)
+            if not len(src):
                 break
             latency = max(latency, level.latency)
-            for way, group in enumerate(ends):
-                messages[k][way] += np.bincount(group[away], minlength=groups[k]) * copies
-                chunks[k][way] += np.bincount(group[away], count[away], groups[k])
+            for way, group in enumerate((up, down)):
+                number = np.bincount(group, minlength=groups[k]) * copies
+                messages[k][way] += number
+                chunks[k][way] += _sums(group, count, groups[k]) * copies if np.ndim(count) else number * count
     slowest = max(float((c / np.where(n > 1, level.bandwidth_to_many, level.bandwidth)).max())
                   for level, n, c in zip(topology.levels, messages, chunks, strict=True))
     return (latency + topology.message * float(messages[0].max()),
             slowest + float(memory.max()) / topology.memory_bandwidth)
+
+
+def _where(mask: np.ndarray, *arrays: Any) -> tuple[Any, ...]:
+    """The entries of arrays that ``mask`` selects; a single number stands for all of them."""
+    return arrays if mask.all() else tuple(a[mask] if np.ndim(a) else a for a in arrays)
+
+
+def _sums(groups: np.ndarray, count: Any, size: int) -> np.ndarray:
+    """By group, the sum of what ``count`` has for its entries."""
+    return np.bincount(groups, count, size) if np.ndim(count) else np.bincount(groups, minlength=size) * count
