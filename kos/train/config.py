@@ -108,7 +108,10 @@ class TrainConfig(Section):
         "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "cpu"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
-        "Device", "of what is computed: float32, bfloat16, or auto: bfloat16 on GPUs (weights stay float32)", "auto"
+        "Device", "of what is computed: float32, bfloat16, or auto: bfloat16 on GPUs", "auto"
+    )
+    master_weights: Literal["float32", "none"] = option(
+        "Device", "what AdamW updates on GPUs: float32, or none: bfloat16 weights alone, rounded at random", "float32"
     )
     zero: int = option("Device", "1: each GPU keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
     recompute: Literal["none", "norms", "block"] = option(
@@ -181,11 +184,15 @@ class TrainConfig(Section):
         dtype, most = self.dtype, CUDA_MICRO_BATCH_TOKENS
         if device == "cpu":
             most = MICRO_BATCH_TOKENS
-            for name, value in (("zero", 0), ("dtype", self.dtype.replace("bfloat16", "float32"))):
+            for name, value in (
+                ("zero", 0), ("dtype", self.dtype.replace("bfloat16", "float32")), ("master_weights", "float32"),
+            ):  # fmt: skip
                 if getattr(self, name) != value:
                     raise ConfigError(f"{flag_of(name)}: expected {value} on the CPU, got {getattr(self, name)}")
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
+        if self.master_weights == "none" and dtype != "bfloat16":
+            raise ConfigError(f"--master-weights: expected float32 with --dtype {dtype}, got none")
         batch, micro = self.batch_size, self.micro_batch_size
         if micro is None:
             if batch % size:
@@ -199,6 +206,11 @@ class TrainConfig(Section):
                 f"{micro * size}, got {batch}"
             )
         return self.model_copy(update={"micro_batch_size": micro, "device": device, "dtype": dtype})
+
+    @property
+    def master_dtype(self) -> str:
+        """Of the weights that AdamW updates."""
+        return self.dtype if self.master_weights == "none" else self.master_weights
 
     def make_schedule(self) -> Schedule:
         """The learning rate of every step."""

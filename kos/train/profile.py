@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -88,8 +87,8 @@ def cost(name: str, arguments: tuple[Any, ...]) -> tuple[int, float]:
         out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
         flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
     elif name == "adamw":  # of gradients and the copy, this rank's share
-        weights, _, first, second, copy = arrays[:5]
-        nbytes = 3 * weights.nbytes + 2 * (first.nbytes + second.nbytes)
+        weights, gradients, first, second, copy = arrays[:5]
+        nbytes = 2 * (weights.nbytes + first.nbytes + second.nbytes) + weights.size * gradients.dtype.itemsize
         nbytes += weights.size * copy.dtype.itemsize if copy is not weights else 0
     return nbytes, flops
 
@@ -203,24 +202,22 @@ class Profiler:
         return spans
 
     def table(self, lasted: list[float], spans: list[Span]) -> str:
-        """Means of a step, the longest operation first."""
+        """Means of a step, the longest operation first; one at its limit, or faster from a cache, is at 100%."""
         rows: dict[tuple[int, str], list[Span]] = defaultdict(list)
         for span in spans:
             rows[span.lane, span.name].append(span)
-        sums = [
-            (sum(s.end - s.begin for s in each), sum(s.nbytes for s in each), sum(s.flops for s in each), lane, name)
-            for (lane, name), each in rows.items()
-        ]
         steps, whole = len(lasted), sum(lasted)
         lines = [f"{'operation':<44}{'calls':>7}{'ms':>10}{'of step':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>9}"]
-        for us, nbytes, flops, lane, name in sorted(sums, reverse=True):
+        for us, (lane, name) in sorted(((covered(each), key) for key, each in rows.items()), reverse=True):
+            each = rows[lane, name]
+            nbytes, flops = sum(s.nbytes for s in each), sum(s.flops for s in each)
             limit = 1e6 * max(nbytes / self.bandwidth, flops / self.arithmetic) if lane == COMPUTE else 0.0
             lines.append(
-                f"{name + ', collective' * lane:<44}{len(rows[lane, name]) / steps:>7.0f}{us / steps / 1e3:>10.3f}"
-                f"{us / whole:>9.1%}{nbytes / us / 1e3:>9.1f}{flops / us / 1e6:>9.3f}{limit / us:>9.0%}"
+                f"{name + ', collective' * lane:<44}{len(each) / steps:>7.0f}{us / steps / 1e3:>10.3f}"
+                f"{us / whole:>9.1%}{nbytes / us / 1e3:>9.1f}{flops / us / 1e6:>9.3f}{min(1.0, limit / us):>9.0%}"
             )
-        idle = 1 - sum(us for us, _, _, lane, _ in sums if lane == COMPUTE) / whole
-        lines.append(f"{'a step':<51}{median(lasted) / 1e3:>10.3f}, {idle:.1%} of it outside of operations")
+        busy = covered([span for span in spans if span.lane == COMPUTE])
+        lines.append(f"{'a step':<51}{whole / steps / 1e3:>10.3f}, {1 - busy / whole:.1%} of it outside of operations")
         return "\n".join([*lines, f"limits: {self.bandwidth / 1e9:,.0f} GB/s, {self.arithmetic / 1e12:,.3f} TFLOP/s"])
 
 
@@ -233,6 +230,15 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._ops, name)
         return self._timed(name, function) if name in TIMED else function
+
+
+def covered(spans: list[Span]) -> float:
+    """Microseconds in which any of them was under way: collectives overlap one another."""
+    total, end = 0.0, -math.inf
+    for span in sorted(spans, key=lambda span: span.begin):
+        total += max(0.0, span.end - max(span.begin, end))
+        end = max(end, span.end)
+    return total
 
 
 def to_trace(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:

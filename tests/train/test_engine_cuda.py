@@ -118,6 +118,15 @@ def test_resume_bit_for_bit_and_on_the_cpu(one, text, tmp_path):
     np.testing.assert_allclose(column(tmp_path / "cpu"), column(one)[10:], rtol=2e-2)
 
 
+def test_resume_without_master_weights_bit_for_bit(one, text, tmp_path):
+    flags = ["--device", "cuda", "--micro-batch-size", 4, "--master-weights", "none"]
+    run(text, tmp_path / "run", *flags)
+    np.testing.assert_allclose(column(tmp_path / "run"), column(one), rtol=2e-2)
+    run(text, tmp_path / "rest", *flags, "--resume", tmp_path / "run" / "checkpoints" / "step-10")
+    assert column(tmp_path / "rest") == column(tmp_path / "run")[10:]
+    assert state(tmp_path / "rest") == state(tmp_path / "run")
+
+
 def test_what_is_refused(text, tmp_path):
     run(text, tmp_path, "--device", "cuda", error="expected a GPU for every rank, got none", CUDA_VISIBLE_DEVICES="")
     said = run(
@@ -145,7 +154,7 @@ def test_ranks(one, text, tmp_path, ranks):
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))])
 def test_deterministic_for_any_number_of_ranks(text, tmp_path, ranks):
-    flags = ["--device", "cuda", "--deterministic"]
+    flags = ["--device", "cuda", "--deterministic", "--master-weights", "none" if ranks == 2 else "float32"]
     run(text, tmp_path / "one", *flags)
     run(text, tmp_path / "zero0", *flags, ranks=ranks)
     run(text, tmp_path / "zero1", *flags, "--zero", 1, ranks=ranks)

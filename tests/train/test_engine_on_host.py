@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from kos.cuda import unavailable
 from kos.errors import ConfigError, TrainingError
@@ -23,7 +24,7 @@ from kos.train.metrics import read_metrics
 from kos.train.ops import cublaslt
 from kos.train.ops.adamw import CHUNK
 from kos.train.ops.cuda import CudaOps
-from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device, on_host
+from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, host_engine, on_device, on_host
 
 SMALL: dict[str, Any] = {
     "steps": 4,
@@ -140,6 +141,25 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
         assert state(out) == state(tmp_path / "one")
 
 
+def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
+    """Weights are bfloat16, in checkpoints too; the same bits eager, resumed, on other ranks and with ZeRO-1."""
+    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 8 * CHUNK)
+    settings = {"dtype": "bfloat16", "master_weights": "none", "deterministic": True}
+    near = train(text, tmp_path / "near", dtype="bfloat16")
+    one = train(text, tmp_path / "one", **settings)
+    np.testing.assert_allclose(column(one), column(near), rtol=5e-3)
+    assert state(tmp_path / "one") != state(tmp_path / "near")
+    step2 = tmp_path / "one" / "checkpoints" / "step-2"
+    weights = load_file(step2 / "model.safetensors")
+    assert all(np.array_equal(w, w.astype(BFLOAT16).astype(np.float32)) for w in weights.values())
+    for name, changes in {
+        "eager": {"graph": False}, "resumed": {"resume": str(step2)}, "two": {"ranks": 2},
+        "sharded": {"ranks": 4, "zero": 1}, "sharded resumed": {"ranks": 2, "zero": 1, "resume": str(step2)},
+    }.items():  # fmt: skip
+        rows = train(text, tmp_path / name, **settings, **changes)
+        assert column(rows) == column(one)[-len(rows) :] and state(tmp_path / name) == state(tmp_path / "one"), name
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
     """By a signal to one rank between two steps: all end after the same step, saved, and can go on."""
@@ -177,6 +197,8 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, monkey
 
 
 def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
+    with pytest.raises(ConfigError, match="--master-weights: expected float32 with --dtype float32, got none"):
+        train(text, tmp_path, master_weights="none")
     with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .* less takes a --micro"):
         train(text, tmp_path, model={**SMALL["model"], "intermediate_size": 8_000_000})
 
@@ -195,10 +217,12 @@ def plan(*flags, ranks=1):
 def test_the_plan_of_published_models(monkeypatch):
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
-    with pytest.raises(ConfigError, match=r"got 20\d\.\d\d GiB: activations.*below 2 or --recompute .* or --zero 1$"):
+    with pytest.raises(ConfigError, match=r"got 20\d.* or --recompute .* or --zero 1 or --master-weights none$"):
         plan("--preset", "8b", ranks=8).check()
     sharded = plan("--preset", "8b", "--zero", "1", ranks=8).check()
     assert 7.4 * 8.03e9 < sharded.total - sharded.arena < 7.7 * 8.03e9
+    alone = plan("--preset", "8b", "--master-weights", "none", ranks=8)
+    assert 14 * 8.03e9 < alone.total - alone.arena < 14.3 * 8.03e9 and "  weights, bfloat16 " in str(alone)
     taken = [plan("--preset", "1b", "--recompute", how).arena for how in ("none", "norms", "block")]
     # Kept of a token and layer: x, mid, norms, heads (5 D), q k v (1.5 D), gate, up and their product (12 D).
     assert taken[0] > 32768 * 16 * 2048 * 2 * 18.5 and taken[1] < 0.72 * taken[0] and taken[2] < 0.2 * taken[0]
@@ -210,7 +234,11 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
     for ranks in (1, 2):
         with pytest.raises(ConfigError, match="--device cuda: expected a GPU for every rank, got none for rank 0: "):
             spawn(lambda comm: choose_device("cuda", comm), ranks)
-    for changes, name in (({"zero": 1}, "--zero: expected 0"), ({"dtype": "bfloat16"}, "--dtype: expected float32")):
+    for changes, name in (
+        ({"zero": 1}, "--zero: expected 0"),
+        ({"dtype": "bfloat16"}, "--dtype: expected float32"),
+        ({"master_weights": "none"}, "--master-weights: expected float32"),
+    ):
         with pytest.raises(ConfigError, match=f"{name} on the CPU"):
             train(text, tmp_path, device="cpu", **changes)
 

@@ -141,12 +141,13 @@ def test_adamw(ops, rng, gradient_dtype):
     assert np.array_equal(weights.flat.numpy(), got)
 
 
-def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
     """Two ranks with a shard each: norms, weights and the parts of the copy are those of one rank."""
     shapes = {"norm": (5,), "a": (150, 301), "b": (3 * CHUNK // 64, 64)}
-    whole = Parameters(shapes, "float32", None, ops.zeros, 2 * CHUNK)
-    start = rng.normal(size=whole.flat.size).astype(np.float32)
-    gradients = whole.like()
+    whole = Parameters(shapes, dtype, None, ops.zeros, 2 * CHUNK)
+    start = rng.normal(size=whole.flat.size).astype(whole.flat.dtype.numpy)
+    gradients = whole.like("float32")
     gradients.flat.copy_from(rng.normal(size=whole.flat.size).astype(np.float32))
     schedule = Schedule("constant", 1e-2, 0, 9, 0)
     whole.flat.copy_from(start)
@@ -154,7 +155,7 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng):
     halves, buckets = [], range(0, whole.flat.size, 2 * CHUNK)
     for rank in range(2):
         layout = whole.like("bfloat16")
-        shard = Shard(layout, [slice(at + rank * CHUNK, at + (rank + 1) * CHUNK) for at in buckets])
+        shard = Shard(layout, [slice(at + rank * CHUNK, at + (rank + 1) * CHUNK) for at in buckets], dtype)
         for part, local in shard.parts():
             shard.flat[local].copy_from(start[part])
         halves.append(CudaAdamW(ops, shard, layout, schedule, grad_clip=1.0))
@@ -167,6 +168,8 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng):
 
     halves[1].queue(gradients, add_up=add_first)
     halves[0].queue(gradients, add_up=lambda partial: partial.copy_from(halves[1].partial.numpy()))
+    for name in shapes:  # beyond them nothing is written
+        assert np.array_equal(one.copy[name].numpy(), one.weights[name].numpy().astype(one.copy.flat.dtype.numpy))
     for half in halves:
         assert half.read() == one.read()
         for part, local in half.weights.parts():
@@ -194,3 +197,4 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
 
 def test_adamw_without_master_weights(ops):
     on_models.test_adamw_without_master_weights(ops)
+    on_models.test_weights_are_rounded_at_random(ops)

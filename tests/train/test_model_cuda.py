@@ -19,6 +19,7 @@ from kos.train.ops.adamw import CudaAdamW
 from kos.train.ops.cuda import CudaOps
 from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from kos.train.parameters import Parameters
+from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.test_model import torch_llama
 
 pytestmark = [
@@ -226,8 +227,34 @@ def test_adamw_without_master_weights(ops):
     spacing = 2.0**-9
     assert runs[0].mean() == pytest.approx(1 - 50 * 2e-4, abs=5 * spacing * math.sqrt(50 / 4 / 40_001))
     assert 0.5 * spacing < runs[0].std() < 0.5 * spacing * math.sqrt(50)
-    with pytest.raises(InvalidArgument, match="expected float32 weights and their copy"):
-        CudaAdamW(ops, weights, weights.like(), Schedule("constant", 2e-4, 0, 100, 0))
+    with pytest.raises(InvalidArgument, match="expected a copy in the layout of the weights, and no wider"):
+        CudaAdamW(ops, weights, weights.like("float32"), Schedule("constant", 2e-4, 0, 100, 0))
+
+
+def test_weights_are_rounded_at_random(ops):
+    """Steps that only decay, which have one answer: its bits are NumPy's, and over many seeds their mean is right."""
+    print(f"KOS_TEST_SEED={SEED}")
+    rng, shapes = np.random.default_rng(SEED), {"norm": (5,), "a": (3, 701), "b": (130, 128)}
+    weights = Parameters(shapes, "bfloat16", None, ops.zeros)
+    gradients = weights.like("float32")
+    start = rng.normal(size=weights.flat.size).astype(weights.flat.dtype.numpy)
+    places = np.arange(start.size)
+    schedule, seeds = Schedule("constant", 0.01, 0, 9, 0), rng.integers(2**63, size=64)
+    exact = start.astype(np.float32)
+    exact[5:] *= np.float32(1 - 0.01 * 0.1)
+    total = np.zeros(start.size)
+    for seed in map(int, seeds):
+        weights.flat.copy_from(start, ops.stream)
+        optimizer = CudaAdamW(ops, weights, None, schedule, seed=seed)
+        optimizer.step_count = 7
+        optimizer.queue(gradients)
+        got = weights.flat.numpy(ops.stream)
+        assert np.array_equal(got, rounded_at_random(exact, seed, 8, places)), f"seed {seed}"
+        total += got.astype(np.float64)
+    spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
+    error = (total / len(seeds) - exact) / spacing  # of what has a spread of at most half a spacing
+    assert np.abs(error).max() < 6 * 0.5 / 8 and abs(error[5:].mean()) < 5 * 0.5 / math.sqrt(64 * (start.size - 5))
+    assert np.array_equal(got[:5], start[:5]), "what bfloat16 has is not rounded"
 
 
 def test_training_lowers_the_loss(ops):

@@ -1,9 +1,10 @@
 """The engine of GPUs: a whole optimizer step queued on one stream, captured once and replayed as a CUDA graph.
 
-Weights are fp32 (the master copy) and, where passes compute in bf16, rounded to it by the optimizer; gradients add
-up in fp32.  Micro-batches, gradient collectives (on the communicator's stream, beside the backward), norm,
-clipping, learning rate and AdamW are all of the graph; the host adds the next batch and fetches losses and norm
-when they are there, a step late, so that the device never waits for it.
+Weights are fp32 (the master copy) and, where passes compute in bf16, rounded to it by the optimizer; with
+``--master-weights none`` they are bf16 alone, rounded at random.  Gradients add up in fp32.  Micro-batches, gradient
+collectives (on the communicator's stream, beside the backward), norm, clipping, learning rate and AdamW are all of
+the graph; the host adds the next batch and fetches losses and norm when they are there, a step late, so that the
+device never waits for it.
 """
 
 from __future__ import annotations
@@ -78,12 +79,14 @@ class CudaEngine:
             comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=BUCKET_BYTES,
             sharded=self.sharded,
         )  # fmt: skip
-        master = Shard(self.gradients, self.parallel.parts()) if self.sharded else self.gradients.like()
-        copy = self.gradients.like(config.dtype) if self.sharded or config.dtype != "float32" else None
+        dtype = config.master_dtype
+        master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)
+        copy = self.gradients.like(config.dtype) if self.sharded or config.dtype != dtype else None
         self.weights: Any = master if copy is None else copy  # what passes read
         self.optimizer = CudaAdamW(
             ops, master, copy, config.make_schedule(), betas=(config.beta1, config.beta2), eps=config.eps,
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, skip_outliers=config.skip_outliers,
+            seed=config.seed,
         )  # fmt: skip
         self.feed = Feed(data, rounds, ops)
         # What a rank knows after a step: whether it was asked to stop, and its losses.
@@ -160,7 +163,7 @@ class CudaEngine:
             if self.comm.size > 1:
                 self.comm.broadcast(whole, 0)
             for part, local in target.parts():
-                target.flat[local].copy_from(whole[part], stream)
+                self.ops.copy(whole[part], target.flat[local])
         self.optimizer.step_count = step
         self.optimizer.refresh_copy()
 
@@ -169,7 +172,7 @@ class CudaEngine:
         state = self.new_state() if self.comm.rank == 0 else None
         for source, target in self._states(state):
             for part, local in source.parts():
-                whole[part].copy_from(source.flat[local], self.ops.stream)
+                self.ops.copy(source.flat[local], whole[part])
             if self.sharded:
                 for bucket, part in zip(self.parallel.buckets, self.parallel.parts(), strict=True):
                     self.comm.all_gather(whole[part], whole[bucket])
@@ -274,7 +277,6 @@ class CudaEngine:
     def sampler(self) -> tuple[Llama, Weights]:
         ops = CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
         return make_model(self.model.config, ops), self._whole_weights()
-
 
     def close(self) -> None:
         self._graph = None  # NCCL ends no communicator of which a graph holds calls

@@ -64,13 +64,14 @@ def plan_memory(
     itemsize = DTYPES[config.dtype].itemsize
     sharded = config.zero == 1 and ranks > 1
     held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
-    has_copy = sharded or config.dtype != "float32"
+    master = config.master_dtype
+    has_copy = sharded or config.dtype != master
     rows = min(head_rows, config.micro_batch_size * config.seq_len)
     logits = rows * model.vocab_size * itemsize
     arena = _peak(config, model, ops, head_rows)
     uses = {
-        f"weights, {config.dtype}": count * itemsize if has_copy else 0,
-        f"master weights, float32{share}": 4 * held,
+        **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
+        f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
         f"both Adam moments, float32{share}": 8 * held,
         "gradients, float32": 4 * count * (2 if carry else 1),
         f"activations, recompute {config.recompute}": arena - logits,
@@ -85,6 +86,8 @@ def plan_memory(
         knobs.append(f"--recompute {'norms or block' if config.recompute == 'none' else 'block'}")
     if not config.zero and ranks > 1:
         knobs.append("--zero 1")
+    if config.dtype != master:
+        knobs.append("--master-weights none")
     free, _ = call(cu.cuMemGetInfo)
     name = f"cuda:{ops.device}"
     return MemoryPlan({use: size for use, size in uses.items() if size}, arena, free // sharing, name, knobs)

@@ -6,8 +6,8 @@
 // folds averaging and clipping into one factor, and counts the step.  A norm that is not finite leaves everything as
 // it is, in this step and all later ones; where outliers are to be skipped, it and one that is too large only lose
 // their own step.  `adamw` updates fp32 master weights and both moments and writes the bf16 copy in the same pass:
-// 30 bytes an element with bf16 gradients, 32 with fp32.  A block takes one chunk, whose elements are all decayed or
-// all not.
+// 28 bytes an element with bf16 gradients, 30 with fp32, 24 of weights without an fp32 copy.  A block takes one chunk,
+// whose elements are all decayed or all not.
 //
 // -DMASTER (dtype of the weights: float32, or bfloat16, which is rounded at random) -DGRADIENT -DWEIGHT (dtype of the
 // copy; -DCOPY=0: there is none)
@@ -90,23 +90,26 @@ extern "C" __global__ void prepare(State* state, int shape, double lr, double mi
 }
 
 // Weights that have no fp32 copy are rounded up as often as they are near it: updates far below bf16's spacing are not
-// lost, on average.  The bits are a hash (C. Wellons' lowbias32) of the element's place in the layout and the step.
-__device__ __forceinline__ float rounded(float x, long place, unsigned step) {
-    if constexpr (sizeof(MASTER) == 4) return x;
-    unsigned bits = unsigned(place) * 0x9e3779b9u + step * 0x85ebca6bu;
+// lost, on average.  The bits are a hash (C. Wellons' lowbias32) of seed, step and the element's place in the layout.
+__device__ __forceinline__ unsigned mixed(unsigned bits) {
     bits = (bits ^ bits >> 16) * 0x7feb352du;
     bits = (bits ^ bits >> 15) * 0x846ca68bu;
-    return __uint_as_float(__float_as_uint(x) + ((bits ^ bits >> 16) & 0xffffu) & 0xffff0000u);
+    return bits ^ bits >> 16;
+}
+__device__ __forceinline__ float rounded(float x, unsigned key, long place) {
+    if constexpr (sizeof(MASTER) == 4) return x;
+    return __uint_as_float(__float_as_uint(x) + (mixed(key ^ unsigned(place)) & 0xffffu) & 0xffff0000u);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
 adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg_sq, WEIGHT* copy,
-      const Chunk* chunks, const State* state, float beta1, float beta2, float eps) {
+      const Chunk* chunks, const State* state, float beta1, float beta2, float eps, long seed) {
     if (!state->finite) return;
     const Chunk chunk = chunks[blockIdx.x];
     const float scale = state->scale, step_size = state->step_size, root = state->root;
     const float decay = chunk.decayed ? state->decay : 1.0;
-    const unsigned step = state->step;
+    // A chunk has all of its places below or above a multiple of 2^32.
+    const unsigned key = mixed(mixed(mixed(seed) ^ seed >> 32) ^ unsigned(state->step)) ^ mixed(chunk.start >> 32);
     MASTER* w_at = weights + chunk.local;
     const GRADIENT* g_at = gradients + chunk.start;
     float *m_at = exp_avg + chunk.local, *v_at = exp_avg_sq + chunk.local;
@@ -132,7 +135,7 @@ adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg
 #pragma unroll
         for (int j = 0; j < W; ++j) {
             update(w[j], g[j], m[j], v[j]);
-            w[j] = rounded(w[j], chunk.start + i * W + j, step);
+            w[j] = rounded(w[j], key, chunk.start + i * W + j);
         }
         store_few(w_at + i * W, w);
         store(m_at + i * W, m);
@@ -142,7 +145,8 @@ adamw(MASTER* weights, const GRADIENT* gradients, float* exp_avg, float* exp_avg
     for (int i = packs * W + threadIdx.x; i < chunk.length; i += 256) {
         float w = widen(w_at[i]);
         update(w, widen(g_at[i]), m_at[i], v_at[i]);
-        narrow(rounded(w, chunk.start + i, step), w_at[i]);
+        w = rounded(w, key, chunk.start + i);
+        narrow(w, w_at[i]);
         if (COPY) narrow(w, copy_at[i]);
     }
 }

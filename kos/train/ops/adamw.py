@@ -26,9 +26,10 @@ _CHUNK_DTYPE = np.dtype(
 
 
 class CudaAdamW:
-    """AdamW over fp32 ``weights``; ``copy``, in their layout, gets them rounded to its dtype.
+    """AdamW over ``weights``; ``copy``, in their layout, gets them rounded to its dtype.
 
-    ``weights`` may be bfloat16, without a copy: each is rounded up or down at random, so that it is right on average.
+    Weights of bfloat16 are rounded up or down at random, so that they are right on average: by bits that follow from
+    ``seed``, step and place in the layout alone, the same in any Shard (Gupta et al. 2015, arXiv:1502.02551).
     ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), of parts that
     begin and end at multiples of CHUNK; gradients and copy are whole.  Matrices are decayed, vectors are not.
     ``skip_outliers`` > 0 leaves out steps of a norm beyond it, or not finite, instead of stopping at the latter.
@@ -47,14 +48,16 @@ class CudaAdamW:
         weight_decay: float = 0.1,
         grad_clip: float = 0.0,
         skip_outliers: float = 0.0,
+        seed: int = 0,
     ) -> None:
-        if copy is not None and (copy.spans != weights.spans or weights.flat.dtype.name != "float32"):
-            raise InvalidArgument("CudaAdamW: expected float32 weights and their copy in one layout")
+        if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
+            raise InvalidArgument("CudaAdamW: expected a copy in the layout of the weights, and no wider")
         self.ops = ops
         self.weights, self.copy = weights, copy
         self.exp_avg, self.exp_avg_sq = weights.like("float32"), weights.like("float32")
         self.schedule, self.betas, self.eps = schedule, betas, eps
         self.weight_decay, self.grad_clip, self.skip_outliers = weight_decay, grad_clip, skip_outliers
+        self.seed = seed
         self.state = ops.zeros(len(STATE), np.float64)
         chunks, self._starts = _chunks(weights)
         self._chunk_count = len(chunks)
@@ -111,14 +114,14 @@ class CudaAdamW:
             self._launch(
                 "adamw", flat, self._chunk_count, 256, self.weights.flat, flat, self.exp_avg.flat,
                 self.exp_avg_sq.flat, copy, self._chunks, self.state, np.float32(beta1), np.float32(beta2),
-                np.float32(self.eps),
+                np.float32(self.eps), self.seed,
             )  # fmt: skip
 
     def refresh_copy(self) -> None:
         """The copy (this rank's parts of it) from the weights, after these were loaded."""
         if self.copy is not None:
             for part, local in self.weights.parts():
-                self.ops.cast(self.weights.flat[local], self.copy.flat[part])
+                self.ops.copy(self.weights.flat[local], self.copy.flat[part])
 
     def read(self) -> dict[str, float]:
         """``state`` by name, after everything queued so far; waits for the device."""

@@ -97,7 +97,11 @@ class CudaOps:
         return arena.take((rows, columns), dtype)
 
     def copy(self, source: Array, out: Array) -> None:
-        out.copy_from(source, self.stream)
+        """out = source, of another dtype if need be."""
+        if source.dtype is out.dtype:
+            out.copy_from(source, self.stream)
+        else:
+            self.cast(source, out)
 
     def to_host(self, array: Array) -> np.ndarray:
         return array.numpy(self.stream)

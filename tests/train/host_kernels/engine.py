@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from kos.dtypes import DTYPES
 from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
@@ -27,6 +28,7 @@ from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 
 _thread = threading.local()
+BFLOAT16 = DTYPES["bfloat16"].numpy
 MEMORY = 8 << 30  # bytes free of the emulated device
 
 
@@ -145,16 +147,38 @@ def _prepare(
     state[:] = list(now.values())
 
 
-def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, state, beta1, beta2, eps):
+def _mixed(bits):
+    """lowbias32 (https://nullprogram.com/blog/2018/07/31/) of uint32."""
+    bits = (bits ^ bits >> 16) * np.uint32(0x7FEB352D)
+    bits = (bits ^ bits >> 15) * np.uint32(0x846CA68B)
+    return bits ^ bits >> 16
+
+
+def random_bits(seed, step, places):
+    """The 16 bits that AdamW adds, before it drops the lower half, to the weight at each of ``places``."""
+    low, high, step = (np.array([x], np.uint32) for x in (seed & 0xFFFFFFFF, seed >> 32, step))
+    key = _mixed(_mixed(_mixed(low) ^ high) ^ step)
+    return _mixed(key ^ _mixed((places >> 32).astype(np.uint32)) ^ places.astype(np.uint32)) & np.uint32(0xFFFF)
+
+
+def rounded_at_random(x, seed, step, places):
+    """float32 to bfloat16: up with the probability of the distance from below, by ``random_bits``."""
+    bits = (x.astype(np.float32).view(np.uint32) + random_bits(seed, step, places)) & np.uint32(0xFFFF0000)
+    return bits.view(np.float32).astype(BFLOAT16)
+
+
+def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, state, beta1, beta2, eps, seed):
     now = dict(zip(STATE, state.astype(np.float32), strict=True))
     for start, local, length, decayed, _ in chunks.view(CHUNKS) if now["finite"] else ():
         here = slice(local, local + length)
         g, m, v = gradients[start : start + length] * now["scale"], exp_avg[here], exp_avg_sq[here]
         m[:] = beta1 * m + (1 - beta1) * g
         v[:] = beta2 * v + (1 - beta2) * (g * g)
-        weights[here] = weights[here] * (now["decay"] if decayed else 1) - now["step_size"] * (
-            m / (np.sqrt(v) * now["root"] + eps)
-        )
+        w = weights[here].astype(np.float32) * (now["decay"] if decayed else 1)
+        w -= now["step_size"] * (m / (np.sqrt(v) * now["root"] + eps))
+        if weights.dtype == BFLOAT16:
+            w = rounded_at_random(w, seed, int(now["step"]), np.arange(start, start + length))
+        weights[here] = w
         copy[start : start + length] = weights[here]
 
 
