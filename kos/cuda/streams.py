@@ -7,6 +7,7 @@ nothing else is said, so that work is ordered with theirs.  Graph capture needs 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kos.cuda import driver
@@ -64,6 +65,19 @@ def synchronize(stream: Any, device: int) -> None:
     """Wait on the host until everything queued on ``stream`` has run."""
     with driver.on_device(device):
         call(cu.cuStreamSynchronize, handle(stream))
+
+
+def milliseconds(run: Callable[[], object], stream: Any) -> float:
+    """How long the device takes for what ``run`` queues on ``stream``; waits for it."""
+    begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
+    call(cu.cuEventRecord, begin, handle(stream))
+    run()
+    call(cu.cuEventRecord, end, handle(stream))
+    call(cu.cuEventSynchronize, end)
+    elapsed = float(call(cu.cuEventElapsedTime, begin, end))
+    call(cu.cuEventDestroy, begin)
+    call(cu.cuEventDestroy, end)
+    return elapsed
 
 
 class Event:

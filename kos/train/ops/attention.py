@@ -61,7 +61,7 @@ def attention(
     fp32, of the scaled scores, is kept for the backward.  ``spare`` multiprocessors are left to kernels that run
     beside this one, whose blocks stay until all is done.  ``family`` and ``tiles`` are for measurements.
     """
-    samples, length, head_dim = _check(qkv, heads, kv_heads, out, log_sum_exp)
+    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
     size = (samples, length, heads, kv_heads)
     if family == "simple":
@@ -104,9 +104,9 @@ def attention_backward(
 
     Takes 2 B H T floats, T rounded up to 128, from ``arena``: its arrays are of ``kos.memory.array``.
     """
-    samples, length, head_dim = _check(qkv, heads, kv_heads, out, log_sum_exp)
-    _expect("d_out", d_out, out.shape, out.dtype)
-    _expect("d_qkv", d_qkv, qkv.shape, qkv.dtype)
+    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
+    expect("d_out", d_out, out.shape, out.dtype)
+    expect("d_qkv", d_qkv, qkv.shape, qkv.dtype)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
     size = (samples, length, heads, kv_heads)
     if family == "simple":
@@ -162,12 +162,12 @@ def family_for(device: int, dtype: str, head_dim: int) -> str:
     return "hopper" if info.arch == "sm_90a" else "mma"
 
 
-def _expect(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
+def expect(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
     if (array.shape, str(array.dtype)) != (shape, str(dtype)):
         raise InvalidArgument(f"attention: expected {name} {dtype}{shape}, got {array.dtype}{array.shape}")
 
 
-def _check(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array) -> tuple[int, int, int]:
+def check(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array) -> tuple[int, int, int]:
     """B, T and d, of operands that fit together."""
     if kv_heads < 1 or heads % kv_heads:
         raise InvalidArgument(f"attention: expected heads to be a multiple of kv_heads, got {heads} and {kv_heads}")
@@ -182,9 +182,9 @@ def _check(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array
             f"attention: expected {heads + 2 * kv_heads} heads of 1 to 256 elements in qkv, got {qkv.shape[-1]}"
         )
     tokens = samples * length
-    _expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * head_dim), qkv.dtype)
-    _expect("out", out, (tokens, heads * head_dim), qkv.dtype)
-    _expect("log_sum_exp", log_sum_exp, log_sum_exp.shape, "float32")
+    expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * head_dim), qkv.dtype)
+    expect("out", out, (tokens, heads * head_dim), qkv.dtype)
+    expect("log_sum_exp", log_sum_exp, log_sum_exp.shape, "float32")
     return samples, length, head_dim
 
 

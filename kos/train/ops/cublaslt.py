@@ -53,7 +53,7 @@ class Matmul:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._constants = np.array([0, 1], np.float32)
         self._zero, self._one = (self._constants.ctypes.data + 4 * i for i in range(2))
-        self._stored = _Stored(f"{device_info(device).name}-{self.lt.get_version()}") if search else None
+        self._stored = Stored("matmul", f"{device_info(device).name}-{self.lt.get_version()}") if search else None
 
     def __call__(
         self,
@@ -130,14 +130,14 @@ class Matmul:
         )
         plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
         name = " ".join(map(str, key))
-        stored = self._stored.get(name) if self._stored else None
+        stored = _algorithm(self._stored.get(name)) if self._stored else None
         if stored is not None and self._usable(plan, stored):
             return plan._replace(algorithm=stored)
         candidates = self._candidates(plan, a, b, out if c is None else c, out)
         if self._stored is None or len(candidates) == 1 or streams_capture(self.stream):
             return plan._replace(algorithm=candidates[0])
         best = self._fastest(plan, candidates, a, b, c, out)
-        self._stored.put(name, best)
+        self._stored.put(name, best.tobytes().hex())
         return plan._replace(algorithm=best)
 
     def _candidates(self, plan: Plan, a: Array, b: Array, c: Array, out: Array) -> list[np.ndarray[Any, Any]]:
@@ -183,20 +183,14 @@ class Matmul:
     ) -> np.ndarray[Any, Any]:
         """The best of ``REPEATS`` of each, into an output of its own."""
         scratch = Array.empty(out.shape, out.dtype, self.device, stream=self.stream, label="matmul search")
-        begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
-        best, least = candidates[0], float("inf")
-        for algorithm in candidates:
-            for _ in range(1 + REPEATS):
-                call(cu.cuEventRecord, begin, self.stream)
+
+        def least(algorithm: np.ndarray[Any, Any]) -> float:
+            def run() -> None:
                 self._run(plan, algorithm.ctypes.data, a, b, c, scratch)
-                call(cu.cuEventRecord, end, self.stream)
-                call(cu.cuEventSynchronize, end)
-                elapsed = call(cu.cuEventElapsedTime, begin, end)
-                if elapsed < least:
-                    best, least = algorithm, elapsed
-        call(cu.cuEventDestroy, begin)
-        call(cu.cuEventDestroy, end)
-        return best
+
+            return min(streams.milliseconds(run, self.stream) for _ in range(1 + REPEATS))
+
+        return min(candidates, key=least)
 
 
 def streams_capture(stream: int) -> bool:
@@ -222,11 +216,19 @@ def _library() -> Any:
     return cublasLt
 
 
-class _Stored:
-    """Algorithms by shape, in one JSON file per GPU model and library version, shared by the user's processes."""
+def _algorithm(stored: str | None) -> np.ndarray[Any, Any] | None:
+    try:
+        algorithm = np.frombuffer(bytes.fromhex(stored or ""), np.uint8).copy()
+    except ValueError:
+        return None
+    return algorithm if algorithm.size == ALGORITHM_BYTES else None
 
-    def __init__(self, name: str) -> None:
-        self._path = cache_folder() / "matmul" / f"{name.replace(' ', '_')}.json"
+
+class Stored:
+    """What was measured, by shape: one JSON file per GPU model and versions, shared by the user's processes."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self._path = cache_folder() / kind / f"{name.replace(' ', '_')}.json"
         self._known = self._read()
 
     def _read(self) -> dict[str, str]:
@@ -235,21 +237,17 @@ class _Stored:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, AttributeError) as error:
-            log.warning("matmul cache: %s cannot be read, searching anew: %s", self._path, error)
+            log.warning("cache: %s cannot be read, measuring anew: %s", self._path, error)
             return {}
 
-    def get(self, key: str) -> np.ndarray[Any, Any] | None:
-        try:
-            algorithm = np.frombuffer(bytes.fromhex(self._known[key]), np.uint8).copy()
-        except (KeyError, ValueError):
-            return None
-        return algorithm if algorithm.size == ALGORITHM_BYTES else None
+    def get(self, key: str) -> str | None:
+        return self._known.get(key)
 
-    def put(self, key: str, algorithm: np.ndarray[Any, Any]) -> None:
+    def put(self, key: str, value: str) -> None:
         """Keep the choice; what other processes have stored meanwhile stays."""
-        self._known = {**self._known, **self._read(), key: algorithm.tobytes().hex()}
+        self._known = {**self._known, **self._read(), key: value}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, json.dumps(self._known).encode())
         except OSError as error:
-            log.warning("matmul cache: %s cannot be written: %s", self._path, error)
+            log.warning("cache: %s cannot be written: %s", self._path, error)
