@@ -39,6 +39,7 @@ class Operation:
     timeout: float | None = None
     sequence: int = -1
     stream: int = 0  # handle of the stream that GPU arrays are used in the order of
+    queue: Any = None  # that stream itself, kept as long as its handle is
     overlap: bool = False  # on a GPU: beside that stream
     launch: Callable[[int], None] | None = None  # what a backend for GPUs resolved: queues it on a stream
     via: Any = None  # the backend that carries it, where one stands for several

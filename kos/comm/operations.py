@@ -190,7 +190,7 @@ class Operations(ABC):
         """
         o = Operation("barrier", self.rank)
         if stream is not None:
-            o.stream = streams.handle(stream)
+            o.stream, o.queue = streams.handle(stream), stream
         elif self.device is not None and self._batch is None and not async_op:
             return self._go(o, True, timeout).synchronize()
         return self._go(o, async_op, timeout)

@@ -35,6 +35,7 @@ class Buffer:
     device: int | None = None
     pointer: int = 0
     stream: int = streams.LEGACY
+    queue: Any = None  # that stream itself: CUDA gives the handle of one that is gone to the next
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +115,7 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
     handle = streams.LEGACY if stream is None else _handle(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
-    return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle)
+    return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle, stream)
 
 
 def _handle(stream: Any) -> int:

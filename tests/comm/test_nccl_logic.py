@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ import kos
 from kos.comm import nccl_binding
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.shared.segment import PID
+from kos.cuda import driver, streams
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, communicator, no_gpu
@@ -424,3 +427,71 @@ def test_library_is_asked_for_what_it_has(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nccl_binding, "library", lambda: SimpleNamespace(get_version=lambda: 22605))
     with pytest.raises(kos.errors.BackendUnavailable, match=r"window: expected NCCL 2.27 or newer, got 2.26.5"):
         nccl_binding.require("window")
+
+
+class Stream:
+    """A stream that is gone with its last reference; nothing may be asked of it from then on."""
+
+    def __init__(self, handle: int, alive: set[int]) -> None:
+        self._handle, self._alive = handle, alive
+        alive.add(handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+    def __del__(self) -> None:
+        self._alive.discard(self._handle)
+
+
+def test_a_stream_lives_as_long_as_its_handle_is_used(fake: FakeNCCL) -> None:
+    alive, cu = {0, streams.LEGACY, 99}, driver.cu  # 99: the communicator's own
+
+    def query(stream: int) -> tuple[int, int]:
+        assert stream in alive, f"a stream that is gone: {stream}"
+        return 0, 0
+
+    cu.cuStreamIsCapturing, cu.cuStreamQuery = query, lambda stream: query(stream)[:1]
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
+        for turn in range(3):  # handed over, the array's own, of a barrier
+            comm.all_reduce(x, stream=Stream(1000 + turn, alive))
+            y = Array.zeros(4, np.float32, 0, stream=Stream(2000 + turn, alive))
+            comm.all_reduce(y)
+            comm.barrier(stream=Stream(3000 + turn, alive))
+            del y
+        comm.synchronize()
+        comm.all_reduce(x)
+        comm.synchronize()
+        gc.collect()
+        assert len([stream for stream in alive if stream >= 1000]) <= 1, "kept for ever"
+
+    FakeRanks(1).run(body)
+
+
+def test_arrays_of_a_batch_live_until_it_is_over(fake: FakeNCCL) -> None:
+    """Beside the caller's stream: what is freed in the order of that may still be in use."""
+    over = [0]
+    driver.cu.cuEventQuery = lambda event: (over[0],)
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(4, np.float32, 0)
+        for _ in range(2):  # the first calls of a kind are kept longer
+            comm.all_reduce(x)
+        over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
+        arrays = [Array.zeros(4, np.float32, 0) for _ in range(3)]
+        left = [weakref.ref(array) for array in arrays]
+        with comm.batch(async_op=True) as batch:
+            for array in arrays:
+                comm.all_reduce(array)
+        del batch, arrays, array
+        comm.all_reduce(x)
+        gc.collect()
+        assert None not in [array() for array in left]
+        over[0] = 0
+        for _ in range(2):
+            comm.all_reduce(x, async_op=True).wait()
+        gc.collect()
+        assert [array() for array in left] == [None] * 3
+
+    FakeRanks(1).run(body)

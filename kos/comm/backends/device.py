@@ -73,11 +73,11 @@ class DeviceBackend(HostBackend):
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
         self._last: Operation | None = None
-        self._streams: set[int] = set()  # with work that the host has not waited for
+        self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
         self._announced: Operation | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
-        self._flying: deque[DeviceWork] = deque()  # on our own stream: their arrays must live
+        self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
 
@@ -126,7 +126,7 @@ class DeviceBackend(HostBackend):
             )
         if recv is not None and recv.stream != first.stream:
             raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-        o.stream = first.stream
+        o.stream, o.queue = first.stream, first.queue
 
     def start(self, operation: Operation) -> Work:
         if operation.overlap or self.broken is not None:
@@ -138,7 +138,7 @@ class DeviceBackend(HostBackend):
         except Exception as error:
             self._give_up(operation, error)
         self._last = operation
-        self._streams.add(operation.stream)
+        self._streams[operation.stream] = operation.queue
         return DeviceWork(operation, self, operation.stream)
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
@@ -155,7 +155,7 @@ class DeviceBackend(HostBackend):
         except Exception as error:
             self._give_up(first, error)
         self._last = operations[-1]
-        self._streams.update(o.stream for o in operations)
+        self._streams.update((o.stream, o.queue) for o in operations)
         return [DeviceWork(o, self, o.stream) for o in operations]
 
     def _announce(self, o: Operation) -> None:
@@ -179,7 +179,7 @@ class DeviceBackend(HostBackend):
         side = int(self._side.handle)
         streams = {o.stream for o in operations}
         captured = any(is_captured(stream) for stream in streams)
-        while not captured and self._flying and self._flying[0].over():
+        while not captured and self._flying and self._flying[0][-1].over():
             self._flying.popleft()
         event = _Event(self._events)
         with driver.on_device(self.device):
@@ -193,7 +193,7 @@ class DeviceBackend(HostBackend):
         for work in works:
             work.event = event
         if not captured:  # what a graph uses is kept by the graph
-            self._flying.append(works[-1])
+            self._flying.append(works)
         return list(works)
 
     # What the host asks.
@@ -245,7 +245,8 @@ class DeviceBackend(HostBackend):
         last = self._last or Operation("synchronize", self.rank)
         for each in streams:
             self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
-        self._streams -= streams
+        for each in streams:
+            self._streams.pop(each, None)
         if stream is None:
             self._flying.clear()
 
