@@ -66,7 +66,7 @@ class Backend(ABC):
         self.engine = engine or Engine()
         self.transport: Transport
         self._staging = Staging(self.engine)
-        self.broken: str | None = None  # the first failure of a collective: the ranks are out of step
+        self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
 
     @classmethod
     @abstractmethod
@@ -114,10 +114,14 @@ class Backend(ABC):
         """Whether it started ``work``; splits share an engine."""
         return work.backend is self
 
+    def check_fit(self, name: str) -> None:
+        """Raise the first failure of this communicator, if there was one, from ``name``, which is called now."""
+        if self.broken is not None:
+            raise type(self.broken)(f"{name}: the communicator failed before: {self.broken}")
+
     def start(self, operation: Operation) -> Work:
         """Launch one checked operation."""
-        if self.broken is not None:
-            raise CollectiveError(f"{operation.name}: the communicator failed before: {self.broken}")
+        self.check_fit(operation.name)
         buffer = operation.send or operation.recv
         on_host = buffer is None or buffer.device is None
         if not on_host:
@@ -156,7 +160,7 @@ class Backend(ABC):
         elif isinstance(error, CollectiveMismatch | RankLost) and f"{operation.name} #" not in str(error):
             error = type(error)(f"{operation}: {error}")  # a transport does not know whose message it was
         if operation.collective and self.broken is None:
-            self.broken = str(error)
+            self.broken = error
         return error
 
     # How operations are carried.
@@ -256,6 +260,10 @@ class Backend(ABC):
     def _barrier(self, o: Operation) -> Steps:
         native = self.native(o, {}, "barrier") if self.size > 1 else None
         yield from self._meet(self._tag(o)) if native is None else native
+
+    def _split(self, o: Operation) -> Steps:
+        """That all ranks have called it: the rendezvous, which makes the groups, compares no calls."""
+        return self._meet(self._tag(o))
 
     def _meet(self, tag: int) -> Steps:
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""

@@ -142,6 +142,10 @@ class Communicator(Operations):
         color = None if color is None else number_in("color", color, 0, largest, " or None")
         key = number_in("key", key, -largest - 1, largest)
         self.synchronize()
+        host = getattr(self.backend, "host", self.backend)
+        if not isinstance(host, DeviceBackend):  # a call like others: compared with theirs before it waits elsewhere
+            via = host if host is not self.backend else None
+            self._launch(Operation("split", self.rank, timeout=self._timeout, via=via), 3).wait()
         name = self._group.next_split()
         rendezvous = self.rendezvous.split(color, key)
         backend = self.backend.split(rendezvous, color, key)
@@ -165,7 +169,7 @@ class Communicator(Operations):
         self._check_open()
         self.rendezvous.check_shrink()
         name = self._group.next_split()
-        self._give_up(self.backend.broken or "it shrinks the communicator", self.backend.withdraw)
+        self._give_up(str(self.backend.broken or "it shrinks the communicator"), self.backend.withdraw)
         rendezvous = self.rendezvous.shrink()
         backend = self.backend.shrink(rendezvous)
         return self._descendant(f"{name}:shrunk", rendezvous, backend)
@@ -214,7 +218,7 @@ class Communicator(Operations):
         if self._closed:
             return
         if self.backend.broken is not None:
-            self._give_up(self.backend.broken)  # ranks out of step cannot close together
+            self._give_up(str(self.backend.broken))  # ranks out of step cannot close together
             self.rendezvous.abandon(None)
             return
         self._recorder.close(self._group)

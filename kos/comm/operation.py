@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kos.comm.reduction import Reduction
+from kos.errors import CollectiveMismatch
 from kos.memory import Buffer
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
@@ -93,3 +94,14 @@ class Operation:
         if self.src is not None:
             text += f", from rank {self.src} with tag {self.recv_tag}"
         return text
+
+
+def mismatch(*calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
+    """The error of two calls that do not belong together: of each its rank, its text and its fingerprint."""
+    (first, said, call), (second, other_said, other_call) = sorted(calls, key=lambda call: call[0])
+    keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
+    what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
+    return CollectiveMismatch(
+        f"rank {first} called {said} but rank {second} called {other_said}: "
+        f"they differ in {what or 'calls that are no longer on record'}"
+    )

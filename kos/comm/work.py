@@ -66,6 +66,14 @@ class Engine:
             if work in self._active:
                 self._active.remove(work)
 
+    def expire(self, seconds: float) -> bool:
+        """Fail all operations in flight, whose time is up after ``seconds``; whether there were any."""
+        with self._lock:
+            works = self.outstanding()
+            for work in works:
+                work.expire(seconds)
+            return bool(works)
+
     def outstanding(self) -> list[Work]:
         """The operations in flight, in the order of their launch."""
         with self._lock:
@@ -144,6 +152,11 @@ class Work:
             self._steps.close()
             self._fail(error)
 
+    def expire(self, seconds: float | None) -> None:
+        """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
+        missing = self.backend.missing(self.operation)
+        self.cancel(CollectiveTimeout(f"{self.operation}: not complete after {seconds} s; {missing}"))
+
     def _wait(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
         backend = self.backend
@@ -155,8 +168,7 @@ class Work:
                 return
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
-                missing = backend.missing(self.operation)
-                self.cancel(CollectiveTimeout(f"{self.operation}: not complete after {timeout} s; {missing}"))
+                self.expire(timeout)
                 return
             if backend.engine.copies:
                 remaining = _COPY_LOOK if remaining is None else min(remaining, _COPY_LOOK)

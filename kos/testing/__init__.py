@@ -18,6 +18,8 @@ from kos.errors import CollectiveTimeout, InvalidArgument
 
 __all__ = ["Fault", "spawn"]
 
+LAST_WORDS_SECONDS = 2.0  # for ranks to raise what ended their waits
+
 T = TypeVar("T")
 
 
@@ -27,8 +29,8 @@ def spawn(
     """Run ``fn(comm)`` on ``world_size`` ranks that are threads of this process; their results by rank.
 
     If a rank raises, the others raise RankLost from whatever they wait in, and the first error is raised here
-    with a note that names the rank.  Raises CollectiveTimeout, naming the ranks, if some are still running
-    after ``timeout`` seconds (their threads cannot be killed, but every wait in them is woken and fails).
+    with a note that names the rank.  After ``timeout`` seconds every wait in them raises CollectiveTimeout that
+    names who did not come; without one this does, naming the ranks that still run (threads cannot be killed).
 
     ``faults`` is what goes wrong (see ``Fault``).  A rank that crashes or stalls for good has the result None.
     Raises InvalidArgument without ranks, and if one of the faults never happened, for such a test shows nothing.
@@ -38,12 +40,14 @@ def spawn(
     plan = FaultPlan(faults, world_size) if faults else None
     group = ThreadGroup(world_size, ThreadWorld(world_size, plan))
     results: list[Any] = [None] * world_size
+    comms: dict[int, Communicator] = {}
     errors: list[tuple[int, BaseException]] = []  # of which the first is raised
 
     def run(rank: int) -> None:
         why = "its function returned"
         try:
             comm = init("mock", rendezvous=ThreadRendezvous(group, rank, timeout), timeout=timeout)
+            comms[rank] = comm
             with ExitStack() as stack:
                 stack.enter_context(comm)
                 try:
@@ -67,6 +71,10 @@ def spawn(
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+    waiting = [rank for rank in running if rank in comms and comms[rank].backend.engine.expire(timeout)]
+    for rank in waiting:
+        threads[rank].join(LAST_WORDS_SECONDS)
+    running = [rank for rank in running if threads[rank].is_alive()]
     message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
     for rank in running:
         group.world.depart(rank, message)  # ends every wait for it, in groups split from this one too

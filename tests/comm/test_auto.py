@@ -330,7 +330,7 @@ def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
             return
         backend = comm.backend
         assert isinstance(backend, AutoBackend)
-        backend.host.broken = "barrier #3: late"
+        backend.host.broken = CollectiveError("barrier #3: late")
         with pytest.raises(CollectiveError, match="failed before: barrier #3: late"):
             comm.all_reduce(zeros(1))
 

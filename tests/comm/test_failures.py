@@ -95,10 +95,25 @@ def test_another_order_of_calls_is_a_mismatch() -> None:
         first, second = calls if comm.rank else reversed(calls)
         with pytest.raises(CollectiveMismatch, match="operation"):
             first()
-        with pytest.raises(CollectiveError, match=r"failed before: .*operation"):
+        with pytest.raises(CollectiveMismatch, match=r"failed before: rank 0 called .* but rank 1 called .* operation"):
             second()
 
     spawn(body, 2, timeout=20)
+
+
+def split_against_another_call(comm: kos.Communicator) -> None:
+    comm.duplicate().close()
+    with pytest.raises(CollectiveMismatch, match=r"rank . called .*split #1.* operation (split ag|.* against split)"):
+        comm.split(0) if comm.rank == 0 else comm.all_reduce(F4())
+
+
+def test_split_against_another_call() -> None:
+    spawn(split_against_another_call, 3, timeout=20)
+
+
+@pytest.mark.mpi
+def test_split_against_another_call_on_mpi(ranks_of_mpi: Any) -> None:
+    ranks_of_mpi.run(split_against_another_call)
 
 
 def test_message_of_another_size_or_dtype() -> None:
@@ -386,6 +401,26 @@ def test_spawn_names_ranks_that_hang() -> None:
             spawn(body, 2, timeout=0.2)
     finally:
         release.set()
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "split", "recv"])
+def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str) -> None:
+    release = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 1:
+            release.wait(30)
+            return
+        calls = {"all_reduce": lambda: comm.all_reduce(F4()), "split": lambda: comm.split(0)}
+        calls.get(name, lambda: comm.recv(F4(), 1))()
+
+    what = "rank 1 sent nothing" if name == "recv" else r"ranks \[1\] did not arrive"
+    try:
+        with pytest.raises(CollectiveTimeout, match=rf"^{name} #0.*: not complete after 0.3 s; {what}") as caught:
+            spawn(body, 2, timeout=0.3)
+    finally:
+        release.set()
+    assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
 def test_spawn_gives_results_by_rank() -> None:

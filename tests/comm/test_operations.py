@@ -16,7 +16,7 @@ from kos.comm.env_rendezvous import EnvRendezvous
 from kos.comm.operation import POINT_TO_POINT
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms, collectives
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RendezvousError
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm import shared_ranks
@@ -329,9 +329,9 @@ def test_a_timeout_that_is_set_is_followed() -> None:
         try:
             if comm.rank == 0:
                 with pytest.raises(RendezvousError, match="within 0.2 s"):
-                    comm.split(0)
+                    comm.rendezvous.split(0)
                 with pytest.raises(CollectiveTimeout, match="after 0.2 s"):
-                    comm.barrier()
+                    comm.split(0)
         finally:
             released.set() if comm.rank == 0 else released.wait(20)
 
@@ -391,18 +391,16 @@ def test_spawn_ends_waits_in_every_group(failing: bool) -> None:
         assert pair is not None
         try:
             pair.recv(np.ones(1), 1 - pair.rank, timeout=30)  # each waits for the other
-        except RankLost as error:
+        except CollectiveTimeout as error:
             told.append(error)
             heard.release()
             raise
 
-    with pytest.raises(
-        ZeroDivisionError if failing else CollectiveTimeout, match=None if failing else r"ranks \[0, 1\]"
-    ):
+    with pytest.raises(ZeroDivisionError if failing else CollectiveTimeout):
         spawn(body, 3, timeout=0.3)
     for _ in range(2):
         assert heard.acquire(timeout=10), "a rank still waits"
-    assert "still running after 0.3 s" in str(told[0])
+    assert "not complete after 0.3 s; rank" in str(told[0])
 
 
 def test_persistents_of_a_closed_communicator() -> None:

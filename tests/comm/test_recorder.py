@@ -120,8 +120,8 @@ def test_messages_and_groups() -> None:
 
     dumps = spawn(body, 4)
     assert dumps[3]["pg_config"]["world.0:1"]["ranks"] == "[1, 3]"
-    assert [e["process_group"][0] for e in dumps[3]["entries"]] == ["world.0:1"]
-    _, send, recv = dumps[1]["entries"]
+    assert [e["process_group"][0] for e in dumps[3]["entries"]] == ["world", "world.0:1", "world.0:1"]
+    *_, send, recv = dumps[1]["entries"]
     assert send["profiling_name"] == "mock:send 1->0" and recv["profiling_name"] == "mock:recv 1<-0"
     assert send["input_sizes"] == [[2, 2]] and send["output_sizes"] == [] and recv["output_sizes"] == [[4]]
     assert send["tag"] == recv["tag"] == 5 and send["is_p2p"]

@@ -303,7 +303,7 @@ os._exit(0)
 """
     lines = job(tmp_path, 3, text, *ULFM)
     assert len(lines) == 2, lines
-    operation = call.split("(")[0] + " #1"
+    operation = call.split("(")[0] + " #2"
     for line in lines:
         assert line.startswith(f"True {operation}"), line
         assert "rank 1 is gone: its process" in line
@@ -333,4 +333,4 @@ os._exit(0)
     lines = job(tmp_path, 3, text)
     assert len(lines) == 2, lines
     for line in lines:
-        assert "all_reduce #1 of float64[3, 5] by SUM: not complete after 1.0 s; ranks [2] did not arrive" in line
+        assert "all_reduce #2 of float64[3, 5] by SUM: not complete after 1.0 s; ranks [2] did not arrive" in line

@@ -20,7 +20,7 @@ from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
 from kos.dtypes import DType
-from kos.errors import CollectiveError
+from kos.errors import KosError
 from kos.memory import Buffer
 
 _UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
@@ -55,12 +55,12 @@ class AutoBackend(Backend):
         return Probe(False, "stands for several others")
 
     @property
-    def broken(self) -> str | None:
+    def broken(self) -> KosError | None:
         """The first failure of any."""
         return self.host.broken or self.gpus[0].broken or self.gpus[-1].broken
 
     @broken.setter
-    def broken(self, reason: str | None) -> None:
+    def broken(self, failure: KosError | None) -> None:
         pass  # each keeps its own
 
     @property
@@ -121,13 +121,9 @@ class AutoBackend(Backend):
 
     def start(self, operation: Operation) -> Work:
         if self.host.broken is not None or operation.via is self.host:
-            self._check(operation)
+            self.check_fit(operation.name)
         part: Backend = operation.via
         return part.start(operation)
-
-    def _check(self, operation: Operation) -> None:
-        if self.broken is not None:
-            raise CollectiveError(f"{operation.name}: the communicator failed before: {self.broken}")
 
     def in_order(self, operations: Sequence[Operation]) -> list[Operation]:
         """As they are launched together, the same on all ranks: part by part."""
@@ -135,7 +131,7 @@ class AutoBackend(Backend):
         return sorted(operations, key=lambda o: parts.index(o.via))
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        self._check(operations[0])
+        self.check_fit(operations[0].name)
         works: dict[int, Work] = {}
         for part, several in groupby(self.in_order(operations), lambda o: o.via):
             mine = list(several)

@@ -73,11 +73,11 @@ class DeviceBackend(HostBackend):
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
         self._last: Operation | None = None
-        self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
+        self._streams: set[int] = set()  # with work that the host has not waited for
         self._announced: Operation | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
-        self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
+        self._flying: deque[DeviceWork] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
 
@@ -126,7 +126,7 @@ class DeviceBackend(HostBackend):
             )
         if recv is not None and recv.stream != first.stream:
             raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-        o.stream, o.queue = first.stream, first.queue
+        o.stream = first.stream
 
     def start(self, operation: Operation) -> Work:
         if operation.overlap or self.broken is not None:
@@ -138,12 +138,11 @@ class DeviceBackend(HostBackend):
         except Exception as error:
             self._give_up(operation, error)
         self._last = operation
-        self._streams[operation.stream] = operation.queue
+        self._streams.add(operation.stream)
         return DeviceWork(operation, self, operation.stream)
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        if self.broken is not None:
-            raise CollectiveError(f"{operations[0].name}: the communicator failed before: {self.broken}")
+        self.check_fit(operations[0].name)
         first = operations[0]
         try:
             for o in operations:
@@ -155,7 +154,7 @@ class DeviceBackend(HostBackend):
         except Exception as error:
             self._give_up(first, error)
         self._last = operations[-1]
-        self._streams.update((o.stream, o.queue) for o in operations)
+        self._streams.update(o.stream for o in operations)
         return [DeviceWork(o, self, o.stream) for o in operations]
 
     def _announce(self, o: Operation) -> None:
@@ -179,7 +178,7 @@ class DeviceBackend(HostBackend):
         side = int(self._side.handle)
         streams = {o.stream for o in operations}
         captured = any(is_captured(stream) for stream in streams)
-        while not captured and self._flying and self._flying[0][-1].over():
+        while not captured and self._flying and self._flying[0].over():
             self._flying.popleft()
         event = _Event(self._events)
         with driver.on_device(self.device):
@@ -193,7 +192,7 @@ class DeviceBackend(HostBackend):
         for work in works:
             work.event = event
         if not captured:  # what a graph uses is kept by the graph
-            self._flying.append(works)
+            self._flying.append(works[-1])
         return list(works)
 
     # What the host asks.
@@ -237,16 +236,14 @@ class DeviceBackend(HostBackend):
 
     def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:
         """Wait on the host for what this communicator has queued, or for everything on ``stream``."""
-        if self.broken is not None:
-            raise CollectiveError(f"the communicator failed before: {self.broken}")
+        self.check_fit("synchronize")
         streams = set(self._streams) if stream is None else {stream}
         if stream is None and self._flying:
             streams.add(int(self._side.handle))
         last = self._last or Operation("synchronize", self.rank)
         for each in streams:
             self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
-        for each in streams:
-            self._streams.pop(each, None)
+        self._streams -= streams
         if stream is None:
             self._flying.clear()
 
@@ -297,7 +294,7 @@ class DeviceBackend(HostBackend):
         if not known:
             record_failure(operation, failure)
             for each in self.together:
-                each.broken = each.broken or str(failure)
+                each.broken = each.broken or failure
                 each.halt()
         return failure
 
@@ -305,7 +302,7 @@ class DeviceBackend(HostBackend):
         if self._segment is not None:  # else the backend tells that stands for several
             self.leave(reason)
         super().abort(reason)
-        self.broken = self.broken or reason
+        self.broken = self.broken or CollectiveError(reason)
         self.halt()
 
     def leave(self, reason: str) -> None:
@@ -363,9 +360,7 @@ class DeviceWork(Work):
         """Nothing: what is queued ends with its backend."""
 
     def _check(self) -> None:
-        broken = self.backend.broken
-        if broken is not None:
-            raise CollectiveError(f"{self.operation}: the communicator failed: {broken}")
+        self.backend.check_fit(str(self.operation))
 
 
 class _Event:

@@ -15,11 +15,11 @@ import numpy as np
 
 from kos.comm.backend import Backend, Probe, drop, take
 from kos.comm.faults import SENT, FaultyTransport
-from kos.comm.operation import Operation
+from kos.comm.operation import Operation, mismatch
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Work
-from kos.errors import CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
@@ -63,7 +63,7 @@ class MockBackend(Backend):
         return self._idle
 
     def start(self, operation: Operation) -> Work:
-        if self._faults is not None and self.broken is None:
+        if self._faults is not None and self.broken is None and operation.name != "split":
             self._faults.start(operation, self._tag(operation) if operation.collective else operation.tag)
         return super().start(operation)
 
@@ -85,7 +85,7 @@ class MockBackend(Backend):
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(CollectiveMismatch, _mismatch((peer, *theirs), (rank, *mine)))
+                    group.fail(CollectiveMismatch, str(mismatch((peer, *theirs), (rank, *mine))))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
@@ -117,10 +117,7 @@ class MockBackend(Backend):
     def failed(self, operation: Operation, error: Exception) -> KosError:
         failure = super().failed(operation, error)
         if operation.collective:
-            if isinstance(failure, CollectiveTimeout):
-                self._group.fail(RankLost, f"rank {self.rank} gave up: {failure}")
-            elif isinstance(failure, RankLost | CollectiveMismatch):  # all hear of the first, not of the next
-                self._group.fail(type(failure), str(failure))
+            self._group.fail(type(failure), str(failure))  # all hear of the first, not of the next
             self._mailboxes.forget(self._tag(operation))
         return failure
 
@@ -218,10 +215,3 @@ class _WakeUp:
         with world.lock:
             if world.events[self._me] == mark:
                 world.wakeup[self._me].wait(seconds)
-
-
-def _mismatch(first: tuple[int, str, dict[str, Any]], second: tuple[int, str, dict[str, Any]]) -> str:
-    """One line that names two ranks, their calls, and what differs between them."""
-    keys = [key for key in {**first[2], **second[2]} if first[2].get(key) != second[2].get(key)]
-    what = ", ".join(f"{key} {first[2].get(key)} against {second[2].get(key)}" for key in keys)
-    return f"rank {first[0]} called {first[1]} but rank {second[0]} called {second[1]}: they differ in {what}"

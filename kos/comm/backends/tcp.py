@@ -73,8 +73,9 @@ class TCPBackend(HostBackend):
         self._mesh.leave(_BYE, "")
 
     def abort(self, reason: str) -> None:
-        super().abort(self.broken or reason)
-        self._mesh.leave(_LEFT, self.broken or reason)  # whose fault it was, if another rank's
+        reason = str(self.broken or reason)  # whose fault it was, if another rank's
+        super().abort(reason)
+        self._mesh.leave(_LEFT, reason)
 
     def awaited(self, operation: Operation) -> list[int]:
         return self._mesh.awaited(self._tag(operation))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Any, NoReturn
 
-from kos.comm.operation import Operation
+from kos.comm.operation import Operation, mismatch
 from kos.comm.shared.segment import (
     ARRIVED,
     CLOSED,
@@ -260,16 +260,9 @@ class Calls:
 
     def _mismatch(self, sequence: int, local: int) -> NoReturn:
         """Make all ranks raise what differs between this rank's call and that of ``local``."""
-        first, second = sorted((self.segment.rank, local))
-        (said, call), (other_said, other_call) = (self._describe(r, sequence) for r in (first, second))
-        keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
-        what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
         ranks = self.segment.ranks
-        message = (
-            f"rank {ranks[first]} called {said} but rank {ranks[second]} called {other_said}: "
-            f"they differ in {what or 'calls that are no longer on record'}"
-        )
-        self.tell(CollectiveMismatch(message), sequence)
+        calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
+        self.tell(mismatch(*calls), sequence)
 
 
 class Wait:

@@ -223,4 +223,5 @@ _PLANS: dict[str, Callable[[Plans, Operation], Plan]] = {
     "all_to_all": Plans._all_to_all,
     "scatter": Plans._all_to_all,
     "barrier": Plans._barrier,
+    "split": Plans._barrier,
 }
