@@ -73,11 +73,11 @@ class DeviceBackend(HostBackend):
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
         self._last: Operation | None = None
-        self._streams: set[int] = set()  # with work that the host has not waited for
+        self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
         self._announced: Operation | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
-        self._flying: deque[DeviceWork] = deque()  # on our own stream: their arrays must live
+        self._flying: deque[list[Work]] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
 
@@ -126,19 +126,20 @@ class DeviceBackend(HostBackend):
             )
         if recv is not None and recv.stream != first.stream:
             raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-        o.stream = first.stream
+        o.stream, o.queue = first.stream, first.queue
 
     def start(self, operation: Operation) -> Work:
-        if operation.overlap or self.broken is not None:
-            return self.start_all([operation])[0]
+        self.check_fit(operation.name)
         try:
             self._announce(operation)
+            if operation.overlap:
+                return self._start_beside((operation,))[0]
             assert operation.launch is not None
             operation.launch(operation.stream)
         except Exception as error:
             self._give_up(operation, error)
         self._last = operation
-        self._streams.add(operation.stream)
+        self._streams[operation.stream] = operation.queue
         return DeviceWork(operation, self, operation.stream)
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
@@ -154,7 +155,7 @@ class DeviceBackend(HostBackend):
         except Exception as error:
             self._give_up(first, error)
         self._last = operations[-1]
-        self._streams.update(o.stream for o in operations)
+        self._streams.update((o.stream, o.queue) for o in operations)
         return [DeviceWork(o, self, o.stream) for o in operations]
 
     def _announce(self, o: Operation) -> None:
@@ -176,9 +177,10 @@ class DeviceBackend(HostBackend):
             with relaxed_capture():
                 self._side = create_stream(self.device)
         side = int(self._side.handle)
-        streams = {o.stream for o in operations}
-        captured = any(is_captured(stream) for stream in streams)
-        while not captured and self._flying and self._flying[0].over():
+        first, last = operations[0], operations[-1]
+        streams = (first.stream,) if first is last else {o.stream for o in operations}
+        captured = any(map(is_captured, streams))
+        while not captured and self._flying and self._flying[0][-1].over():
             self._flying.popleft()
         event = _Event(self._events)
         with driver.on_device(self.device):
@@ -187,13 +189,11 @@ class DeviceBackend(HostBackend):
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
             self.queue(operations, side)
             call(cu.cuEventRecord, event.handle, side)
-        self._last = operations[-1]
-        works = [DeviceWork(o, self, o.stream) for o in operations]
-        for work in works:
-            work.event = event
+        self._last = last
+        works: list[Work] = [DeviceWork(o, self, o.stream, event) for o in operations]
         if not captured:  # what a graph uses is kept by the graph
-            self._flying.append(works[-1])
-        return list(works)
+            self._flying.append(works)
+        return works
 
     # What the host asks.
 
@@ -243,7 +243,8 @@ class DeviceBackend(HostBackend):
         last = self._last or Operation("synchronize", self.rank)
         for each in streams:
             self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
-        self._streams -= streams
+        for each in streams:
+            self._streams.pop(each, None)
         if stream is None:
             self._flying.clear()
 
@@ -322,11 +323,13 @@ class DeviceWork(Work):
 
     backend: DeviceBackend
 
-    def __init__(self, operation: Operation, backend: DeviceBackend, stream: int) -> None:
+    def __init__(
+        self, operation: Operation, backend: DeviceBackend, stream: int, event: _Event | None = None
+    ) -> None:
         self.operation = operation
         self.backend = backend
         self.stream = stream
-        self.event: _Event | None = None  # what ends an operation on the communicator's own stream
+        self.event = event  # what ends an operation on the communicator's own stream
 
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
@@ -360,7 +363,8 @@ class DeviceWork(Work):
         """Nothing: what is queued ends with its backend."""
 
     def _check(self) -> None:
-        self.backend.check_fit(str(self.operation))
+        if self.backend.broken is not None:  # else its text is not made
+            self.backend.check_fit(str(self.operation))
 
 
 class _Event:
