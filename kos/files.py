@@ -1,10 +1,14 @@
-"""Files that appear whole or not at all, and where the user's cache is."""
+"""Files that appear whole or not at all, where the user's cache is, and what can be written, asked beforehand."""
 
 from __future__ import annotations
 
 import os
 import threading
 from pathlib import Path
+
+from kos.errors import BackendUnavailable, InvalidArgument
+
+PICTURES = (".png", ".svg")
 
 
 def cache_folder() -> Path:
@@ -32,3 +36,23 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_writable(path: Path) -> None:
+    """Raise InvalidArgument, saying why, where a file cannot be written; its folder must be there."""
+    folder = path.absolute().parent
+    if os.path.isdir(path) or not os.path.isdir(folder):
+        raise InvalidArgument(f"{path}: expected a file to write, got {'a' if os.path.isdir(path) else 'no such'} folder")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise InvalidArgument(f"{path}: expected a file to write, got no permission to")
+
+
+def check_picture(path: Path) -> None:
+    """Raise where ``matplotlib`` cannot write a picture: BackendUnavailable without it, else InvalidArgument."""
+    if path.suffix not in PICTURES:
+        raise InvalidArgument(f"{path}: expected a picture's name that ends in {' or '.join(PICTURES)}")
+    check_writable(path)
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailable("a picture needs matplotlib: pip install 'kos[plot]'") from error

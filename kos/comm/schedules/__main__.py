@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from kos.comm.schedules import algorithms, build, collectives, describe
 from kos.comm.schedules.draw import draw, text
-from kos.comm.schedules.schedule import IN_PLACE, Schedule
+from kos.comm.schedules.schedule import IN_PLACE, Schedule, counted
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument, KosError
+from kos.files import check_picture
 
 PIPELINES = (1, 4, 16, 64, 256)
 """Numbers of chunks among which --predict takes the best, for algorithms that pipeline a whole vector."""
@@ -31,18 +33,21 @@ EXAMPLES = """examples:
 def _numbers(given: str) -> list[int]:
     """``8,64`` or ``1K,4M,1G`` (powers of 1024)."""
     try:
-        return [int(part.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(part[-1:], 0)
-                for part in given.upper().split(",")]
+        numbers = [int(part.rstrip("KMG")) << {"K": 10, "M": 20, "G": 30}.get(part[-1:], 0)
+                   for part in given.upper().split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers like 8,64 or 1K,4M,1G, got {given!r}") from None
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected numbers like 8,64 or 1K,4M,1G, got {given!r}")
+    return numbers
 
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m kos.comm.schedules", description=__doc__, epilog=EXAMPLES,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("algorithm", nargs="?", help="its name; without one, all are listed or predicted")
-    p.add_argument("--collective", default="all_reduce", help="default: all_reduce")
-    p.add_argument("--ranks", type=int, default=8, help="default: 8")
+    p.add_argument("--collective", help="default: all_reduce; where algorithms are listed: all")
+    p.add_argument("--ranks", type=int, default=8, help="default: 8; --predict goes by --scales")
     p.add_argument("--chunks", type=int, help="pieces that travel behind one another (default: 1; "
                                               "with --predict: the best of several)")
     p.add_argument("--root", type=int, default=0, help="for broadcast, reduce, gather and scatter; default: 0")
@@ -59,15 +64,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns the exit status."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.draw and (args.predict or args.algorithm is None):
+        parser.error("--draw: expected the name of an algorithm, and no --predict")
+    listed = [args.collective] if args.collective else collectives()
+    args.collective = args.collective or "all_reduce"
     try:
+        if args.draw:
+            check_picture(Path(args.draw))
         if args.predict:
             _predict(args)
         elif args.algorithm is None:
-            for collective in collectives():
-                print(collective)
-                for name in algorithms(collective):
-                    print(f"  {name:18}{describe(collective, name).splitlines()[0]}")
+            for collective in listed:
+                print("\n".join([collective, *(f"  {name:18}{describe(collective, name).splitlines()[0]}"
+                                               for name in algorithms(collective))]))
         else:
             _show(args)
     except BrokenPipeError:  # the reader, head for one, has seen enough
@@ -87,11 +98,12 @@ def _show(args: argparse.Namespace) -> None:
         raise InvalidArgument(f"prints and proves up to {MAX_SHOWN} ranks, got {args.ranks}; --predict takes more")
     schedule = _build(args, args.algorithm, args.ranks, 1 if args.chunks is None else args.chunks)
     verify(schedule)
-    print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
-    order = ", adds in rank order" if schedule.ordered else ""
-    print(f"\nproved right: {len(schedule.rounds)} rounds{order}")
     if args.draw:
         draw(schedule, args.draw)
+    print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
+    order = ", adds in rank order" if schedule.ordered else ""
+    print(f"\nproved right: {counted(len(schedule.rounds), 'round')}{order}")
+    if args.draw:
         print(f"drawn to {args.draw}")
 
 
@@ -102,7 +114,7 @@ def _predict(args: argparse.Namespace) -> None:
           f"({entry['provenance']['hardware']}; {entry['provenance']['date']})")
     for ranks in args.scales:
         candidates = [[_build(args, name, ranks, chunks) for chunks in _chunks(args, name, ranks)] for name in names]
-        print(f"\n{ranks} ranks\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))
+        print(f"\n{counted(ranks, 'rank')}\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))
         for nbytes in args.sizes:
             times = [min(simulate(schedule, where, nbytes) for schedule in each) for each in candidates]
             cells = [f"{t * 1e6:,.1f}{' *' if t == min(times) else '  '}" for t in times]

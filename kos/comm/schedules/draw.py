@@ -8,6 +8,7 @@ from typing import Any
 
 from kos.comm.schedules.schedule import Round, Schedule, Step
 from kos.errors import InvalidArgument
+from kos.files import check_picture
 
 MAX_ARROWS = 4096
 """More arrows than this make no picture that anybody can read."""
@@ -57,19 +58,15 @@ def _landing(rank: int, step: Step, steps: Round) -> Step:
 def draw(schedule: Schedule, path: str | Path) -> None:
     """Write a picture of ``schedule`` to ``path``, which ends in .svg or .png.
 
-    Raises InvalidArgument for another ending, a schedule too large to draw, or without matplotlib.
+    Raises InvalidArgument for another ending and a schedule too large to draw, BackendUnavailable without matplotlib.
     """
-    path = Path(path)
-    if path.suffix not in (".svg", ".png"):
-        raise InvalidArgument(f"a picture's name must end in .svg or .png, got {path.name!r}")
+    check_picture(Path(path))
     arrows = sum(s.kind == "send" for steps in schedule.rounds for mine in steps for s in mine)
     if arrows > MAX_ARROWS:
         raise InvalidArgument(f"{schedule} has {arrows} messages, too many to draw (at most {MAX_ARROWS})")
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise InvalidArgument("a picture needs matplotlib: pip install 'kos[plot]'") from e
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     widths = [74 + 16 * min(max(max(map(len, steps), default=0) - 2, 0), 24) for steps in schedule.rounds]
     width, height = max(LEFT + sum(widths) + 24, 860), TOP + ROW * (schedule.ranks - 1) + 36
     figure = Figure(figsize=(width / 100, height / 100), dpi=150 if width < 3000 else 100)

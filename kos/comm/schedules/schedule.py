@@ -77,6 +77,11 @@ def moves(src: Indices, dst: Indices, chunk: Indices, to_chunk: Indices | None =
     return Moves(src, dst, chunk, chunk if to_chunk is None else to_chunk, count, space, to_space or space, reduce)
 
 
+def counted(number: int, what: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 Rounds: TypeAlias = "Iterable[Iterable[Moves]]"
 
 
@@ -119,7 +124,8 @@ class Schedule:
 
     def __str__(self) -> str:
         root = f", root {self.root}" if self.collective in ROOTED else ""
-        return f"{self.collective}/{self.algorithm} on {self.ranks} ranks, {self.parts} chunks a unit{root}"
+        ranks, chunks = counted(self.ranks, "rank"), counted(self.parts, "chunk")
+        return f"{self.collective}/{self.algorithm} on {ranks}, {chunks} a unit{root}"
 
 
 def _spell_out(families: Iterable[Moves], ranks: int) -> Round:

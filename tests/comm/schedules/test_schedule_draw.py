@@ -10,7 +10,7 @@ import pytest
 from kos.comm.schedules import build
 from kos.comm.schedules.__main__ import main
 from kos.comm.schedules.draw import draw, text
-from kos.errors import InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument
 
 
 def test_text_of_a_small_ring():
@@ -42,19 +42,33 @@ def test_png(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="needs the extra plot")
     assert main(["two_shot", "--ranks", "3", "--draw", str(tmp_path / "x.png")]) == 0
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["ring", "--draw", "/nowhere/x.svg"]) == 2
-    assert capsys.readouterr().err == "error: [Errno 2] No such file or directory: '/nowhere/x.svg'\n"
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
     ring = build("all_reduce", "ring", 3)
-    with pytest.raises(InvalidArgument, match=r"must end in .svg or .png, got 'ring.pdf'"):
+    with pytest.raises(InvalidArgument, match=r"ring.pdf: expected a picture's name that ends in .png or .svg"):
         draw(ring, tmp_path / "ring.pdf")
     with pytest.raises(InvalidArgument, match="8064 messages, too many to draw"):
         draw(build("all_reduce", "ring", 64), tmp_path / "x.svg")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(InvalidArgument, match=r"pip install 'kos\[plot\]'"):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'kos\[plot\]'"):
         draw(ring, tmp_path / "ring.png")
+
+
+def test_the_command_asks_first_whether_it_can_draw(tmp_path, monkeypatch, capsys):
+    (tmp_path / "folder.png").mkdir()
+    for file, problem in (("/nowhere/x.svg", "got no such folder"), (str(tmp_path / "folder.png"), "got a folder"),
+                          ("x.pdf", "ends in .png or .svg")):
+        assert main(["ring", "--draw", file]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.startswith(f"error: {file}: ") and problem in said.err
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["ring", "--draw", str(tmp_path / "x.svg")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == "error: a picture needs matplotlib: pip install 'kos[plot]'\n"
+    for others in ([], ["ring", "--predict"]):
+        with pytest.raises(SystemExit, match="2"):
+            main([*others, "--draw", "x.svg"])
 
 
 def test_the_command_prints_and_proves(capsys):
@@ -75,13 +89,29 @@ def test_the_command_predicts(capsys):
 def test_the_command_lists(capsys):
     assert main([]) == 0
     assert "  halving_doubling  Recursive halving, then recursive doubling" in capsys.readouterr().out
+    assert main(["--collective", "scatter"]) == 0
+    assert capsys.readouterr().out == "scatter\n  direct            The root sends every rank its block.\n"
+
+
+@pytest.mark.parametrize("numbers", ["", "0", "8,-1", "1T", "K"])
+def test_numbers_are_checked(numbers, capsys):
+    for option in ("--sizes", "--scales"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--predict", option, numbers])
+        assert f"{option}: expected numbers like 8,64 or 1K,4M,1G, got {numbers!r}" in capsys.readouterr().err
+
+
+def test_one_is_not_many(capsys):
+    assert main(["ring", "--ranks", "1"]) == 0
+    assert "all_reduce/ring on 1 rank, 1 chunk a unit" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (["rong"], "error: unknown algorithm 'rong' for all_reduce, expected one of ring"),
     (["ring", "--collective", "reduce_all"], "error: unknown collective 'reduce_all'"),
     (["ring", "--ranks", "257"], "error: prints and proves up to 256 ranks, got 257; --predict takes more"),
-    (["--predict", "--scales", "0"], "error: ranks must be at least 1, got 0"),
+    (["ring", "--ranks", "0"], "error: ranks must be at least 1, got 0"),
+    (["--collective", "foo"], "error: unknown collective 'foo', expected one of"),
     (["hierarchical", "--ranks-per-node", "0"], "error: ranks must be a multiple of ranks_per_node, got 8 and 0"),
     (["--predict", "--topology", "moon"], "error: unknown topology 'moon', expected one of h200"),
 ])
