@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter_ns, time_ns
 
 import numpy as np
@@ -66,13 +67,9 @@ def calls_beside_others(ranks: int, operation: Operation) -> Calls:
 def main() -> None:
     operation = example()
     group = Group.world(0, 1, "mock")
-    recorder = group.recorder
 
     def empty() -> None:
         pass
-
-    def launch() -> None:
-        recorder.record(group, operation, 1)
 
     def complete() -> None:
         record = operation.record
@@ -80,7 +77,7 @@ def main() -> None:
             record[COMPLETED] = time_ns()
 
     nothing = best(empty)
-    launched, over = best(launch) - nothing, best(complete) - nothing
+    launched, over = best(partial(group.recorder.record, group, operation, 1)) - nothing, best(complete) - nothing
     print(f"recorder: launch {launched:.0f} ns + completion {over:.0f} ns = {launched + over:.0f} ns a call")
     for ranks in (2, 4, 8):
         calls = calls_beside_others(ranks, operation)

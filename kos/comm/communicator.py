@@ -15,7 +15,7 @@ from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch
-from kos.comm.operation import Operation
+from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.operations import Operations
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
@@ -70,12 +70,14 @@ class Communicator(Operations):
         self._messages = 0
         self._batch: Batch | None = None
         self._closed = False
+        self._depth = 5  # frames from ``Recorder.record`` up to the caller of an operation
         self._group = group or Group.world(self.rank, self.size, backend.name)
         self._recorder = self._group.recorder
+        self.name = self._group.name
         _made.add(self)
 
     def __repr__(self) -> str:
-        return f"<Communicator rank {self.rank} of {self.size} on {self.backend_name}>"
+        return f"<Communicator {self.name}: rank {self.rank} of {self.size} on {self.backend_name}>"
 
     @property
     def timeout(self) -> float:
@@ -118,8 +120,12 @@ class Communicator(Operations):
             finally:
                 rendezvous.timeout = usual
         x = np.frombuffer(bytes(data), np.uint8)
-        counts = self.all_gather(np.array(x.size, np.int64), timeout=timeout).tolist()
-        joined = self.all_gather_v(x, counts, timeout=timeout)
+        self._depth += 1  # the call site is our caller
+        try:
+            counts = self.all_gather(np.array(x.size, np.int64), timeout=timeout).tolist()
+            joined = self.all_gather_v(x, counts, timeout=timeout)
+        finally:
+            self._depth -= 1
         ends = np.cumsum(counts)
         return [joined[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
 
@@ -137,27 +143,29 @@ class Communicator(Operations):
 
         Collective.  A rank with color None takes part and gets None.
         """
-        self._check_open()
         largest = (1 << 31) - 1  # a C int, for MPI
         color = None if color is None else number_in("color", color, 0, largest, " or None")
-        key = number_in("key", key, -largest - 1, largest)
+        return self._split(color, number_in("key", key, -largest - 1, largest), str(color))
+
+    def duplicate(self) -> Communicator:
+        """Another communicator over the same ranks, whose operations never meet this one's.  Collective."""
+        duplicate = self._split(0, self.rank, "duplicate")
+        assert duplicate is not None
+        return duplicate
+
+    def _split(self, color: int | None, key: int, label: str) -> Communicator | None:
+        self._check_open()
         self.synchronize()
         host = getattr(self.backend, "host", self.backend)
         if not isinstance(host, DeviceBackend):  # a call like others: compared with theirs before it waits elsewhere
             via = host if host is not self.backend else None
-            self._launch(Operation("split", self.rank, timeout=self._timeout, via=via), 3).wait()
+            self._launch(Operation("split", self.rank, timeout=self._timeout, via=via), 5).wait()
         name = self._group.next_split()
         rendezvous = self.rendezvous.split(color, key)
         backend = self.backend.split(rendezvous, color, key)
         if rendezvous is None or backend is None:
             return None
-        return self._descendant(f"{name}:{color}", rendezvous, backend)
-
-    def duplicate(self) -> Communicator:
-        """Another communicator over the same ranks, whose operations never meet this one's.  Collective."""
-        duplicate = self.split(0, self.rank)
-        assert duplicate is not None
-        return duplicate
+        return self._descendant(f"{name}:{label}", rendezvous, backend)
 
     def shrink(self) -> Communicator:
         """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
@@ -272,15 +280,14 @@ class Communicator(Operations):
             return self._batch.add(o)
         self.backend.prepare(o)
         o.overlap = async_op
-        work = self._launch(o)
+        work = self._launch(o, self._depth)
         return work if async_op else work.wait()
 
-    def _launch(self, operation: Operation, depth: int = 4) -> Work:
+    def _launch(self, operation: Operation, depth: int) -> Work:
         """Launch a checked operation, whose caller is ``depth`` frames above ``Recorder.record``."""
         if self._closed:
             self._check_open()
-        self._stamp(operation)
-        self._recorder.record(self._group, operation, depth)
+        self._note(operation, depth)
         try:
             return self.backend.start(operation)
         except Exception as error:
@@ -294,23 +301,26 @@ class Communicator(Operations):
             operation.overlap = overlap
         if not isinstance(self.backend, DeviceBackend | AutoBackend):
             for operation in operations:
-                works.append(self._launch(operation))
+                works.append(self._launch(operation, 5))
             return
         # Numbered as they begin: ranks are compared by how far they have come.
         for operation in self.backend.in_order(operations) if isinstance(self.backend, AutoBackend) else operations:
-            self._stamp(operation)
-            self._recorder.record(self._group, operation, 3)
+            self._note(operation, 4)
         if operations:
             works.extend(self.backend.start_all(operations))
 
-    def _stamp(self, operation: Operation) -> None:
-        # Stamped at the launch, not when it was checked: a call that is refused does not count.
-        if operation.collective:
+    def _note(self, operation: Operation, depth: int) -> None:
+        """Number and record an operation: at the launch, not when it was checked: a refused call does not count."""
+        operation.group = self.name
+        if operation.name not in POINT_TO_POINT:
             operation.sequence = self._collectives
             self._collectives += 1
+            self._recorder.record(self._group, operation, depth)
         else:
             operation.sequence = self._messages
             self._messages += 1
+            ends = operation.dst, operation.src, operation.tag, operation.recv_tag
+            self._recorder.record(self._group, operation, depth, ends)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -39,6 +39,7 @@ class Operation:
     deterministic: bool = False
     timeout: float | None = None
     sequence: int = -1
+    group: str = ""  # the communicator's name
     stream: int = 0  # handle of the stream that GPU arrays are used in the order of
     queue: Any = None  # that stream itself, kept as long as its handle is
     overlap: bool = False  # on a GPU: beside that stream
@@ -81,6 +82,11 @@ class Operation:
         return buffer.count if buffer else None
 
     def __str__(self) -> str:
+        return f"{self.group}: {self.call}" if self.group else self.call
+
+    @property
+    def call(self) -> str:
+        """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
         text = f"{self.name} #{self.sequence}"
         buffer = self.send or self.recv
         if buffer is not None:
@@ -96,12 +102,13 @@ class Operation:
         return text
 
 
-def mismatch(*calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
+def mismatch(group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
     """The error of two calls that do not belong together: of each its rank, its text and its fingerprint."""
     (first, said, call), (second, other_said, other_call) = sorted(calls, key=lambda call: call[0])
     keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
+    keys = keys[:1] if "operation" in keys else keys  # the first; the others follow from it
     what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
     return CollectiveMismatch(
-        f"rank {first} called {said} but rank {second} called {other_said}: "
+        f"{group}: rank {first} called {said} but rank {second} called {other_said}: "
         f"they differ in {what or 'calls that are no longer on record'}"
     )

@@ -95,7 +95,7 @@ def test_another_order_of_calls_is_a_mismatch() -> None:
         first, second = calls if comm.rank else reversed(calls)
         with pytest.raises(CollectiveMismatch, match="operation"):
             first()
-        with pytest.raises(CollectiveMismatch, match=r"failed before: rank 0 called .* but rank 1 called .* operation"):
+        with pytest.raises(CollectiveMismatch, match="before: world: rank 0 called .* but rank 1 called .* operation"):
             second()
 
     spawn(body, 2, timeout=20)
@@ -415,8 +415,9 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str) -> None:
         calls.get(name, lambda: comm.recv(F4(), 1))()
 
     what = "rank 1 sent nothing" if name == "recv" else r"ranks \[1\] did not arrive"
+    message = rf"^world: {name} #0.*: not complete after 0.3 s; {what}"
     try:
-        with pytest.raises(CollectiveTimeout, match=rf"^{name} #0.*: not complete after 0.3 s; {what}") as caught:
+        with pytest.raises(CollectiveTimeout, match=message) as caught:
             spawn(body, 2, timeout=0.3)
     finally:
         release.set()

@@ -143,9 +143,25 @@ def test_only_the_first_batch_of_its_kind_may_wait(fake: FakeNCCL) -> None:
             with comm.batch():
                 for x in xs[:count]:
                     comm.all_reduce(x)
-        assert [what[:12] for what in bounded] == ["all_reduce #", "all_reduce #"]
+        assert [what[:19] for what in bounded] == ["world: all_reduce #"] * 2
 
     FakeRanks(1).run(body)
+
+
+def test_the_first_message_to_each_peer_may_wait(fake: FakeNCCL) -> None:
+    """NCCL connects two ranks when one first sends to the other, whatever that has sent elsewhere."""
+    met: list[int] = []
+
+    def body(gpu: Any) -> None:
+        comm, x, y = gpu.comm, Array.zeros(5, np.float32, 0), Array.zeros(5, np.float32, 0)
+        bounded, usual = [], comm.backend.bounded
+        comm.backend.bounded = lambda run, timeout, what: (bounded.append(what), usual(run, timeout, what))[1]
+        for step in (1, 2, 1, 2):
+            comm.send_recv(x, y, (comm.rank + step) % 3, (comm.rank - step) % 3)
+        met.append(len(bounded))
+
+    FakeRanks(3).run(body)
+    assert met == [2, 2, 2]
 
 
 def test_arrays_of_a_batch_are_not_compared(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -411,7 +411,7 @@ def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch:
         gave_up.wait(20)
         left = Path("left") / f"rank_{comm.rank}.json"
         if left.parent.exists():  # before anybody closes
-            assert "CollectiveTimeout: recv #0" in json.loads(left.read_text())["reason"]
+            assert "CollectiveTimeout: world: recv #0" in json.loads(left.read_text())["reason"]
 
     spawn(body, 2)
     assert list(tmp_path.iterdir()) == []

@@ -305,7 +305,7 @@ os._exit(0)
     assert len(lines) == 2, lines
     operation = call.split("(")[0] + " #2"
     for line in lines:
-        assert line.startswith(f"True {operation}"), line
+        assert line.startswith(f"True world: {operation}"), line
         assert "rank 1 is gone: its process" in line
     assert {name for name in os.listdir("/dev/shm") if "kos" in name} <= before
 

@@ -77,7 +77,7 @@ class DeviceBackend(HostBackend):
         self._announced: Operation | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
-        self._flying: deque[list[Work]] = deque()  # on our own stream: their arrays must live
+        self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
 
@@ -190,10 +190,10 @@ class DeviceBackend(HostBackend):
             self.queue(operations, side)
             call(cu.cuEventRecord, event.handle, side)
         self._last = last
-        works: list[Work] = [DeviceWork(o, self, o.stream, event) for o in operations]
+        works = [DeviceWork(o, self, o.stream, event) for o in operations]
         if not captured:  # what a graph uses is kept by the graph
             self._flying.append(works)
-        return works
+        return list(works)
 
     # What the host asks.
 

@@ -78,14 +78,14 @@ class MockBackend(Backend):
         if self.size == 1:
             return None
         group, rank = self._group, self.rank
-        mine = str(operation), operation.fingerprint()
+        mine = operation.call, operation.fingerprint()
         with group.world.lock:
             group.raise_failure()
             calls = self._room.calls.setdefault(operation.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(CollectiveMismatch, str(mismatch((peer, *theirs), (rank, *mine))))
+                    group.fail(CollectiveMismatch, str(mismatch(operation.group, (peer, *theirs), (rank, *mine))))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:

@@ -242,8 +242,9 @@ class NCCLBackend(DeviceBackend):
         named = o.algorithm != "auto"
         launch = ScheduledCollective(self, o) if named else self._launchers[o.name](o)
         buffer = o.send or o.recv
-        # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes.
-        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, f"{type(launch).__name__} {o.algorithm}"
+        # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes, and by peer.
+        how = f"{type(launch).__name__} {o.algorithm} {o.root} {o.dst} {o.src}"
+        kind = o.name, buffer.nbytes.bit_length() if buffer else 0, how
         if kind not in self._met:
             return _First(self, o, launch, kind)
         if o.name in _SIMPLE and (o.reduction is None or o.reduction.op is not ReduceOp.PREMUL_SUM):
@@ -254,6 +255,9 @@ class NCCLBackend(DeviceBackend):
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """What NCCL does alone goes as one group; what our kernels take part in follows, one by one."""
+        if len(operations) == 1:
+            super().queue(operations, stream)
+            return
         alone = [o for o in operations if isinstance(_bare(o.launch), OrderedReduction | ScheduledCollective)]
         together = [o for o in operations if o not in alone]
 

@@ -30,10 +30,12 @@ SLOTS = 1024  # a power of two
 """Operations that a rank remembers."""
 
 _LAST = SLOTS - 1
-_OURS = str(Path(__file__).parent.parent / "communicator.py")
-
 COMPLETED, _ERROR = -2, -1
 _dumps = itertools.count()
+
+
+Ends = tuple[int | None, int | None, int, int]
+"""Of a message: dst, src, and the tags to the one and from the other."""
 
 
 class _Entry(NamedTuple):
@@ -50,17 +52,10 @@ class _Entry(NamedTuple):
     dtype: DType | None
     reduction: Reduction | None
     root: int | None
-    dst: int | None
-    src: int | None
-    tag: int
-    recv_tag: int
+    ends: Ends | None
     timeout: float | None
-    started: bool
-    completed: int
+    completed: int | None  # nanoseconds since 1970; 0: under way
     error: str | None
-
-
-_STARTED = _Entry._fields.index("started")
 
 
 class Group:
@@ -109,21 +104,17 @@ class Recorder:
         if not self._open:
             recorders.discard(self)
 
-    def record(self, group: Group, operation: Operation, depth: int) -> None:
+    def record(self, group: Group, operation: Operation, depth: int, ends: Ends | None = None) -> None:
         """Note that ``operation`` is about to be launched, as its caller ``depth`` frames up asked."""
         try:
             frame = _getframe(depth)
         except ValueError:  # C called us
-            frame = _getframe(1)
-        code = frame.f_code
-        while code.co_filename == _OURS and frame.f_back is not None:  # a collective made of collectives
-            frame = frame.f_back
-            code = frame.f_code
+            frame = _getframe(depth - 1)
         send, recv, count = operation.send, operation.recv, self._count
         self._slots[count & _LAST] = operation.record = [
             group,
             time_ns(),
-            code,
+            frame.f_code,
             frame.f_lasti,
             operation.name,
             operation.sequence,
@@ -132,13 +123,9 @@ class Recorder:
             send.dtype if send else recv and recv.dtype,
             operation.reduction,
             operation.root,
-            operation.dst,
-            operation.src,
-            operation.tag,
-            operation.recv_tag,
+            ends,
             operation.timeout,
-            False,
-            0,
+            None,
             None,
         ]
         self._count = count + 1
@@ -207,7 +194,7 @@ recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 def started(operation: Operation) -> None:
     """The operation is under way and has to wait."""
     if operation.record is not None:
-        operation.record[_STARTED] = True
+        operation.record[COMPLETED] = 0
 
 
 def failed(operation: Operation, error: Exception) -> None:
@@ -232,8 +219,8 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         "time_created_ns": e.created,
         **_sizes("input", e.input_shape, e.dtype),
         **_sizes("output", output, e.dtype),
-        "state": "failed" if e.error else "completed" if e.completed else "started" if e.started else "scheduled",
-        "time_discovered_started_ns": e.created if e.started else None,
+        "state": "failed" if e.error else {None: "scheduled", 0: "started"}.get(e.completed, "completed"),
+        "time_discovered_started_ns": None if e.completed is None else e.created,
         "time_discovered_completed_ns": e.completed or None,
         "retired": bool(e.completed),
         "timeout_ms": None if e.timeout is None else round(e.timeout * 1000),
@@ -245,12 +232,13 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
     }
     if not is_p2p:
         yield entry
-    if e.dst is not None:
-        name = f"{group.backend}:send {group.rank}->{e.dst}"
-        yield entry | _sizes("output", None, None) | {"profiling_name": name, "tag": e.tag}
-    if e.src is not None:
-        name = f"{group.backend}:recv {group.rank}<-{e.src}"
-        yield entry | _sizes("input", None, None) | {"profiling_name": name, "tag": e.recv_tag}
+    dst, src, tag, recv_tag = e.ends or (None, None, 0, 0)
+    if dst is not None:
+        name = f"{group.backend}:send {group.rank}->{dst}"
+        yield entry | _sizes("output", None, None) | {"profiling_name": name, "tag": tag}
+    if src is not None:
+        name = f"{group.backend}:recv {group.rank}<-{src}"
+        yield entry | _sizes("input", None, None) | {"profiling_name": name, "tag": recv_tag}
 
 
 def _sizes(which: str, shape: tuple[int, ...] | bool | None, dtype: DType | None) -> dict[str, Any]:

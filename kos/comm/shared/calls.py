@@ -112,7 +112,7 @@ class Calls:
                     absent = local
                 # Again: it may have come just now, or gone on until this one was overwritten.
                 elif words[ring + slot] != same and words[line + ARRIVED] < sequence + RING:
-                    self._mismatch(sequence, local)
+                    self._mismatch(o.group, sequence, local)
         if words[self._failure]:
             self.raise_failure(sequence)
         return absent
@@ -135,7 +135,7 @@ class Calls:
                 if mine != theirs:
                     at += next(k for k, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
                     if words[line + ARRIVED] < at + RING:
-                        self._mismatch(at, local)
+                        self._mismatch(o.group, at, local)
                     at = max(at, words[line + ARRIVED] - RING) + 1  # it went on until these were overwritten
                 else:
                     at += b - a
@@ -235,7 +235,7 @@ class Calls:
         fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
         if len(self._known) == TEXTS:
             self._known.clear()
-        said = str(o).removeprefix(f"{o.name} #{o.sequence}")
+        said = o.call.removeprefix(f"{o.name} #{o.sequence}")
         text = json.dumps([fingerprint, said[:200], {k: _brief(v) for k, v in call.items()}]).encode()
         at = self.segment.layout.text(self.segment.rank, len(self._known))
         self.segment.bytes[at : at + TEXT_BYTES] = text.ljust(TEXT_BYTES)
@@ -258,11 +258,11 @@ class Calls:
                 return f"{call['operation']} #{sequence}{said}", call
         return f"collective #{sequence}", {}
 
-    def _mismatch(self, sequence: int, local: int) -> NoReturn:
+    def _mismatch(self, group: str, sequence: int, local: int) -> NoReturn:
         """Make all ranks raise what differs between this rank's call and that of ``local``."""
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
-        self.tell(mismatch(*calls), sequence)
+        self.tell(mismatch(group, *calls), sequence)
 
 
 class Wait:
