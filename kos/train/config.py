@@ -117,6 +117,9 @@ class TrainConfig(Section):
     recompute: Literal["none", "norms", "block"] = option(
         "Device", "what the backward computes again to save memory: none, norms (and SwiGLU) or whole blocks", "none"
     )
+    attention: Literal["flash", "cudnn", "auto"] = option(
+        "Device", "of GPUs: flash (our own), cudnn (16-bit; extra cudnn), or auto: the faster, measured", "flash"
+    )
     graph: bool = option("Device", "replay each step as one CUDA graph", True)
 
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
@@ -186,6 +189,7 @@ class TrainConfig(Section):
             most = MICRO_BATCH_TOKENS
             for name, value in (
                 ("zero", 0), ("dtype", self.dtype.replace("bfloat16", "float32")), ("master_weights", "float32"),
+                ("attention", self.attention.replace("cudnn", "flash")),
             ):  # fmt: skip
                 if getattr(self, name) != value:
                     raise ConfigError(f"{flag_of(name)}: expected {value} on the CPU, got {getattr(self, name)}")

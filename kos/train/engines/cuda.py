@@ -28,12 +28,13 @@ from kos.train.config import TrainConfig
 from kos.train.data import Dataset
 from kos.train.engines import StepResult
 from kos.train.engines.feed import Feed
-from kos.train.engines.memory_plan import plan_memory
+from kos.train.engines.memory_plan import MemoryPlan, plan_memory
 from kos.train.failures import together
 from kos.train.gpt2 import make_model
 from kos.train.llama_config import LlamaConfig
 from kos.train.machine import peak_flops
 from kos.train.model import Llama, Weights
+from kos.train.ops import cudnn
 from kos.train.ops.adamw import CHUNK, STATE, CudaAdamW
 from kos.train.ops.cuda import CudaOps
 from kos.train.optimizer import AdamW
@@ -60,16 +61,22 @@ class CudaEngine:
         self.sharded = config.zero == 1 and comm.size > 1
         multiple = comm.size * CHUNK if self.sharded else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self.plan = together(
-            comm,
-            lambda: plan_memory(
+
+        def plan() -> MemoryPlan:
+            return plan_memory(
                 config, model, ops, ranks=comm.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
                 sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
-            ).check(),
-        )  # fmt: skip
-        if not config.deterministic:
-            ops = self._search(ops, model, len(rounds))
-        self.ops = ops
+            ).check()  # fmt: skip
+
+        heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
+        shape = cudnn.Shape(config.micro_batch_size, config.seq_len, *heads, config.dtype)
+        asked = config.attention.replace("auto", "flash") if config.deterministic else config.attention  # not by time
+        self.attention = cudnn.choose(asked, shape, ops, comm, plan)
+        pool_of(ops.device).trim()  # what was measured
+        self.plan = together(comm, plan)
+        self.ops = ops if config.deterministic else self._search(ops, model, len(rounds))
+        self.ops.cudnn = ops.cudnn
+        ops = self.ops
         self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
         self.model.arena.reserve(self.plan.arena)
         self.model.arena.fix()
@@ -106,6 +113,7 @@ class CudaEngine:
 
         def passes() -> CudaOps:
             trying = CudaOps(ops.device, ops.stream, search=True)
+            trying.cudnn = ops.cudnn
             trial = make_model(model, trying, head_rows=HEAD_ROWS, recompute=config.recompute)
             trial.arena.reserve(self.plan.arena)
             weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), trying.zeros)
@@ -130,6 +138,7 @@ class CudaEngine:
     def describe(self) -> str:
         about = device_info(self.ops.device)
         how = "one CUDA graph a step" if self.config.graph else "no graph"
+        how += f", attention by {self.attention}"
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:

@@ -84,6 +84,8 @@ def plan_memory(
         knobs.append(f"a --micro-batch-size below {config.micro_batch_size}")
     if config.recompute != "block":
         knobs.append(f"--recompute {'norms or block' if config.recompute == 'none' else 'block'}")
+    if ops.cudnn is not None:
+        knobs.append("--attention flash")
     if not config.zero and ranks > 1:
         knobs.append("--zero 1")
     if config.dtype != master:
@@ -129,12 +131,16 @@ class _Sizing(CudaOps):
     def launch(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def attention(self, *arguments: Any) -> None:
-        pass
+    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, lse: Array, arena: Arena) -> None:
+        if self.cudnn is not None:
+            self.cudnn.forward(qkv, heads, kv_heads, out, lse, arena, dry=True)
 
     def attention_backward(
         self, d_out: Any, qkv: Any, out: Any, lse: Array, heads: int, kv_heads: int, d_qkv: Any, arena: Arena
     ) -> None:
+        if self.cudnn is not None:
+            self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
+            return
         with arena.scope():
             attention.take_statistics(lse, arena)
 

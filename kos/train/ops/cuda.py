@@ -27,6 +27,7 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import attention
 from kos.train.ops.cublaslt import Matmul
+from kos.train.ops.cudnn import CudnnAttention
 
 KERNELS = Path(__file__).parent.parent / "kernels"
 BLOCK = 256  # threads of an elementwise block
@@ -38,8 +39,10 @@ class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     ``search`` lets matrix products be timed for their fastest algorithm on first use.  Attention leaves ``spare``
-    multiprocessors to communication that runs beside the forward.
+    multiprocessors to communication that runs beside the forward, or is cuDNN's where ``cudnn`` is set.
     """
+
+    cudnn: CudnnAttention | None = None
 
     def __init__(self, device: int, stream: Any = None, *, search: bool = False, spare: int = 0) -> None:
         driver.set_device(device)
@@ -334,7 +337,10 @@ class CudaOps:
     # --- attention -----------------------------------------------------------------------------------
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream, spare=self.spare)
+        if self.cudnn is not None:
+            self.cudnn.forward(qkv, heads, kv_heads, out, log_sum_exp, arena)
+        else:
+            attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream, spare=self.spare)
 
     def attention_backward(
         self,
@@ -347,7 +353,11 @@ class CudaOps:
         d_qkv: Array,
         arena: Arena,
     ) -> None:
-        attention.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena, self.stream)
+        operands = (d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
+        if self.cudnn is not None:
+            self.cudnn.backward(*operands)
+        else:
+            attention.attention_backward(*operands, self.stream)
 
     # --- cross_entropy -------------------------------------------------------------------------------
 
