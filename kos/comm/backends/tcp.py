@@ -26,10 +26,10 @@ import numpy as np
 
 from kos.comm.backend import Probe, drop, take, wrong_length
 from kos.comm.backends.host import HostBackend
+from kos.comm.fingerprints import KINDS
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.schedules.execute import Request
-from kos.comm.shared.calls import KINDS
 from kos.comm.tcp import Connection, Network, admit_all
 from kos.comm.work import Engine, Idle
 from kos.errors import CollectiveError, KosError, RankLost, RendezvousError

@@ -12,9 +12,9 @@ import json
 import os
 import time
 from collections.abc import Callable
-from hashlib import blake2b
 from typing import Any, NoReturn
 
+from kos.comm.fingerprints import KINDS, TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.operation import Operation, mismatch
 from kos.comm.shared.segment import (
     ARRIVED,
@@ -23,26 +23,20 @@ from kos.comm.shared.segment import (
     PID,
     RING,
     STARTED,
-    TEXT_BYTES,
-    TEXTS,
     Segment,
     started,
 )
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import KosError, RankLost
 
 LOOK_EVERY = 0.01
 """Seconds of waiting between two looks at whether the rank waited for still lives."""
 
-KINDS: dict[str, type[KosError]] = {
-    kind.__name__: kind for kind in (CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost)
-}
-"""What ranks tell each other that a collective failed of."""
 
-
-class Calls:
+class Calls(Fingerprints):
     """The collectives of the ranks of one host, as each of them publishes its own."""
 
     def __init__(self, segment: Segment) -> None:
+        super().__init__()
         self.segment = segment
         words, layout = segment.words, segment.layout
         self._words, self._failure = words, layout.failure
@@ -50,29 +44,10 @@ class Calls:
         self._peers = [
             (local, layout.line(local), layout.ring(local)) for local in range(segment.size) if local != segment.rank
         ]
-        self._known: dict[Any, int] = {}
         self._late: Wait | None = None  # what ``compare`` waits for
         pid = os.getpid()
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
-
-    def mark(self, o: Operation) -> int:
-        """The fingerprint of ``o``, which it keeps."""
-        buffer, reduction = o.send or o.recv, o.reduction
-        key = (
-            o.name,
-            None if buffer is None else buffer.array.shape,
-            None if buffer is None else buffer.dtype,
-            None if reduction is None else reduction.op,
-            o.root,
-            o.algorithm,
-            o.deterministic,
-            o.via,
-            o.way,
-            None if o.send_counts is None and o.recv_counts is None else _counts(o),
-        )
-        o.mark = self._known.get(key) or self._learn(key, o)
-        return o.mark
 
     def announce(self, o: Operation) -> None:
         """Say that this rank begins ``o``."""
@@ -228,19 +203,9 @@ class Calls:
         pid, began = self._words[line + PID], self._words[line + STARTED]
         return f"its process {pid} ended" if pid and started(pid) != began else None
 
-    def _learn(self, key: Any, o: Operation) -> int:
-        """The fingerprint of a call not seen before; its description is kept where the others find it."""
-        call = o.fingerprint()
-        exact = json.dumps(call, sort_keys=True).encode()
-        fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
-        if len(self._known) == TEXTS:
-            self._known.clear()
-        said = o.call.removeprefix(f"{o.name} #{o.sequence}")
-        text = json.dumps([fingerprint, said[:200], {k: _brief(v) for k, v in call.items()}]).encode()
-        at = self.segment.layout.text(self.segment.rank, len(self._known))
+    def _publish(self, index: int, text: bytes) -> None:
+        at = self.segment.layout.text(self.segment.rank, index)
         self.segment.bytes[at : at + TEXT_BYTES] = text.ljust(TEXT_BYTES)
-        self._known[key] = fingerprint
-        return fingerprint
 
     def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
         """The call that a rank made as its ``sequence``-th collective, as text and as what must be equal."""
@@ -248,14 +213,8 @@ class Calls:
         for index in range(TEXTS):
             at = self.segment.layout.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
-            if not text:
-                continue
-            try:
-                known, said, call = json.loads(text)
-            except ValueError:
-                continue  # its rank is just writing it
-            if known == fingerprint:
-                return f"{call['operation']} #{sequence}{said}", call
+            if call := described(text, fingerprint, sequence):  # not so if its rank is just writing it
+                return call
         return f"collective #{sequence}", {}
 
     def _mismatch(self, group: str, sequence: int, local: int) -> NoReturn:
@@ -292,15 +251,3 @@ class Wait:
         else:
             lost = RankLost(f"{self.operation}: rank {calls.segment.ranks[local]} is gone: {why}")
             calls.tell(lost, self.operation.sequence)
-
-
-def _counts(o: Operation) -> tuple[Any, ...]:
-    return tuple(o.send_counts or ()), tuple(o.recv_counts or ())
-
-
-def _brief(value: Any) -> Any:
-    """A value of a fingerprint, short enough to be kept: long lists by their head and their digest."""
-    if isinstance(value, list) and len(value) > 16:
-        digest = blake2b(json.dumps(value).encode(), digest_size=4).hexdigest()
-        return f"[{', '.join(map(str, value[:8]))}, ... {len(value)} in all, digest {digest}]"
-    return value

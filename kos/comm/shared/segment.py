@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.fingerprints import TEXT_BYTES, TEXTS
 from kos.comm.rendezvous import Rendezvous, host_id
 
 Array = np.ndarray[Any, Any]
@@ -35,8 +36,6 @@ PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED = range(7)
 
 RING = 1024
 """Fingerprints kept per rank: so far may one rank run ahead of another with its calls compared."""
-TEXTS, TEXT_BYTES = 64, 1024
-"""Descriptions of calls kept per rank, and bytes of each."""
 FAILURE_BYTES = 4096
 
 DEPTH = 2

@@ -1,0 +1,86 @@
+"""Fingerprints of calls: numbers that are equal on two ranks exactly if their calls belong together.
+
+And the words for it: how a rank describes its call to another, whose is not the same.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from typing import Any
+
+from kos.comm.operation import Operation
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+
+KINDS: dict[str, type[KosError]] = {
+    kind.__name__: kind for kind in (CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost)
+}
+"""What ranks tell each other that a collective failed of."""
+
+TEXTS, TEXT_BYTES = 64, 1024
+"""Descriptions of calls kept per rank, and bytes of each."""
+
+
+class Fingerprints:
+    """Of one rank's calls, each kind of which is looked into once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, int] = {}
+        self.texts: dict[int, bytes] = {}  # the descriptions of the last calls, by fingerprint
+
+    def mark(self, o: Operation) -> int:
+        """The fingerprint of ``o``, which it keeps."""
+        buffer, reduction = o.send or o.recv, o.reduction
+        key = (
+            o.name,
+            None if buffer is None else buffer.array.shape,
+            None if buffer is None else buffer.dtype,
+            None if reduction is None else reduction.op,
+            o.root,
+            o.algorithm,
+            o.deterministic,
+            o.via,
+            o.way,
+            None if o.send_counts is None and o.recv_counts is None else _counts(o),
+        )
+        o.mark = self._known.get(key) or self._learn(key, o)
+        return o.mark
+
+    def _learn(self, key: Any, o: Operation) -> int:
+        """The fingerprint of a call not seen before, which is described."""
+        call = o.fingerprint()
+        exact = json.dumps(call, sort_keys=True).encode()
+        fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
+        if len(self._known) == TEXTS:
+            self._known.clear()
+            self.texts.clear()
+        said = o.call.removeprefix(f"{o.name} #{o.sequence}")
+        text = json.dumps([fingerprint, said[:200], {k: _brief(v) for k, v in call.items()}]).encode()
+        self.texts[fingerprint] = text
+        self._publish(len(self._known), text)
+        self._known[key] = fingerprint
+        return fingerprint
+
+    def _publish(self, index: int, text: bytes) -> None:
+        """Make a description known to other ranks at once."""
+
+
+def described(text: bytes, fingerprint: int, sequence: int) -> tuple[str, dict[str, Any]] | None:
+    """A call of that fingerprint, as text and as what must be equal, if it is what ``text`` describes."""
+    try:
+        known, said, call = json.loads(text)
+    except ValueError:
+        return None
+    return (f"{call['operation']} #{sequence}{said}", call) if known == fingerprint else None
+
+
+def _counts(o: Operation) -> tuple[Any, ...]:
+    return tuple(o.send_counts or ()), tuple(o.recv_counts or ())
+
+
+def _brief(value: Any) -> Any:
+    """A value of a fingerprint, short enough to be kept: long lists by their head and their digest."""
+    if isinstance(value, list) and len(value) > 16:
+        digest = blake2b(json.dumps(value).encode(), digest_size=4).hexdigest()
+        return f"[{', '.join(map(str, value[:8]))}, ... {len(value)} in all, digest {digest}]"
+    return value
