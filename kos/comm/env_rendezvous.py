@@ -27,6 +27,7 @@ from kos.comm.secret import load_secret
 from kos.comm.tcp import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours, plain_address
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
 GRACE_SECONDS = 2.0  # the hub names at the timeout who is missing; if it says nothing, it is the hub that is
 CALL_SECONDS = 2.0  # in which a host that is there answers
@@ -261,19 +262,27 @@ class Place:
 
     @staticmethod
     def told(environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether the environment says, or begins to say, which rank this process is."""
-        if {"RANK", "WORLD_SIZE"} <= environ.keys():
-            return True
-        return {"MASTER_ADDR", "MASTER_PORT"} <= environ.keys() and bool(
-            {"RANK", "WORLD_SIZE", "SLURM_PROCID"} & environ.keys()
-        )
+        """Whether the environment says, or begins to say, which rank this process is.
+
+        A shell of a Slurm allocation has a number too, but no ranks beside it: only a step of srun has those.
+        """
+        return not environ.keys().isdisjoint(_VARIABLES) or environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
         """Raises RendezvousError for what is missing or wrong."""
         launcher = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-        if "RANK" in environ or "WORLD_SIZE" in environ:
+        if "RANK" in environ or "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ:
             launcher = {name: name for name in launcher}
+        needed = [launcher["RANK"], launcher["WORLD_SIZE"]]
+        if environ.get(launcher["WORLD_SIZE"]) != "1":
+            needed += ["MASTER_ADDR", "MASTER_PORT"]
+        if missing := [name for name in needed if not environ.get(name)]:
+            given = [name for name in (*needed, *_VARIABLES) if environ.get(name)]
+            raise RendezvousError(
+                f"{', '.join(missing)}: expected beside {', '.join(dict.fromkeys(given)) or 'each other'}, got nothing "
+                f"(a process without any of {', '.join(_VARIABLES)} is a group of one)"
+            )
         size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
         rank = _number(environ, launcher["RANK"], 0, size - 1)
         local_rank = None
@@ -281,22 +290,18 @@ class Place:
             local_rank = _number(environ, launcher["LOCAL_RANK"], 0, size - 1)
         if size == 1:
             return cls(rank, size, local_rank, "127.0.0.1", [0], b"")
-        host = environ.get("MASTER_ADDR", "")
-        if not host:
-            raise RendezvousError("MASTER_ADDR: expected the host name or address of rank 0, got nothing")
         port = _number(environ, "MASTER_PORT", 1, 65535)
         purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
         ports = [port]
         if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             ports = [(port + step - 1) % 65535 + 1 for step in range(1, AGENT_PORTS + 1)]
-        return cls(rank, size, local_rank, host, ports, purpose)
+        return cls(rank, size, local_rank, environ["MASTER_ADDR"], ports, purpose)
 
 
 def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
-    text = environ.get(name)
-    if text is None or not text.isdecimal() or not low <= int(text) <= high:
-        got = "nothing" if text is None else repr(text)
-        raise RendezvousError(f"{name}: expected a whole number from {low} to {high}, got {got}")
+    text = environ[name]
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise RendezvousError(f"{name}: expected a whole number from {low} to {high}, got {text!r}")
     return int(text)
 
 

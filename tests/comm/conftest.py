@@ -32,11 +32,14 @@ def ranks(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
     return MockRanks(request.param)
 
 
+TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
 @pytest.fixture
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As in a shell: no launcher, mpirun included, has told this process anything."""
-    started = (*LAUNCHERS_VARIABLES, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "SLURM_NTASKS")
-    for name in (*started, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")
+    for name in (*LAUNCHERS_VARIABLES, *slurm, "OMPI_COMM_WORLD_RANK", "PMI_RANK", *TORCHS_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 

@@ -134,11 +134,15 @@ def test_variables_of_launchers() -> None:
         "nothing": ({}, False),
         "torch": (torch, True),
         "rank and size": ({"RANK": "0", "WORLD_SIZE": "1"}, True),
-        "rank alone": ({"RANK": "0"}, False),
+        "rank alone": ({"RANK": "0"}, True),
+        "size alone": ({"WORLD_SIZE": "2"}, True),
+        "rank on the host alone": ({"LOCAL_RANK": "0"}, False),
         "half": ({"RANK": "0", **master}, True),
-        "slurm alone": (slurm, False),
+        "slurm's shell": (slurm, False),
+        "slurm's step of one": ({**slurm, "SLURM_STEP_NUM_TASKS": "1"}, False),
+        "slurm's step": ({**slurm, "SLURM_STEP_NUM_TASKS": "3"}, True),
         "slurm": ({**slurm, **master}, True),
-        "master alone": (master, False),
+        "master alone": (master, True),
     }
     for name, (environ, expected) in told.items():
         assert Place.told(environ) is expected, name
@@ -272,12 +276,7 @@ def test_the_trainer(tmp_path: Path) -> None:
         ({"RANK": "2"}, "RANK: expected a whole number from 0 to 1, got '2'"),
         ({"RANK": "-1"}, "RANK: expected a whole number from 0 to 1, got '-1'"),
         ({"RANK": "one"}, "RANK: expected a whole number from 0 to 1, got 'one'"),
-        ({"RANK": None}, "RANK: expected a whole number from 0 to 1, got nothing"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE: expected a whole number from 1 to 1048576, got '0'"),
-        ({"WORLD_SIZE": None}, "WORLD_SIZE: expected a whole number from 1 to 1048576, got nothing"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR: expected the host name or address of rank 0, got nothing"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR: expected the host name or address of rank 0, got nothing"),
-        ({"MASTER_PORT": None}, "MASTER_PORT: expected a whole number from 1 to 65535, got nothing"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT: expected a whole number from 1 to 65535, got '65536'"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK: expected a whole number from 0 to 1, got '2'"),
         ({"KOS_SECRET": ""}, "KOS_SECRET: expected a secret, got an empty one"),
@@ -286,6 +285,37 @@ def test_the_trainer(tmp_path: Path) -> None:
 def test_bad_variables(changes: dict[str, str | None], message: str) -> None:
     environ = {k: v for k, v in {**environment(1, 2, 7), **changes}.items() if v is not None}
     assert errors_of(5, environ) == [message]
+
+
+@pytest.mark.parametrize(
+    ("environ", "missing", "given"),
+    [
+        ({"RANK": "1"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "RANK"),
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK, MASTER_ADDR, MASTER_PORT", "WORLD_SIZE"),
+        ({"WORLD_SIZE": "1"}, "RANK", "WORLD_SIZE"),
+        (TORCH, "MASTER_ADDR, MASTER_PORT", "RANK, WORLD_SIZE"),
+        ({**TORCH, "MASTER_ADDR": "", "MASTER_PORT": "7"}, "MASTER_ADDR", "RANK, WORLD_SIZE, MASTER_PORT"),
+        ({**TORCH, "MASTER_ADDR": "host"}, "MASTER_PORT", "RANK, WORLD_SIZE, MASTER_ADDR"),
+        (MASTER, "RANK, WORLD_SIZE", "MASTER_ADDR, MASTER_PORT"),
+        ({**SLURM, **MASTER, "WORLD_SIZE": "4"}, "RANK", "WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "4"}, "MASTER_ADDR, MASTER_PORT", "SLURM_PROCID, SLURM_NTASKS"),
+    ],
+)
+def test_a_part_of_the_variables(
+    no_launcher: pytest.MonkeyPatch, environ: dict[str, str], missing: str, given: str
+) -> None:
+    """No group of one by mistake."""
+    for name, value in environ.items():
+        no_launcher.setenv(name, value)
+    with pytest.raises(RendezvousError) as caught:
+        kos.init(timeout=5)
+    assert str(caught.value).startswith(f"{missing}: expected beside {given}, got nothing (a process without")
+
+
+def test_a_rank_on_the_host_says_nothing(no_launcher: pytest.MonkeyPatch) -> None:
+    no_launcher.setenv("LOCAL_RANK", "3")
+    with kos.init() as comm:
+        assert (comm.size, comm.local_rank) == (1, 0)
 
 
 def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
