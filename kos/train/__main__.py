@@ -6,23 +6,14 @@ import contextlib
 import io
 import logging
 import os
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from types import FrameType
-from typing import TYPE_CHECKING
 
 import kos
-from kos.comm.mpi_job import launched_rank
 from kos.errors import ConfigError, KosError, RankLost
-
-if TYPE_CHECKING:
-    from kos.train.loop import Trainer
-
-STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
-"""What asks a run to save and stop: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
+from kos.train.stopping import Stop, Stopped
 
 SPOKESMAN_SECONDS = 10.0
 """How long the other ranks wait for rank 0 to say an error that all have; its exit ends them."""
@@ -32,11 +23,12 @@ ECHO_SECONDS = 3.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; the exit code. A failure does not return: it ends the process, and with it the MPI job."""
+    """Train; 0, also where it was asked to stop. A failure does not return: it ends the process, and the MPI job."""
+    stop = Stop()
+    stop.listen()
+    from kos.comm.mpi_job import launched_rank  # which takes a tenth of a second
+
     rank = launched_rank()
-    stopper = _Stopper(rank)
-    for number in STOP_SIGNALS:
-        signal.signal(number, stopper)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
@@ -52,28 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"expected the packages of 'pip install kos[train]', got: {error}") from error
         config = parse(arguments)
         with kos.init(config.backend, timeout=config.timeout) as comm:
-            stopper.trainer = Trainer(config, comm)
-            stopper.trainer.run()
+            try:
+                Trainer(config, comm, stop).run()
+            except Stopped:
+                if rank == 0:
+                    print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except (KosError, OSError, MemoryError) as error:
         _fail(error, rank, debug="--debug" in arguments)
     return 0
-
-
-class _Stopper:
-    """A signal handler: the first signal asks the trainer to stop, if there is one yet; a second ends the process."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.trainer: Trainer | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.trainer is None:
-            if self.rank == 0:
-                os.write(2, b"kos: stopped before the first step\n")
-            os._exit(130)
-        self.trainer.ask_stop()
-        for other in STOP_SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
 
 
 def _fail(error: Exception, rank: int, debug: bool) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
 from kos.comm import mpi_job
+
+SILENCE = 10.0  # seconds without a line, after which a part of what takes long is worth one
 
 # How each value of a row is shown, in this order.
 _SHOWN = {
@@ -25,17 +28,20 @@ _SHOWN = {
 class Console:
     """Rank 0's: a bar that stays at the bottom of a terminal, all else above it; or lines.  Other ranks are silent."""
 
-    def __init__(self, rank: int, steps: int, start: int) -> None:
+    def __init__(self, rank: int, steps: int) -> None:
         self._silent = rank != 0 or sys.stdout is None
         self._steps = steps
+        self.start = 0  # the step that the bar counts from
+        self._spoke = 0.0  # when a line was last printed
         terminal = None if self._silent else _terminal()
-        self._bar = None if terminal is None else _bar(terminal, steps, start)
+        self._bar = None if terminal is None else _bar(terminal, steps)
 
     def say(self, text: str) -> None:
         """A line (or several) that stays."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         elif not self._silent:
+            self._spoke = time.monotonic()
             try:
                 print(text, flush=True)
             except OSError:  # nobody reads any more (`| head`), or a full disk: the run goes on in silence
@@ -49,12 +55,26 @@ class Console:
             if log or evaluated:
                 self.say(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {describe(row)}")
             return
-        if self._bar.finished or not self._bar.live.is_started:
-            self._bar.start()
+        self._show(self._bar)
         if evaluated:
             self.say(f"step {row['step']}: {describe(row)}")
         beside = describe({key: value for key, value in row.items() if key != "val_loss"}) if log else None
         self._bar.update(self._bar.task_ids[0], completed=row["step"], description=beside)
+
+    def progress(self, what: str, share: float) -> None:
+        """How far something is that takes long: beside the bar, or a line now and then."""
+        text = f"{what}: {share:.0%}"
+        if self._bar is not None:
+            self._show(self._bar)
+            self._bar.update(self._bar.task_ids[0], description=text)
+        elif time.monotonic() - self._spoke > SILENCE:
+            self.say(text)
+
+    def _show(self, bar: Any) -> None:
+        if not bar.task_ids:
+            bar.add_task("", total=self._steps, completed=self.start)
+        if bar.finished or not bar.live.is_started:
+            bar.start()
 
     def close(self) -> None:
         """No more steps."""
@@ -62,7 +82,7 @@ class Console:
             self._bar.stop()
 
 
-def _bar(terminal: TextIO, steps: int, start: int) -> Any:
+def _bar(terminal: TextIO, steps: int) -> Any:
     from rich.console import Console as Terminal
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
@@ -77,7 +97,6 @@ def _bar(terminal: TextIO, steps: int, start: int) -> Any:
         console=Terminal(file=terminal, force_terminal=True, width=width),
         refresh_per_second=5,
     )
-    bar.add_task("", total=steps, completed=start)
     return bar
 
 

@@ -102,6 +102,11 @@ class Dataset:
         return np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
 
 
+def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
+    """Sequences of a validation batch, where there are as many, and tokens of each: at most ``EVAL_BATCH_TOKENS``."""
+    return max(1, min(settings.batch_size, EVAL_BATCH_TOKENS // settings.seq_len)), settings.seq_len
+
+
 class ValBatches:
     """Windows evenly spread over the validation tokens, none overlapping another; made when asked for.
 
@@ -112,7 +117,7 @@ class ValBatches:
     def __init__(self, data: Dataset) -> None:
         self._data = data
         windows = (len(data.val) - 1) // data.seq_len
-        rows = max(1, min(data.batch_size, EVAL_BATCH_TOKENS // data.seq_len, windows))
+        rows = max(1, min(eval_shape(data)[0], windows))
         batches = min(data.eval_batches, windows // rows)
         count = rows * batches
         self._starts = (np.arange(count) * windows // count * data.seq_len).reshape(batches, rows)

@@ -9,6 +9,7 @@ from typing import TypeVar
 import kos.errors
 from kos.comm.communicator import Communicator
 from kos.errors import ConfigError, KosError
+from kos.train.stopping import Stop, Stopped
 
 PATIENCE = 3600.0
 """Seconds that ranks wait for one that reads, writes or computes alone: a large checkpoint takes minutes.
@@ -37,9 +38,15 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
         return result
     if first != comm.rank or failure is None:
         name, _, message = answers[first].decode().partition("\n")
-        failure = getattr(kos.errors, name, KosError)(message)
+        failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message)
     failure.on_every_rank = True
     raise failure
+
+
+def stop_together(comm: Communicator, stop: Stop) -> None:
+    """Raise ``Stopped`` on all ranks if any was asked to stop.  Takes some 50 µs."""
+    if any(comm.all_gather_bytes(b"!" * stop.asked)):
+        raise Stopped("asked to stop")
 
 
 def same_on_all(comm: Communicator, facts: Mapping[str, object]) -> None:

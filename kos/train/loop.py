@@ -24,9 +24,9 @@ from kos.errors import CheckpointError, ConfigError, TrainingError
 from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.console import Console
-from kos.train.data import load_data
+from kos.train.data import Dataset, load_data
 from kos.train.engines import choose_device, make_engine
-from kos.train.failures import same_on_all, together
+from kos.train.failures import same_on_all, stop_together, together
 from kos.train.folders import run_folder
 from kos.train.llama_config import LlamaConfig
 from kos.train.machine import limit_threads, provenance
@@ -34,34 +34,45 @@ from kos.train.metrics import MetricsLog
 from kos.train.optimizer import AdamW
 from kos.train.profile import profile_steps
 from kos.train.sample import sample_text
+from kos.train.stopping import Stop, Stopped
 
 _log = logging.getLogger(__name__)
 
-EXACT = ("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic", "device", "dtype")
+EXACT = ("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic", "device", "dtype", "master_weights")
 """Settings that a resumed run must keep to go on bit for bit."""
 
 
 class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
-    def __init__(self, config: TrainConfig, comm: Communicator) -> None:
-        self.comm = comm
+    def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
+        self.comm, self.stop = comm, stop or Stop()
         self.config = config = config.for_world(comm.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
-        self.data = together(comm, lambda: load_data(config))
+        self.data = together(comm, self._load_data)
         same_on_all(comm, self._facts())
         folder = together(comm, lambda: run_folder(config) if comm.rank == 0 else Path())
         self.out = Path(os.fsdecode(comm.all_gather_bytes(os.fsencode(folder))[0]))
         self.checkpoints = self.out / "checkpoints"
         found = together(comm, self._find_checkpoint)
         self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-        self.engine = make_engine(config, self.model_config, self.data, comm)
+        self.engine = make_engine(config, self.model_config, self.data, comm, self._between)
+        self.console = Console(comm.rank, config.steps)
+        self._announce()
         self.start, self.saved_step = self._load(found)
+        self.console.start = self.start
         self._lock: IO[str] | None = None
         self.metrics = together(comm, self._open_output)
-        self.console = Console(comm.rank, config.steps, self.start)
         self._has_saved = False
-        self._stop_asked = False
+
+    def _load_data(self) -> Dataset:
+        with self.stop.at_once():
+            return load_data(self.config)
+
+    def _between(self, what: str, share: float) -> None:
+        """Between the parts of a step: show how far it is, and leave it where any rank was asked to."""
+        stop_together(self.comm, self.stop)
+        self.console.progress(what, share)
 
     def _facts(self) -> dict[str, object]:
         """What must be the same on all ranks; paths may differ."""
@@ -80,14 +91,18 @@ class Trainer:
     def _load(self, found: checkpoint.Checkpoint | None) -> tuple[int, int]:
         """Give the engine its weights; the step that they are of, and that of the checkpoint that is there already."""
         state = self.engine.new_state() if self.comm.rank == 0 else None
-        start = together(self.comm, lambda: 0 if state is None else self._fill(state, found))
+        start = together(self.comm, lambda: self._fill(state, found))
         saved = start if found is not None and found.path.parent == self.checkpoints else -1
         self.engine.load(state)
         start, saved = json.loads(self.comm.all_gather_bytes(json.dumps([start, saved]).encode())[0])
         return start, saved
 
-    def _fill(self, state: AdamW, found: checkpoint.Checkpoint | None) -> int:
+    def _fill(self, state: AdamW | None, found: checkpoint.Checkpoint | None) -> int:
         """From a checkpoint, a Hugging Face folder or the seed; the step that the state is of."""
+        with self.stop.at_once():
+            return 0 if state is None else self._read_state(state, found)
+
+    def _read_state(self, state: AdamW, found: checkpoint.Checkpoint | None) -> int:
         source = self.config.init_from if found is None else found.path
         if source is None:
             self.model_config.init_weights(state.weights, self.config.seed)
@@ -136,28 +151,45 @@ class Trainer:
         return {"config": config, "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
 
     def run(self) -> None:
-        """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where."""
+        """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where.
+
+        Raises ``Stopped`` where that is before the first step is over: there is nothing to save.
+        """
         config = self.config
         try:
-            self._announce()
+            if self.start:
+                done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps)
+                self.console.say(f"resuming after step {self.start}{done}")
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
             untrained = self.engine.evaluate() if self.start == 0 else None
             if untrained is not None:
                 self.console.say(f"validation loss before training: {untrained:.4f}")
+            stop_together(self.comm, self.stop)
             step = started = self.start
             stopped = False
             while step < started or (step < config.steps and not stopped):
-                while not stopped and started < min(step + 1 + self.engine.lag, self._next_pause(step)):
-                    self.engine.start_step(started, self._stop_asked)
-                    started += 1
+                try:
+                    while not stopped and started < min(step + 1 + self.engine.lag, self._next_pause(step)):
+                        self.engine.start_step(started, self.stop.asked)
+                        started += 1
+                except Stopped:
+                    if step == self.start:
+                        raise
+                    self.console.say(f"step {step + 1} is left unfinished")
+                    stopped = True
+                    break
                 row, stop = self._finish_step(step)
                 if step == 0:
                     row["val_loss_before"] = untrained
                 step, stopped = step + 1, stopped or stop
                 last = step == config.steps or (stopped and step == started)
                 if _every(config.eval_every, step) or step == config.steps:
-                    row["val_loss"] = self.engine.evaluate()
+                    try:
+                        row["val_loss"] = self.engine.evaluate()
+                    except Stopped:
+                        self.console.say("the validation is left unfinished")
+                        stopped = last = True
                 self._record(row, log=step % config.log_every == 0 or last)
                 if not last and _every(config.save_every, step):
                     self._save(step)
@@ -237,11 +269,7 @@ class Trainer:
             f"{self.data.describe()}, {self.comm.size} rank{'s' * (self.comm.size > 1)}, "
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
-        if where := self.engine.describe():
-            self.console.say(where)
-        if self.start:
-            done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps)
-            self.console.say(f"resuming after step {self.start}{done}")
+        self.console.say(self.engine.describe())
 
     def _conclude(self, step: int, stopped: bool) -> None:
         model, weights = self.engine.sampler()
@@ -260,6 +288,7 @@ class Trainer:
                 seed=self.config.seed,
                 temperature=self.config.temperature,
                 top_k=self.config.top_k,
+                cut=lambda: self.stop.asked,
             )
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
@@ -267,10 +296,6 @@ class Trainer:
         if not stopped:
             say(f"more text:  {_python()} -m kos.train.sample {shown}")
             say(f"more steps: the same settings and --out {shown} --resume auto --steps {2 * step}")
-
-    def ask_stop(self) -> None:
-        """Save and end after the step that is under way, on all ranks; safe to call in a signal handler."""
-        self._stop_asked = True
 
 
 def _every(steps: int, step: int) -> bool:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
+import sys
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from kos.comm.communicator import Communicator
@@ -41,6 +45,25 @@ def limit_threads(comm: Communicator, threads: int | None = None) -> int:
 def peak_flops(gpu: str) -> float | None:
     """What MFU is measured against on this GPU; None where that is not known."""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), None)
+
+
+def free_memory() -> int:
+    """Bytes of this host's memory that this process and others may still take, within its container's limit."""
+    limit = Path("/sys/fs/cgroup/memory.max")
+    limits = [limit.read_text().strip()] if limit.exists() else []
+    free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+    return min([int(free[1]) << 10 if free else sys.maxsize, *(int(text) for text in limits if text.isdecimal())])
+
+
+def product_speed() -> float:
+    """Flops a second of a matrix product of this rank, all ranks at once."""
+    x, times = np.ones((512, 512), np.float32), []
+    out = x.copy()
+    for _ in range(9):
+        began = time.perf_counter()
+        np.matmul(x, x, out=out)
+        times.append(time.perf_counter() - began)
+    return 2.0 * len(x) ** 3 / min(times)
 
 
 def provenance(comm: Communicator) -> dict[str, Any]:

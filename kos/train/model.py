@@ -67,6 +67,7 @@ class Llama:
         self.recompute = recompute
         self.head_rows = head_rows or HEAD_ROWS
         self.arena = ops.make_arena()
+        self.pause: Callable[[], None] = lambda: None  # called between the parts of a pass, which it may end by raising
         self._layers = [config.layer_names(layer) for layer in range(config.num_hidden_layers)]
         self._groups = config.fused_groups()
         self._tables: dict[tuple[int, Any], tuple[Array, Array]] = {}
@@ -118,6 +119,7 @@ class Llama:
             seq_len, inputs, kept = tokens.shape[1], [], []
             x_ND = self.embed(weights, tokens_N, seq_len)
             for layer in range(self.config.num_hidden_layers):
+                self.pause()
                 inputs.append(x_ND)
                 if self.recompute == "block":
                     x_ND = self._take(weights, *x_ND.shape)
@@ -128,6 +130,7 @@ class Llama:
                     kept.append(activations)
             self.head_loss_and_gradients(weights, x_ND, targets_N, count, losses_N, dx_ND, into)
             for layer in reversed(range(self.config.num_hidden_layers)):
+                self.pause()
                 with self.arena.scope():
                     activations = kept.pop() if kept else self._activations(layer, weights, inputs[layer], seq_len)
                     self.block_backward(layer, weights, activations, dx_ND, into)
@@ -165,6 +168,7 @@ class Llama:
         tokens_N, _ = self._flatten(tokens, tokens)
         x_ND = self.embed(weights, tokens_N, tokens.shape[1])
         for layer in range(self.config.num_hidden_layers):
+            self.pause()
             with self.arena.scope():
                 out_ND, _ = self.block(layer, weights, x_ND, tokens.shape[1])
                 self.ops.copy(out_ND, x_ND)
@@ -286,6 +290,7 @@ class Llama:
             normed_ND = self._norm(weights, norm, x_ND, rstd_N)
             d_normed_ND = self._take(weights, *x_ND.shape)
             for rows in self._chunks(len(targets_N)):
+                self.pause()
                 with arena.scope():
                     logits_NV = self._logits(weights, normed_ND[rows])
                     ops.cross_entropy_with_gradient(logits_NV, targets_N[rows], count, losses_N[rows], arena)

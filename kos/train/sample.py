@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,19 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 0,
     stop: int | None = None,
+    cut: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
     """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
 
     Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The context is the last
-    ``max_position_embeddings`` tokens. Ends early at token ``stop``.
+    ``max_position_embeddings`` tokens. Ends early at token ``stop``, or when ``cut`` says so.
     """
     rng = np.random.default_rng(seed)
     ids = list(prompt)
     for _ in range(count):
         context = np.asarray([ids[-model.config.max_position_embeddings :]], np.int32)
         token = _draw(model.next_logits(weights, context), temperature, top_k, rng)
-        if token == stop:
+        if token == stop or cut():
             return
         ids.append(token)
         yield token

@@ -155,14 +155,6 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     assert found.step == rows[-1]["step"] and f"after step {found.step};" in said
 
 
-def test_asked_to_stop_before_the_first_step(text: Path, tmp_path: Path) -> None:
-    code = "import os, signal, sys; from kos.train import __main__ as main, loop\n"
-    code += "loop.load_data = lambda config: os.kill(os.getpid(), signal.SIGINT)\nsys.exit(main.main())"
-    command = [sys.executable, "-c", code, *SHAPE, "--data", str(text), "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
-    assert (done.returncode, done.stderr) == (130, "kos: stopped before the first step\n")
-
-
 @pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
 def test_output_that_nobody_takes_does_not_end_a_run(text: Path, tmp_path: Path, where: str) -> None:
     flags = ["--data", text, "--out", tmp_path, "--steps", "30", "--sample-tokens", "5", "--prompt", "Ä"]

@@ -24,7 +24,8 @@ SPEAKER = """
 from kos.comm.mpi_job import launched_rank
 from kos.train.console import Console
 rank = launched_rank()
-console = Console(rank, 9, 4)
+console = Console(rank, 9)
+console.start = 4
 console.say(f"hello [of] rank {rank}")
 row = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 for step in range(5, 10):
@@ -146,7 +147,7 @@ def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_the_other_ranks_say_nothing(capfd: Any) -> None:
-    console = Console(1, 9, 0)
+    console = Console(1, 9)
     console.say("hello")
     console.step({"step": 1, **ROW, "val_loss": 1.0}, log=True)
     console.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kos.comm.communicator import Communicator
@@ -71,7 +72,17 @@ class Engine(Protocol):
         """What else is worth a column: per GPU, model flops utilisation by both conventions, memory in bytes."""
 
 
-def make_engine(config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator) -> Engine:
+Between = Callable[[str, float], None]
+"""Called on all ranks between the parts of what takes long, with what it is and the share that is done; may raise."""
+
+
+def no_pause(what: str, share: float) -> None:
+    """A ``Between`` that goes on."""
+
+
+def make_engine(
+    config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator, between: Between = no_pause
+) -> Engine:
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
         from kos.train.engines.cuda import CudaEngine
@@ -79,7 +90,7 @@ def make_engine(config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Co
         return CudaEngine(config, model, data, comm)
     from kos.train.engines.cpu import CpuEngine
 
-    return CpuEngine(config, model, data, comm)
+    return CpuEngine(config, model, data, comm, between)
 
 
 def choose_device(asked: str, comm: Communicator) -> str:

@@ -1,0 +1,53 @@
+"""Stopping on request.  A signal asks one rank; all leave off together (``failures.stop_together``).
+
+Imports nothing that takes time: a signal that comes before ``listen`` kills.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from kos.errors import KosError
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
+"""What asks for it: mpirun passes SIGUSR1 on and then waits, Ctrl-C reaches a single rank."""
+
+
+class Stopped(KosError):
+    """Raised on all ranks at once, where nothing is half done."""
+
+    on_every_rank = True
+
+
+class Stop:
+    """Whether this rank was asked to stop.  A second signal ends the process, as if nobody listened."""
+
+    def __init__(self) -> None:
+        self.asked = self._at_once = False
+
+    def listen(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._hear)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        for other in SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+        self._check()
+
+    def _check(self) -> None:
+        if self.asked and self._at_once:
+            raise Stopped("asked to stop")
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """What may be left at any moment; inside of ``together``, which tells the other ranks."""
+        self._at_once = True
+        try:
+            self._check()
+            yield
+        finally:
+            self._at_once = False

@@ -1,0 +1,210 @@
+"""A stop is agreed on at any moment: nothing is lost but what is under way.  What a run will take is said before."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError
+from kos.testing import spawn
+from kos.train import checkpoint, console
+from kos.train.config import TrainConfig
+from kos.train.engines import cpu
+from kos.train.failures import together
+from kos.train.loop import Trainer
+from kos.train.metrics import read_metrics
+from kos.train.stopping import Stop, Stopped
+from tests.train.test_cli import ENVIRONMENT, MPIRUN, SECONDS, SHAPE
+from tests.train.test_loop import SMALL, _train, _weights, text
+
+__all__ = ["text"]
+
+
+def _stopped(text: Path, out: Path, ranks: int, when: Any, **changes: Any) -> None:
+    """A run in which the last rank is asked to stop where ``when(what, calls before)`` says so."""
+    config = TrainConfig.from_preset("tiny", data=str(text), out=out, **{**SMALL, "save_every": 0, **changes})
+
+    def run(comm: Communicator) -> None:
+        stop, calls = Stop(), 0
+        trainer = Trainer(config, comm, stop)
+        between = trainer.engine.between
+
+        def counted(what: str, share: float) -> None:
+            nonlocal calls
+            assert 0 <= share < 1
+            stop.asked |= comm.rank == comm.size - 1 and when(what, calls)
+            calls += 1
+            between(what, share)
+
+        trainer.engine.between = counted
+        trainer.run()
+
+    spawn(run, ranks, timeout=100)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_long_step_is_left_unfinished(
+    text: Path, tmp_path: Path, ranks: int, deterministic: bool, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(cpu, "LONG", 0.0)
+    monkeypatch.setattr(console, "SILENCE", 0.0)
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    settings: dict[str, Any] = {"deterministic": deterministic, "micro_batch_size": 2, "schedule": "constant"}
+    _train(text, tmp_path / "whole", ranks, steps=2, **settings)
+    part = random.Random(seed).randrange(4 // ranks * (2 * 2 + 1))  # rounds of two layers each way, and the head
+    step_3: list[int] = []
+
+    def when(what: str, calls: int) -> bool:
+        step_3.extend([calls] * (what == "step 3"))
+        return len(step_3) == part + 1
+
+    _stopped(text, tmp_path / "cut", ranks, when, **settings)
+    said = capsys.readouterr().out
+    assert "step 3 is left unfinished\nstopped on request after step 2; go on" in said and "step 2: " in said
+    assert checkpoint.find(tmp_path / "cut").step == len(read_metrics(tmp_path / "cut" / "metrics.jsonl")) == 2
+    assert _weights(tmp_path / "cut") == _weights(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_long_validation_is_left_unfinished(
+    text: Path, tmp_path: Path, ranks: int, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(cpu, "LONG", 0.0)
+    seen: list[str] = []
+
+    def when(what: str, calls: int) -> bool:
+        seen.append(what)
+        return what == "validation" and "step 2" in seen
+
+    _stopped(text, tmp_path / "cut", ranks, when, eval_every=2)
+    said = capsys.readouterr().out.splitlines()
+    assert "the validation is left unfinished" in said and any("stopped on request after step 2;" in x for x in said)
+    rows = read_metrics(tmp_path / "cut" / "metrics.jsonl")
+    assert len(rows) == 2 and "val_loss" not in rows[1] and checkpoint.find(tmp_path / "cut").step == 2
+    for moment in ("validation", "step 1"):
+        with pytest.raises(Stopped):
+            _stopped(text, tmp_path / moment, ranks, lambda what, calls, moment=moment: what == moment)
+        assert not (tmp_path / moment / "checkpoints").exists()
+
+
+def test_what_one_rank_may_leave_at_once_all_leave(monkeypatch: Any) -> None:
+    def run(comm: Communicator) -> None:
+        stop = Stop()
+
+        def action() -> None:
+            with stop.at_once():
+                if comm.rank == 1:
+                    stop._hear(signal.SIGTERM, None)
+                    raise AssertionError("still at it")
+
+        with pytest.raises(Stopped):
+            together(comm, action)
+        assert stop.asked == (comm.rank == 1)
+        if stop.asked:
+            with pytest.raises(Stopped), stop.at_once():
+                raise AssertionError("begun all the same")
+
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # threads may not
+    spawn(run, 2, timeout=20)
+
+
+MOMENTS = {
+    "imports": "from kos.train import config\nparse = config.parse\nconfig.parse = lambda a: (go(), parse(a))[1]\n",
+    "loading": "from kos.train import loop\nloop.load_data = lambda config: go()\n",
+    "weights": "from kos.train import loop\nloop.Trainer._read_state = lambda self, state, found: go()\n",
+    "validation": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.evaluate\n"
+    "cpu.CpuEngine.evaluate = lambda self: (go(), last(self))[1]\n",
+    "checkpoint": "from kos.train import checkpoint\nsave = checkpoint.save\n"
+    "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
+    "sample": "from kos.train import loop\nlast = loop.sample_text\n"
+    "loop.sample_text = lambda *a, **k: (go(), last(*a, **k))[1]\n",
+}
+
+
+@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: str) -> None:
+    code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
+    code += "from kos.comm.mpi_job import launched_rank\ndef go():\n"
+    code += "    if launched_rank() == 0 and not done: os.kill(os.getpid(), signal.SIGTERM)\n"
+    code += "    done.append(1)\ndone = []\n"
+    flags = ["--data", text, "--out", tmp_path / "run", "--steps=6", "--save-every=3", "--eval-every=0"]
+    code += MOMENTS[moment] + "sys.exit(main.main())"
+    command = [MPIRUN, "-n", "2", sys.executable, "-c", code, *SHAPE, *flags]
+    done = subprocess.run([*map(str, command)], env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    early = "kos: stopped before the first step, nothing to save\n"
+    assert done.stderr == (early if moment in ("imports", "loading", "weights", "validation") else "")
+    steps = {"checkpoint": 4, "sample": 6}.get(moment)
+    assert steps is None or checkpoint.find(tmp_path / "run").step == steps
+    assert ("go on with the same settings" in done.stdout) == (moment == "checkpoint"), done.stdout
+
+
+def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
+    code = "import os, signal, sys\nfrom kos.train import __main__ as main, checkpoint\n"
+    code += "checkpoint.save = lambda *a, **k: [os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGTERM)]\n"
+    command = [sys.executable, "-c", code + "sys.exit(main.main())", *SHAPE, "--data", str(text), "--steps=2"]
+    command += ["--out", str(tmp_path)]
+    assert subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=SECONDS).returncode == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
+def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeypatch: Any) -> None:
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    rng = random.Random(seed)
+    heads = rng.choice([2, 4])
+    shape = {
+        "model_type": kind, "hidden_size": 64 * heads, "num_hidden_layers": rng.choice([2, 5]),
+        "num_attention_heads": heads, "num_key_value_heads": None if kind == "gpt2" else heads // 2,
+        "intermediate_size": 64 * heads * rng.choice([3, 4]), "vocab_size": rng.choice([256, 4000]),
+    }  # fmt: skip
+    seq_len, micro = rng.choice([(256, 4), (500, 2)])
+    config = TrainConfig.from_preset(
+        "tiny", seq_len=seq_len, batch_size=4, micro_batch_size=micro, recompute=recompute, model=shape
+    )
+    model = config.model.resolve(256, seq_len)
+    comm = SimpleNamespace(rank=0, local_size=1)
+    monkeypatch.setattr(cpu, "eval_shape", lambda config: (0, 0))
+    plan = cpu.plan_memory(config, model, comm)  # type: ignore[arg-type]
+    llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
+    weights = cpu.Parameters(model.parameter_shapes(), groups=model.fused_groups())
+    tokens = np.zeros((micro, seq_len), np.int32)
+    llama.loss_and_gradients(weights, tokens, tokens, weights.like(), accumulate=False)
+    assert plan.uses["activations"] == pytest.approx(llama.arena.peak, rel=0.06, abs=3 << 20)
+    assert plan.uses["weights, gradients, both Adam moments"] == 16 * weights.flat.size
+    monkeypatch.undo()
+    evaluated = cpu.plan_memory(config.model_copy(update={"micro_batch_size": 1, "batch_size": 64}), model, comm)  # type: ignore[arg-type]
+    tokens = np.zeros((min(64, 16384 // seq_len), seq_len), np.int32)
+    llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
+    llama.loss(weights, tokens, tokens)
+    assert evaluated.uses["activations"] == pytest.approx(llama.arena.peak, rel=0.06, abs=3 << 20)
+
+
+def test_too_little_memory_is_said_before_any_is_taken(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    free = iter([1 << 40, 1 << 20])
+    monkeypatch.setattr(cpu, "free_memory", lambda: next(free))
+    monkeypatch.setattr(cpu, "Parameters", None)
+    expected = "expected at most 0.00 GiB, which are free on this machine for each of 2 ranks, got .* takes fewer ranks"
+    with pytest.raises(ConfigError, match=expected):
+        _train(text, tmp_path, 2)
+
+
+def test_what_a_step_will_take_is_said(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(cpu, "product_speed", lambda: 1e5)
+    rows = _train(text, tmp_path, 2, steps=1)
+    model = TrainConfig.from_preset("tiny", **SMALL).model.resolve(256, 32)
+    minutes = model.flops_per_token(32).causal * 8 * 32 / 2 / 1e5 / 60
+    assert f"a step: at least {minutes:.0f} min" in capsys.readouterr().out and len(rows) == 1
