@@ -35,6 +35,16 @@ CUDA_MICRO_BATCH_TOKENS = 32_768
 """The same on a GPU, whose matrix products gain nothing from more rows."""
 
 
+ON_CPU: dict[str, tuple[Any, ...]] = {
+    "dtype": ("auto", "float32"), "master_weights": ("float32",), "attention": ("auto", "flash"), "zero": (0,),
+    "graph": (True,),
+}  # fmt: skip
+"""Options that mean something on GPUs only, and what they may be on a CPU."""
+
+LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_scaling")
+"""Keys that a preset gives to a LLaMA; ``--model-type gpt2`` leaves them to GPT-2."""
+
+
 class TrainConfig(Section):
     """Everything a run needs to know.  Build one with ``parse``, ``from_preset`` or ``from_json``."""
 
@@ -187,12 +197,9 @@ class TrainConfig(Section):
         dtype, most = self.dtype, CUDA_MICRO_BATCH_TOKENS
         if device == "cpu":
             most = MICRO_BATCH_TOKENS
-            for name, value in (
-                ("zero", 0), ("dtype", self.dtype.replace("bfloat16", "float32")), ("master_weights", "float32"),
-                ("attention", self.attention.replace("cudnn", "flash")),
-            ):  # fmt: skip
-                if getattr(self, name) != value:
-                    raise ConfigError(f"{flag_of(name)}: expected {value} on the CPU, got {getattr(self, name)}")
+            for name, allowed in ON_CPU.items():
+                if (got := getattr(self, name)) not in allowed:
+                    raise ConfigError(f"{flag_of(name)}: expected {allowed[-1]} on the CPU, got {got}")
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
         if self.master_weights == "none" and dtype != "bfloat16":
@@ -236,6 +243,9 @@ KEYS = {
 """Every key of a configuration; those of the nested section as ``model.hidden_size``."""
 
 
+_FIELD = re.compile(rf"\b({'|'.join(key.rpartition('.')[2] for key in KEYS)})\b")
+
+
 def _largest_divisor(number: int, limit: int) -> int:
     return next((d for d in range(limit, 1, -1) if number % d == 0), 1)
 
@@ -270,6 +280,10 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         for key, value in _flatten(source, values).items():
             merged[key] = value
             label[key] = flag_of(key) if source == "flags" else f"{source}: {key}"
+    if merged.get("model.model_type") == "gpt2":
+        for key in (f"model.{name}" for name in LLAMAS):
+            if label.get(key, "").startswith("preset"):
+                del merged[key]
     nested: dict[str, Any] = {"model": {}}
     for key, value in merged.items():
         section, _, name = key.rpartition(".")
@@ -302,7 +316,7 @@ def _one_line(error: ValidationError, label: Mapping[str, str]) -> str:
     path = [str(part) for part in first["loc"]]
     key = ".".join(path[: 2 if path[:1] == ["model"] else 1])
     if first["type"] == "value_error":  # of several values: the message names them
-        return str(first["ctx"]["error"])
+        return _FIELD.sub(lambda name: flag_of(name[0]), str(first["ctx"]["error"]))
     where = ".".join([label.get(key, key), *path[key.count(".") + 1 :]])
     if first["type"] == "missing":
         return f"{where}: expected a value, got none"

@@ -170,17 +170,18 @@ def test_a_config_is_frozen() -> None:
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
-        (["--num-key-value-heads", "3"], ["multiple of num_key_value_heads = 3", "got 4"]),
-        (["--hidden-size", "130"], ["multiple of num_attention_heads = 4", "got 130"]),
-        (["--head-dim", "33"], ["head_dim", "even number", "got 33"]),
+        (["--num-key-value-heads", "3"], ["--num-attention-heads: expected a multiple of --num-key-value-heads = 3, got"]),
+        (["--hidden-size", "130"], ["--hidden-size: expected a multiple of --num-attention-heads = 4", "got 130"]),
+        (["--model-type=gpt2", "--num-key-value-heads=2"], ["--num-key-value-heads: expected 4 in a GPT-2, got 2"]),
+        (["--head-dim", "33"], ["--head-dim:", "even number", "got 33"]),
         (
             ["--batch-size", "32", "--micro-batch-size", "5"],
-            ["divisible by micro_batch_size", "got 32 and 5"],
+            ["--batch-size divisible by --micro-batch-size", "got 32 and 5"],
         ),
-        (["--lr", "0.1", "--min-lr", "0.2"], ["min_lr ≤ lr", "got 0.2 and 0.1"]),
-        (["--schedule", "wsd", "--steps", "5", "--decay-steps", "6"], ["decay_steps ≤ steps", "got 6 and 5"]),
-        (["--seq-len", "9", "--max-position-embeddings", "8"], ["seq_len ≤", "got 9 and 8"]),
-        (["--init-from", "hf", "--resume", "run"], ["init_from or resume", "got 'hf' and 'run'"]),
+        (["--lr", "0.1", "--min-lr", "0.2"], ["--min-lr ≤ --lr", "got 0.2 and 0.1"]),
+        (["--schedule", "wsd", "--steps", "5", "--decay-steps", "6"], ["--decay-steps ≤ --steps", "got 6 and 5"]),
+        (["--seq-len", "9", "--max-position-embeddings", "8"], ["--seq-len ≤ --max-position-embeddings, got 9 and 8"]),
+        (["--init-from", "hf", "--resume", "run"], ["--init-from or --resume", "got 'hf' and 'run'"]),
         (["--config", "/nowhere/run.toml"], ["/nowhere/run.toml", "No such file"]),
         (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
     ],
@@ -280,3 +281,11 @@ def test_the_models_vocabulary_is_the_tokenizers_unless_set() -> None:
     assert parse(["--seq-len", "99"]).model_config_for(65).max_position_embeddings == 99
     with pytest.raises(ConfigError, match=r"--vocab-size: expected at least the tokenizer's 65, got 64"):
         parse(["--vocab-size", "64"]).model_config_for(65)
+
+
+@pytest.mark.parametrize("preset", ["tiny", "1b", "8b"])
+def test_a_presets_llama_may_become_a_gpt2(preset: str) -> None:
+    config = parse(["--preset", preset, "--model-type", "gpt2"])
+    model = config.model_config_for(256)
+    assert model.model_type == "gpt2" and model.num_key_value_heads == model.num_attention_heads
+    assert model.tie_word_embeddings and model.head_dim * model.num_attention_heads == model.hidden_size

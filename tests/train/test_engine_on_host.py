@@ -238,6 +238,8 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
         ({"zero": 1}, "--zero: expected 0"),
         ({"dtype": "bfloat16"}, "--dtype: expected float32"),
         ({"master_weights": "none"}, "--master-weights: expected float32"),
+        ({"attention": "cudnn"}, "--attention: expected flash"),
+        ({"graph": False}, "--graph: expected True"),
     ):
         with pytest.raises(ConfigError, match=f"{name} on the CPU"):
             train(text, tmp_path, device="cpu", **changes)
