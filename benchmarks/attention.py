@@ -1,6 +1,6 @@
 """Attention forward and backward on one GPU: our kernels beside torch's flash and cuDNN backends, and their errors.
 
-    python -m benchmarks.attention [--shapes B,T,H,K,d ...] [--families hopper mma] [--tiles "STAGES=3 STEP=64" ...]
+    python -m benchmarks.attention [--shapes B,T,H,K,d ...] [--families hopper mma cudnn] [--tiles "STAGES=3" ...]
 
 Times are medians of replays of a CUDA graph, in one process, operands random.  TFLOP/s count the causal half:
 4 B H T^2 d / 2 forward, 2.5 times that backward (what recomputation costs is not counted as work).
@@ -30,6 +30,7 @@ from kos.cuda.driver import call, cu
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import attention as ops
+from kos.train.ops.cudnn import CudnnAttention
 
 SHAPES = [
     (1, 8192, 32, 8, 128),  # 8b
@@ -70,9 +71,15 @@ class Operands:
 
     def ours(self, stream: Any, arena: Arena, **options: Any) -> tuple[Callable[[], None], Callable[[], None]]:
         a, (_, _, heads, kv_heads, _) = self.arrays, self.shape
-        forward = (a["qkv"], heads, kv_heads, a["out"], a["log_sum_exp"], stream)
-        backward = (a["d_out"], a["qkv"], a["out"], a["log_sum_exp"], heads, kv_heads, a["d_qkv"], arena, stream)
-        return lambda: ops.attention(*forward, **options), lambda: ops.attention_backward(*backward, **options)
+        forward = (a["qkv"], heads, kv_heads, a["out"], a["log_sum_exp"])
+        backward = (a["d_out"], a["qkv"], a["out"], a["log_sum_exp"], heads, kv_heads, a["d_qkv"], arena)
+        if options["family"] == "cudnn":
+            cudnn = CudnnAttention(0, stream)
+            return lambda: cudnn.forward(*forward, arena), lambda: cudnn.backward(*backward)
+        return (
+            lambda: ops.attention(*forward, stream, **options),
+            lambda: ops.attention_backward(*backward, stream, **options),
+        )
 
     def torchs(self, kind: torch.dtype = torch.bfloat16) -> tuple[Any, Any, Any, Any]:
         samples, length, heads, kv_heads, d = self.shape
@@ -209,7 +216,7 @@ def label(options: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", type=lambda text: tuple(map(int, text.split(","))), default=SHAPES)
-    parser.add_argument("--families", nargs="+", default=["hopper", "mma"])
+    parser.add_argument("--families", nargs="+", default=["hopper", "mma"], help="of ours; cudnn: through its frontend")
     parser.add_argument("--tiles", nargs="*", default=[], help="more variants of the first family, as macros")
     parser.add_argument("--no-peers", action="store_true", help="leave torch out")
     parser.add_argument("--no-errors", action="store_true")

@@ -12,6 +12,7 @@ measured in the same run, and against torch, eager and (with ``--compile``) comp
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from kos.train.model_section import ModelSection
 from kos.train.ops import numpy as reference
 from kos.train.ops.adamw import CudaAdamW
 from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cudnn import CudnnAttention
 from kos.train.optimizer import Schedule
 from kos.train.parameters import Parameters
 from kos.train.presets import PRESETS
@@ -321,6 +323,55 @@ class Zoo:
             2.0 * n * d * f,
         )
 
+    def attention(self, n: int, backward: bool = False, by_cudnn: bool = False) -> Case:
+        """Causal, of samples of at most 4,096 tokens; without a naive version, whose scores would not fit."""
+        both, kv_heads, d = self._heads()
+        heads, length = both - kv_heads, min(n, 4096)
+        qkv, d_out = self.random(n, (both + kv_heads) * d), self.random(n, heads * d)
+        out, d_qkv = self.empty(*d_out.shape), self.empty(*qkv.shape)
+        lse = self.empty(n // length, heads, length, dtype=torch.float32)
+        a_qkv, a_d_out, a_out, a_d_qkv, a_lse = _arrays(qkv, d_out, out, d_qkv, lse)
+
+        def run(backward: bool) -> None:
+            self.ops.cudnn = self.cudnn if by_cudnn else None
+            if backward:
+                self.ops.attention_backward(a_d_out, a_qkv, a_out, a_lse, heads, kv_heads, a_d_qkv, self.arena)
+            else:
+                self.ops.attention(a_qkv, heads, kv_heads, a_out, a_lse, self.arena)
+
+        def expected() -> dict[str, np.ndarray]:
+            x, dy = (np.asfortranarray(_host(a)) for a in (qkv, d_out))
+            y, dx, lse64 = np.empty_like(dy), np.empty_like(x), np.empty(lse.shape)
+            reference.attention(x, heads, kv_heads, y, lse64, Arena())
+            reference.attention_backward(dy, x, y, lse64, heads, kv_heads, dx, Arena())
+            return {"d_qkv": dx} if backward else {"out": y, "lse": lse64}
+
+        if backward:
+            torch.cuda.synchronize()
+            run(False)
+            torch.cuda.synchronize()
+        parts = qkv.view(-1, length, both + kv_heads, d).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+        leaves = [part.detach().requires_grad_(backward) for part in parts]
+        theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
+        y, dy = theirs() if backward else None, d_out.view(-1, length, heads, d).transpose(1, 2)
+        return Case(
+            _bytes(qkv, d_out, out, d_qkv, lse) if backward else _bytes(qkv, out, lse),
+            lambda: run(backward),
+            None,
+            (lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)) if backward else theirs,
+            {"d_qkv": d_qkv} if backward else {"out": out, "lse": lse},
+            expected,
+            2.0 * n * length * heads * d * (2.5 if backward else 1),
+        )
+
+    @functools.cached_property
+    def cudnn(self) -> CudnnAttention:
+        return CudnnAttention(0, self.ops.stream)
+
+    attention_backward = functools.partialmethod(attention, backward=True)
+    attention_cudnn = functools.partialmethod(attention, by_cudnn=True)
+    attention_cudnn_backward = functools.partialmethod(attention, backward=True, by_cudnn=True)
+
     def _heads(self) -> tuple[int, int, int]:
         heads = self.shape.num_attention_heads
         kv_heads = self.shape.num_key_value_heads or heads
@@ -430,8 +481,9 @@ def copy_speed(zoo: Zoo) -> float:
 
 OPERATIONS = [
     "add", "rms_norm", "rms_norm_backward", "rope", "swiglu", "swiglu_backward", "cross_entropy",
-    "embedding", "embedding_backward", "adamw", "linear",
+    "embedding", "embedding_backward", "adamw", "linear", "attention", "attention_backward",
 ]  # fmt: skip
+CUDNN = ["attention_cudnn", "attention_cudnn_backward"]  # need the extra
 
 
 def main() -> None:
@@ -439,7 +491,7 @@ def main() -> None:
     parser.add_argument("--preset", default="1b", choices=PRESETS)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--only", nargs="+", default=OPERATIONS, choices=OPERATIONS)
+    parser.add_argument("--only", nargs="+", default=OPERATIONS, choices=[*OPERATIONS, *CUDNN])
     parser.add_argument("--compile", action="store_true", help="time torch compiled, too")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     arguments = parser.parse_args()
@@ -450,7 +502,7 @@ def main() -> None:
     peak = peak_flops(torch.cuda.get_device_name()) if arguments.dtype == "bfloat16" else None
     print(f"{torch.cuda.get_device_name()}, {arguments.preset}, {arguments.tokens} tokens, {arguments.dtype}; "
           f"copy {speed / 1e12:.2f} TB/s; errors in rounding units")  # fmt: skip
-    print(f"{'operation':<20}" + "".join(f"{title:>12}" for title in (
+    print(f"{'operation':<26}" + "".join(f"{title:>12}" for title in (
         "naive us", "fast us", "limit us", "of limit", "torch us", "compiled us", "error fast", "naive")))  # fmt: skip
     rows = []
     for name in arguments.only:
@@ -460,7 +512,7 @@ def main() -> None:
         rows.append({**row, "limit_us": limit, "of_limit": limit / row["fast_us"], "errors": errors})
         numbers = (row.get("naive_us"), row["fast_us"], limit, 100 * limit / row["fast_us"], row["torch_us"],
                    row.get("torch_compiled_us"), errors["fast"], errors.get("naive"))  # fmt: skip
-        print(f"{name:<20}" + "".join(f"{'-':>12}" if x is None else f"{x:>12.2f}" for x in numbers), flush=True)
+        print(f"{name:<26}" + "".join(f"{'-':>12}" if x is None else f"{x:>12.2f}" for x in numbers), flush=True)
         torch.cuda.empty_cache()
     if arguments.json:
         arguments.json.write_text(report.to_json({

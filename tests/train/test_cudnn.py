@@ -217,6 +217,9 @@ def test_training(clock, tmp_path, capsys):
     for got, want in zip(ours, flash, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-2)
     assert train(text, tmp_path / "eager", attention="cudnn", graph=False) == (ours, weights)
+    Graph.threads.clear()
+    train(text, tmp_path / "ranks", ranks=2, attention="cudnn")
+    assert len(Graph.threads) == 2
     clock[:] = [2, 1] * 7
     assert train(text, tmp_path / "auto", attention="auto") == (ours, weights) and not clock
     assert train(text, tmp_path / "repeatable", attention="auto", deterministic=True)[0] != ours

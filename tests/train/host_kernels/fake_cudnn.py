@@ -7,6 +7,7 @@ fills all of the workspace with NaN, and queues on the emulated device as the re
 from __future__ import annotations
 
 import ctypes
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -43,7 +44,7 @@ class Tensor:
 
 
 class Graph:
-    built = 0
+    built, threads = 0, set()
 
     def __init__(self, *, io_data_type, intermediate_data_type, compute_data_type, handle):
         assert (intermediate_data_type, compute_data_type) == ("FLOAT", "FLOAT") and io_data_type != "FLOAT"
@@ -86,6 +87,7 @@ class Graph:
 
     def execute(self, pointers, workspace, handle):
         assert handle is self.handle and handle.stream == STREAM
+        Graph.threads.add(threading.get_ident())
         everything = [*self.inputs, *self.outputs]
         assert sorted(pointers) == sorted(x.uid for x in everything)
         views = [x.view(pointers[x.uid]) for x in everything]
