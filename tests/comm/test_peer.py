@@ -173,6 +173,26 @@ def test_messages_of_a_batch_wait_for_none_of_it(ranks: GPURanks, seed: int) -> 
     ranks.run(body)
 
 
+def test_a_send_recv_meets_a_recv_and_then_a_send(ranks: GPURanks, seed: int) -> None:
+    """Of more bytes than the slots hold: each way goes on without the other."""
+
+    def body(gpu: Any) -> None:
+        comm, other, count = gpu.comm, gpu.rank ^ 1, 4 * MUCH
+        if other >= comm.size:
+            return
+        x = on_gpu(comm, inputs(seed + gpu.rank, 1, count, np.uint8)[0])
+        out = on_gpu(comm, poison(count, np.uint8))
+        if gpu.rank < other:
+            comm.send_recv(x, out, other, other)
+        else:
+            comm.recv(out, other)
+            comm.send(x, other)
+        comm.synchronize()
+        assert_bits(out.numpy(), inputs(seed + other, 1, count, np.uint8)[0], "what came")
+
+    ranks.run(body)
+
+
 def test_streams_follow_one_another(ranks: GPURanks) -> None:
     """Operations on two streams, and beside them, use the slab one after another."""
 

@@ -7,14 +7,16 @@
 // exit needs a barrier.  How a piece is cut depends on its bytes alone: the ranks may take part in different
 // exchanges, as long as the pieces of each pair come in the same order on both sides.
 //
-// A block sends batch b to every rank and then takes batch b - 1 from every rank.  The rank that is furthest behind
-// never waits for a later batch than its own, so all go on.
+// A block waits until it can send the next batch to every rank and take the one before from every rank, but not for
+// long: then it goes on with what is ready, since either way between two ranks may have to come to its end first (a
+// receive and then a send there, both at once here).
 #include "channel.cuh"
 
 #ifndef THREADS
 #define THREADS 512
 #endif
 #define SHARE 8192 /* bytes; of a piece, for a channel of its own */
+#define PATIENCE 64 /* looks, of a microsecond or two */
 
 // Pieces of the 8 ranks that there may be.
 #define RANKS_8(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7)
@@ -71,11 +73,16 @@ __device__ void cut(u64& address, u64& bytes, unsigned most) {
     bytes = min(share, bytes - begin);
 }
 
+// What a thread finds of the rank that it looks after.
+enum Turn { SENDS = 1, TAKES = 2, WAITS = 4 };
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     exchange(const Context* context, u64 own, unsigned rank, u64 slots, unsigned slot,
              unsigned most, unsigned message RANKS_8(PARAMETERS)) {
     __shared__ Piece pieces[8];
-    __shared__ unsigned sent[RANKS], got[RANKS], batches;
+    __shared__ unsigned sent[RANKS], got[RANKS];  // batches of this pair and channel, ever
+    __shared__ unsigned out[RANKS], in[RANKS];    // and of these pieces
+    __shared__ unsigned turns[RANKS];
     unsigned goes = 0, comes = 0;  // what is said of the whole pieces
     after_former_kernel();
     const unsigned t = threadIdx.x;
@@ -84,7 +91,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     bool dead = false;
     if (t == 0) {
         RANKS_8(PIECE)
-        batches = 0;
     }
     __syncthreads();
     if (t < RANKS) {
@@ -92,11 +98,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         comes = unsigned(pieces[t].receiving) & ~(1u << 31) | message << 31;
         cut(pieces[t].send, pieces[t].sending, most);
         cut(pieces[t].recv, pieces[t].receiving, most);
+        out[t] = in[t] = turns[t] = 0;
     }
     if (other) {
         sent[t] = load_relaxed(own + line + SENT + 4 * t);
         got[t] = load_relaxed(own + line + GOT + 4 * t);
-        atomicMax(&batches, unsigned((max(pieces[t].sending, pieces[t].receiving) + slot - 1) / slot));
     }
     __syncthreads();
 
@@ -108,51 +114,67 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     auto place = [&](unsigned to, unsigned from, unsigned count) {
         return context->slab[to] + slots + ((u64(blockIdx.x) * 2 + count % 2) * RANKS + from) * slot;
     };
-    // All threads wait until the counters ``at`` that matter to them have come to ``wanted``.
-    auto await = [&](bool mine, u64 at, unsigned wanted, int phase) {
-#ifndef BROKEN
-        if (mine) {
-            Wait wait;
-            unsigned seen;
-            while (!dead && int((seen = load_acquire(at)) - wanted) < 0)
-                wait.again(context, rank, dead, t, wanted, seen, phase);
+    Wait wait;
+    // What can be done with rank t now; 0 when nothing is left to do.
+    auto turn = [&]() {
+        const bool sends = length(pieces[t].sending, out[t]), takes = length(pieces[t].receiving, in[t]);
+        const unsigned wanted = sends * SENDS | (takes && (!sends || in[t] < out[t])) * TAKES;
+#ifdef BROKEN
+        return wanted;
+#else
+        const u64 counters = own + line + 4 * t;
+        unsigned ready = 0;
+        for (unsigned looks = 0; ready != wanted && looks < PATIENCE && !dead; looks++) {
+            for (unsigned phase = 0; phase < 2; phase++) {
+                const unsigned way = phase ? TAKES : SENDS, count = phase ? got[t] + 1 : sent[t] - 1;
+                if (!(wanted & ~ready & way)) continue;
+                const unsigned seen = load_acquire(counters + (phase ? ARRIVED_BATCHES : TAKEN_BATCHES));
+                if (int(seen - count) >= 0) ready |= way;
+                else wait.again(context, rank, dead, t, count, seen, phase);
+            }
         }
+        if (ready & TAKES && !dead) {
+            const unsigned announced = load_relaxed(own + line + LENGTH + 64 * (got[t] % 2) + 4 * t);
+            if (announced != comes) dead = give_up(context, rank, UNEQUAL, t, comes, announced, 1);
+        }
+        if (ready) wait = Wait();
+        return dead ? 0 : ready ? ready : wanted ? unsigned(WAITS) : 0;
 #endif
-        __syncthreads();
     };
 
     if (pieces[rank].send != pieces[rank].recv)
         copy(pieces[rank].recv, pieces[rank].send, pieces[rank].sending, t, blockDim.x);
-    for (unsigned b = 0; b <= batches; b++) {
-        const bool sends = other && length(pieces[t].sending, b);
-        await(sends, own + line + TAKEN_BATCHES + 4 * t, sends ? sent[t] - 1 : 0, 0);
-        stall(rank, b, 0);
-        for (unsigned k = 1; k < RANKS; k++) {
+    for (unsigned pass = 0;; pass++) {
+        if (other) turns[t] = turn();
+        __syncthreads();
+        unsigned left = 0;
+        for (unsigned r = 0; r < RANKS; r++) left |= turns[r];
+        if (!left) break;
+        stall(rank, pass, 0);
+        for (unsigned k = 1; k < RANKS && left & SENDS; k++) {
             const unsigned r = (rank + k) % RANKS;
-            copy(place(r, rank, sent[r]), pieces[r].send + u64(b) * slot, length(pieces[r].sending, b), t, blockDim.x);
+            if (turns[r] & SENDS)
+                copy(place(r, rank, sent[r]), pieces[r].send + u64(out[r]) * slot, length(pieces[r].sending, out[r]), t,
+                     blockDim.x);
         }
         __syncthreads();
-        if (sends) {
+        if (other && turns[t] & SENDS) {
             store_relaxed(context->slab[t] + line + LENGTH + 64 * (sent[t] % 2) + 4 * rank, goes);
             store_release(context->slab[t] + line + ARRIVED_BATCHES + 4 * rank, ++sent[t]);
+            out[t]++;
         }
-
-        const bool takes = other && b > 0 && length(pieces[t].receiving, b - 1);
-        await(takes, own + line + ARRIVED_BATCHES + 4 * t, takes ? got[t] + 1 : 0, 1);
-#ifndef BROKEN
-        if (takes && !dead) {
-            const unsigned announced = load_relaxed(own + line + LENGTH + 64 * (got[t] % 2) + 4 * t);
-            if (announced != comes) dead = give_up(context, rank, UNEQUAL, t, comes, announced, 1);
-        }
-#endif
-        stall(rank, b, 1);
-        for (unsigned k = 1; k < RANKS && b > 0; k++) {
+        stall(rank, pass, 1);
+        for (unsigned k = 1; k < RANKS && left & TAKES; k++) {
             const unsigned r = (rank + RANKS - k) % RANKS;
-            const u64 to = pieces[r].recv + u64(b - 1) * slot;
-            copy(to, place(rank, r, got[r]), length(pieces[r].receiving, b - 1), t, blockDim.x);
+            if (turns[r] & TAKES)
+                copy(pieces[r].recv + u64(in[r]) * slot, place(rank, r, got[r]), length(pieces[r].receiving, in[r]), t,
+                     blockDim.x);
         }
         __syncthreads();
-        if (takes) store_release(context->slab[t] + line + TAKEN_BATCHES + 4 * rank, ++got[t]);
+        if (other && turns[t] & TAKES) {
+            store_release(context->slab[t] + line + TAKEN_BATCHES + 4 * rank, ++got[t]);
+            in[t]++;
+        }
     }
     if (other) {
         store_relaxed(own + line + SENT + 4 * t, sent[t]);
