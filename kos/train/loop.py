@@ -38,7 +38,10 @@ from kos.train.stopping import Stop, Stopped
 
 _log = logging.getLogger(__name__)
 
-EXACT = ("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic", "device", "dtype", "master_weights")
+EXACT = (
+    *("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic"),
+    *("device", "dtype", "master_weights", "attention"),
+)
 """Settings that a resumed run must keep to go on bit for bit."""
 
 
