@@ -1,8 +1,9 @@
 """Attention by cuDNN through nvidia-cudnn-frontend (extra ``cudnn``): what ``attention.py`` computes, in 16 bits.
 
 A graph is built once for a shape and a direction.  Its tensors are our arrays as they lie, by their strides:
-nothing is copied, keys and values are not repeated.  The backward is the deterministic one; on Hopper cuDNN keeps
-the gradients of all scores for it, 2 B H T² bytes of workspace (NVIDIA/cudnn-frontend#398).  It does not take T = 1.
+nothing is copied, keys and values are not repeated.  The backward is the deterministic one, which does not take T = 1.
+On Hopper it keeps the gradients of all scores, 2 B H T² bytes of workspace; since cuDNN 9.25 the frontend has a slower
+one, linear in T, by CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0 in the environment (NVIDIA/cudnn-frontend#398).
 
 cuDNN 9.19 and 9.27 have built and sized these graphs for sm_90, without a GPU.  They have not run on one yet.
 """
@@ -58,28 +59,25 @@ class CudnnAttention:
         self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena, dry: bool = False
     ) -> None:
         """As ``attention.attention``; ``dry``: only takes the workspace from ``arena``, and gives it back."""
-        samples, length, d = attention.check(qkv, heads, kv_heads, out, log_sum_exp)
-        shape = Shape(samples, length, heads, kv_heads, d, qkv.dtype.name)
-        self._run(shape, False, arena, dry, qkv, out, log_sum_exp)
+        self._run(arena, dry, heads, kv_heads, qkv, out, log_sum_exp)
 
     def backward(
         self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
         arena: Arena, dry: bool = False,
     ) -> None:  # fmt: skip
         """As ``attention.attention_backward``; ``dry`` as in ``forward``."""
-        samples, length, d = attention.check(qkv, heads, kv_heads, out, log_sum_exp)
         attention.expect("d_out", d_out, out.shape, out.dtype)
         attention.expect("d_qkv", d_qkv, qkv.shape, qkv.dtype)
-        shape = Shape(samples, length, heads, kv_heads, d, qkv.dtype.name)
-        self._run(shape, True, arena, dry, qkv, out, log_sum_exp, d_out, d_qkv)
+        self._run(arena, dry, heads, kv_heads, qkv, out, log_sum_exp, d_out, d_qkv)
 
-    def _run(self, shape: Shape, backward: bool, arena: Arena, dry: bool, qkv: Array, *others: Array) -> None:
-        graph, nbytes = self.graph(shape, backward)
-        head = shape.head_dim * qkv.dtype.itemsize  # bytes
-        places = [0, shape.heads * head, (shape.heads + shape.kv_heads) * head]
-        pointers = [qkv.pointer + at for at in places] + [x.pointer for x in others]
+    def _run(self, arena: Arena, dry: bool, heads: int, kv_heads: int, qkv: Array, *others: Array) -> None:
+        samples, length, d = attention.check(qkv, heads, kv_heads, *others[:2])
+        backward = len(others) > 2
+        graph, nbytes = self.graph(Shape(samples, length, heads, kv_heads, d, qkv.dtype.name), backward)
+        starts = [d * qkv.dtype.itemsize * at for at in (0, heads, heads + kv_heads)]  # of q, k and v, in bytes
+        pointers = [qkv.pointer + start for start in starts] + [x.pointer for x in others]
         if backward:
-            pointers[-1:] = [pointers[-1] + at for at in places]
+            pointers[-1:] = [pointers[-1] + start for start in starts]
         with arena.scope():
             workspace = arena.take((nbytes,), np.uint8)
             if not dry:
@@ -108,18 +106,16 @@ class CudnnAttention:
         )
 
         def layout(uid: int) -> dict[str, Any]:
-            """Sizes (B, heads, T, d) and their strides in elements, of heads side by side in rows of tokens."""
+            """Sizes (B, heads, T, d) and strides in elements, of heads that lie side by side in rows of tokens."""
             if uid == LOG_SUM_EXP:
-                return {"dim": [samples, heads, length, 1], "stride": [heads * length, length, 1, 1]}
+                dim, stride = [samples, heads, length, 1], [heads * length, length, 1, 1]
+                return {"dim": dim, "stride": stride, "data_type": types.FLOAT, "uid": uid}
             row = heads * d if uid in (OUT, D_OUT) else (heads + 2 * kv_heads) * d
-            count = kv_heads if uid in (K, V, DK, DV) else heads
-            return {"dim": [samples, count, length, d], "stride": [length * row, d, row, 1]}
-
-        def kind_of(uid: int) -> Any:
-            return types.FLOAT if uid == LOG_SUM_EXP else kind
+            dim = [samples, kv_heads if uid in (K, V, DK, DV) else heads, length, d]
+            return {"dim": dim, "stride": [length * row, d, row, 1], "data_type": kind, "uid": uid}
 
         uids = (Q, K, V, OUT, D_OUT, LOG_SUM_EXP) if backward else (Q, K, V)
-        inputs = [graph.tensor(**layout(uid), data_type=kind_of(uid), uid=uid) for uid in uids]
+        inputs = [graph.tensor(**layout(uid)) for uid in uids]
         causal = {"attn_scale": 1 / math.sqrt(d), "diagonal_band_right_bound": 0,
                   "diagonal_alignment": self._library.diagonal_alignment.TOP_LEFT}  # fmt: skip
         if backward:
@@ -127,8 +123,9 @@ class CudnnAttention:
         else:
             outputs = graph.sdpa(*inputs, generate_stats=True, **causal)
         for uid, output in zip((DQ, DK, DV) if backward else (OUT, LOG_SUM_EXP), outputs, strict=True):
-            output.set_output(True).set_uid(uid).set_data_type(kind_of(uid))
-            output.set_dim(layout(uid)["dim"]).set_stride(layout(uid)["stride"])
+            output.set_output(True)
+            for name, value in layout(uid).items():
+                getattr(output, f"set_{name}")(value)
         graph.validate()
         graph.build_operation_graph()
         graph.create_execution_plans([self._library.heur_mode.A])
