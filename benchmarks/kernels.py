@@ -19,12 +19,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
+
+try:
+    import torch
+    import torch.nn.functional as F
+except ImportError:
+    raise SystemExit("kos: error: benchmarks.kernels: expected PyTorch (pip install torch), got none") from None
 
 from benchmarks.collectives import report
 from kos import cuda
 from kos.cuda.kernels import load_kernel
+from kos.files import check_writable
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.machine import peak_flops
@@ -495,6 +500,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="time torch compiled, too")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     arguments = parser.parse_args()
+    if why := cuda.unavailable():
+        raise SystemExit(f"kos: error: benchmarks.kernels: expected a GPU, got none: {why}")
+    if arguments.json:
+        check_writable(arguments.json)
     torch.manual_seed(0)
     shape = ModelSection(**PRESETS[arguments.preset].values["model"])
     zoo = Zoo(shape, getattr(torch, arguments.dtype))

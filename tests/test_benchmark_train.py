@@ -127,6 +127,8 @@ def test_losses_that_differ_are_an_exit_code(
         groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", other)]
         monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
         assert train.main([*SMALL, "--ranks", "2"]) == expected
+    monkeypatch.setattr(train, "measure", lambda *_: (groups[:1], {"eager": "why"}))
+    assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == 1, "nothing of torch came through"
     rows = train.make_rows(groups, options, config)
     assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 2
     assert "kos is x" in capsys.readouterr().out
@@ -160,3 +162,23 @@ def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.Monk
 
         losses[device] = spawn(run, 1)[0]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5) and losses["cpu"][-1] < losses["cpu"][0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--compare", "torch"], "--compare torch: expected PyTorch"),
+        (["--json", "/nowhere/a.json"], "/nowhere/a.json: expected a file to write, got no such folder"),
+        (["--lr", "fast"], "--lr: expected a valid number, got 'fast'"),
+        (["--ranks", "3"], "--batch-size: expected a multiple of the 3 ranks, got 16"),
+        (["--no-graph"], "--graph: expected True on the CPU, got False"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_runs(
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(train, "measure", None)
+    with pytest.raises(SystemExit, match=expected) as refusal:
+        train.main(["--device", "cpu", *flags])
+    assert str(refusal.value).startswith("kos: error: ")

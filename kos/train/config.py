@@ -60,7 +60,7 @@ class TrainConfig(Section):
         strict=False,
     )
     resume: str | None = option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None)
-    init_from: str | None = option("Run", "take weights from a Hugging Face folder", None)
+    init_from: str | None = option("Run", "take weights of this model's shape from a Hugging Face folder", None)
     debug: bool = option("Run", "show tracebacks", False)
 
     data: str = option(
@@ -78,7 +78,7 @@ class TrainConfig(Section):
     )
     batch_size: int = option("Data", "sequences a step, over all ranks", ge=1, le=1_000_000)
     micro_batch_size: int | None = option(
-        "Data", "sequences a rank works on at once; default: the largest that fits", None, ge=1
+        "Data", "sequences a rank works on at once; default: up to 2,048 tokens of them, on GPUs 32,768", None, ge=1
     )
     seq_len: int = option("Data", "tokens a sequence", ge=1)
 
@@ -102,8 +102,8 @@ class TrainConfig(Section):
         ge=0,
     )
 
-    eval_every: int = option("Evaluation", "steps between validations; 0: only at the end", 100, ge=0)
-    eval_batches: int = option("Evaluation", "validation batches, of --batch-size sequences", 8, ge=1)
+    eval_every: int = option("Evaluation", "steps between validations; 0: only before and at the end", 100, ge=0)
+    eval_batches: int = option("Evaluation", "validation batches, of up to --batch-size sequences", 8, ge=1)
     sample_tokens: int = option("Evaluation", "tokens of text generated at the end; 0: none", 200, ge=0)
     prompt: str = option("Evaluation", "text the sample goes on from", "")
     temperature: float = option("Evaluation", "of the sample; 0: always the likeliest token", 0.8, ge=0)
@@ -112,7 +112,7 @@ class TrainConfig(Section):
     log_every: int = option("Output", "steps between lines", 1, ge=1)
     save_every: int = option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
     keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
-    profile: int = option("Output", "only time N steps: a table, and a trace for Perfetto in --out", 0, ge=0)
+    profile: int = option("Output", "only time N steps, after 3 more: a table, and a Perfetto trace in --out", 0, ge=0)
 
     device: Literal["auto", "cpu", "cuda"] = option(
         "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "cpu"
@@ -123,14 +123,14 @@ class TrainConfig(Section):
     master_weights: Literal["float32", "none"] = option(
         "Device", "what AdamW updates on GPUs: float32, or none: bfloat16 weights alone, rounded at random", "float32"
     )
-    zero: int = option("Device", "1: each GPU keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
+    zero: int = option("Device", "of GPUs, 1: each keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
     recompute: Literal["none", "norms", "block"] = option(
         "Device", "what the backward computes again to save memory: none, norms (and SwiGLU) or whole blocks", "none"
     )
     attention: Literal["flash", "cudnn", "auto"] = option(
         "Device", "of GPUs: flash (our own), cudnn (16-bit; extra cudnn), or auto: the faster, measured", "flash"
     )
-    graph: bool = option("Device", "replay each step as one CUDA graph", True)
+    graph: bool = option("Device", "of GPUs: replay each step as one CUDA graph", True)
 
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
         "Ranks", "carrier of the collectives: auto, mpi, tcp, nccl, peer, or mock (this process alone)", "auto"

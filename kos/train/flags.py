@@ -88,7 +88,7 @@ def _preset_table() -> str:
         shape = values["model"]
         heads = shape["num_attention_heads"]
         lines.append(
-            f"  {name:<5} {shape['num_hidden_layers']} layers × {shape['hidden_size']}, "
+            f"  {name:<9} {shape['num_hidden_layers']} layers × {shape['hidden_size']}, "
             f"{heads}/{shape.get('num_key_value_heads', heads)} heads, T {values['seq_len']}, "
             f"batch {values['batch_size']}, {values['steps']} steps, lr {values['lr']:g}: {about}"
         )

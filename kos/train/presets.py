@@ -28,7 +28,7 @@ def _llama3(factor: float) -> dict[str, Any]:
 
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(
-        "the default: two minutes on two cores",
+        "the default: about half a minute on two cores",
         {
             "steps": 600,
             "batch_size": 16,
@@ -47,7 +47,7 @@ PRESETS: dict[str, Preset] = {
         },
     ),
     "baby": Preset(
-        "nanoGPT's shakespeare_char setting in LLaMA's shape",
+        "nanoGPT's shakespeare_char setting in LLaMA's shape; downloads tinyshakespeare",
         {
             "data": "tinyshakespeare",
             "tokenizer": "chars",

@@ -170,7 +170,7 @@ def test_a_config_is_frozen() -> None:
         (["--data", ""], ["--data", "at least 1 character", "got ''"]),
         (["--hidden-size", "0"], ["--hidden-size", "got 0"]),
         (["--keep", "0"], ["--keep", "equal to 1", "got 0"]),
-        (["--num-key-value-heads", "3"], ["--num-attention-heads: expected a multiple of --num-key-value-heads = 3, got"]),
+        (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of --num-key-value-heads = 3"]),
         (["--hidden-size", "130"], ["--hidden-size: expected a multiple of --num-attention-heads = 4", "got 130"]),
         (["--model-type=gpt2", "--num-key-value-heads=2"], ["--num-key-value-heads: expected 4 in a GPT-2, got 2"]),
         (["--head-dim", "33"], ["--head-dim:", "even number", "got 33"]),
