@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from kos.comm.arguments import check_timeout, whole_number
+from kos.comm.arguments import check_timeout, number_in
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend, device_of
@@ -52,14 +52,17 @@ def init(
 
     Under mpirun an uncaught exception on one rank ends the whole job from here on.
     """
-    if backend != "auto" and backend not in BACKENDS:
+    if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     timeout = check_timeout(timeout)
+    if not isinstance(rendezvous, Rendezvous | None):
+        raise InvalidArgument(f"rendezvous: expected a Rendezvous or None, got {rendezvous!r}")
+    device = None if device is None else number_in("device", device, 0, 1 << 16)
     listen()
     if rendezvous is None:
         rendezvous = MPIRendezvous(timeout=timeout) if backend == "mpi" else default_rendezvous(timeout)
     if device is not None:
-        rendezvous.device = whole_number("device", device)
+        rendezvous.device = device
     probes = _agree(backend, rendezvous)
     chosen = backend
     if backend == "auto":

@@ -21,17 +21,32 @@ _LONGEST_TIMEOUT = 1e6
 
 def check_timeout(timeout: Any) -> float:
     """``timeout`` in seconds, at most 1e6 (12 days) of them; raises InvalidArgument unless it is positive."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number) or not timeout > 0:
         raise InvalidArgument(f"timeout: expected a positive number of seconds, got {timeout!r}")
     return float(min(timeout, _LONGEST_TIMEOUT))
 
 
 def whole_number(what: str, value: Any) -> int:
-    """``value`` as an int, if it is one of some kind (NumPy's, for one)."""
+    """``value`` as an int, if it is one of some kind (NumPy's, for one), but no truth value."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise InvalidArgument(f"{what}: expected a whole number, got {value!r}") from None
+        pass
+    raise InvalidArgument(f"{what}: expected a whole number, got {value!r}")
+
+
+def truth(what: str, value: Any) -> bool:
+    """``value`` as a bool, if it is one, Python's or NumPy's, or 0 or 1."""
+    if isinstance(value, int | np.bool_) and value in (0, 1):
+        return bool(value)
+    raise InvalidArgument(f"{what}: expected True or False, got {value!r}")
+
+
+def check_shape(shape: Any) -> tuple[int, ...]:
+    """The sizes of an array's dimensions; a number stands for one."""
+    sizes = shape if isinstance(shape, tuple | list) else (shape,)
+    return tuple(number_in("shape", size, 0, 1 << 62) for size in sizes)
 
 
 def number_in(what: str, value: Any, low: int, high: int, instead: str = "", kind: str = "number") -> int:
@@ -60,10 +75,10 @@ def check_peer(what: str, rank: Any, me: int, size: int) -> int:
     return rank
 
 
-def check_algorithm(algorithm: str, o: Operation) -> None:
+def check_algorithm(algorithm: Any, o: Operation) -> None:
     """Have ``o`` carried by that schedule, which must suit it."""
     allowed = algorithms(o.name, ordered=True if o.deterministic else None) if o.name in collectives() else ()
-    if algorithm not in allowed:
+    if not isinstance(algorithm, str) or algorithm not in (*allowed, "auto"):
         why = " that add in rank order (deterministic=True)" if o.deterministic else ""
         names = f" or one of {', '.join(allowed)}{why}" if allowed else ""
         raise InvalidArgument(f"algorithm: expected 'auto'{names} for {o.name}, got {algorithm!r}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.arguments import check_algorithm, check_timeout, number_in
+from kos.comm.arguments import check_algorithm, check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
@@ -20,9 +20,8 @@ from kos.comm.operations import Operations
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Work
-from kos.cuda import streams
 from kos.errors import CollectiveError, InvalidArgument
-from kos.memory.array import Shape
+from kos.memory.array import Shape, as_dtype
 
 
 class Communicator(Operations):
@@ -134,7 +133,7 @@ class Communicator(Operations):
 
         They start when the block ends, and are waited for unless ``async_op``; if it raises, none starts.
         """
-        return Batch(self, async_op)
+        return Batch(self, truth("async_op", async_op))
 
     # Groups.
 
@@ -195,10 +194,11 @@ class Communicator(Operations):
         call.  ``stream``: wait for everything on that stream instead, replays of captured graphs included.
         """
         limit = self._timeout if timeout is None else check_timeout(timeout)
+        handle = None if stream is None else self._stream(stream)
         for work in self.backend.engine.outstanding():
             if self.backend.owns(work):
                 work.wait(timeout)
-        self.backend.synchronize(limit, None if stream is None else streams.handle(stream))
+        self.backend.synchronize(limit, handle)
 
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves best.  Collective, with one size.
@@ -206,7 +206,7 @@ class Communicator(Operations):
         With nccl that is a symmetric window on this rank's GPU, with host memory a plain ndarray.
         """
         self._check_open()
-        return self.backend.allocate(shape, dtype)
+        return self.backend.allocate(check_shape(shape), as_dtype(dtype).numpy)
 
     def explain(self) -> str:
         """The table of backends: which can carry this group, and why not the others; on GPUs, what goes how."""
@@ -241,8 +241,9 @@ class Communicator(Operations):
         Other ranks that wait for this one raise RankLost (mock), or are ended when this process exits, with
         ``code`` as the job's exit status (mpi).
         """
+        code = whole_number("code", code)
         if not self._closed:
-            self._give_up(reason)
+            self._give_up(str(reason))
             self.rendezvous.abandon(code)
 
     def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
@@ -270,8 +271,11 @@ class Communicator(Operations):
     def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = "auto",
             deterministic: bool = False) -> Any:  # fmt: skip
         o.timeout = self._timeout if timeout is None else check_timeout(timeout)
-        o.deterministic = bool(deterministic)
-        if algorithm != "auto":
+        if deterministic is not False:
+            o.deterministic = truth("deterministic", deterministic)
+        if async_op is not False:
+            async_op = truth("async_op", async_op)
+        if type(algorithm) is not str or algorithm != "auto":
             check_algorithm(algorithm, o)
         if self._batch is not None:
             if async_op:

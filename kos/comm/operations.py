@@ -190,10 +190,16 @@ class Operations(ABC):
         """
         o = Operation("barrier", self.rank)
         if stream is not None:
-            o.stream, o.queue = streams.handle(stream), stream
+            o.stream, o.queue = self._stream(stream), stream
         elif self.device is not None and self._batch is None and not async_op:
             return self._go(o, True, timeout).synchronize()
         return self._go(o, async_op, timeout)
+
+    def _stream(self, stream: Any) -> int:
+        """The handle of a stream that is named without an array."""
+        if self.device is None:
+            raise InvalidArgument(f"stream: expected None, for no GPU is used here, got {stream!r}")
+        return streams.handle(stream)
 
     # Messages.
 

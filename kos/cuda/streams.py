@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
+from kos.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from cuda.core import Stream
@@ -47,8 +48,10 @@ def handle(stream: Any) -> int:
     """The driver's handle of ``stream``: 1 for the legacy default stream."""
     if stream is None:
         return LEGACY
-    if isinstance(stream, int):
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream or LEGACY
+    if not hasattr(stream, "__cuda_stream__"):
+        raise InvalidArgument(f"stream: expected a handle, or an object with __cuda_stream__, got {stream!r}")
     return int(stream.__cuda_stream__()[1]) or LEGACY
 
 

@@ -27,7 +27,10 @@ def as_dtype(dtype: Any) -> DType:
         return dtype
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]
-    return dtype_of(np.dtype(dtype))
+    try:
+        return dtype_of(np.dtype(dtype or "None"))
+    except TypeError:
+        raise InvalidArgument(f"dtype: expected one of {', '.join(DTYPES)}; got {dtype!r}") from None
 
 
 class Array:

@@ -94,6 +94,8 @@ def as_buffer(x: Any, what: str, *, writable: bool, stream: Any = None) -> Buffe
     array = x if type(x) is np.ndarray else _host_array(x, what)
     if array is None:
         return _of_device(x, _shared_array(x, what, stream), what, writable, stream)
+    if stream is not None:
+        raise InvalidArgument(f"stream: expected None, for {what} is in memory of the host, got {stream!r}")
     flags = array.flags
     if not flags.c_contiguous:
         raise InvalidArgument(

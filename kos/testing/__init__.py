@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from kos.comm import Communicator, init
+from kos.comm.arguments import check_timeout, number_in
 from kos.comm.faults import Crashed, Fault, FaultPlan
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.errors import CollectiveTimeout, InvalidArgument
@@ -35,8 +36,9 @@ def spawn(
     ``faults`` is what goes wrong (see ``Fault``).  A rank that crashes or stalls for good has the result None.
     Raises InvalidArgument without ranks, and if one of the faults never happened, for such a test shows nothing.
     """
-    if world_size < 1:
-        raise InvalidArgument(f"world_size: expected at least 1, got {world_size}")
+    if not callable(fn):
+        raise InvalidArgument(f"fn: expected a function of a communicator, got {fn!r}")
+    world_size, timeout = number_in("world_size", world_size, 1, 1 << 16), check_timeout(timeout)
     plan = FaultPlan(faults, world_size) if faults else None
     group = ThreadGroup(world_size, ThreadWorld(world_size, plan))
     results: list[Any] = [None] * world_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -193,3 +194,115 @@ def test_dtype_table() -> None:
 def test_unknown_backend(name: str) -> None:
     with pytest.raises(InvalidArgument, match="backend: expected auto or one of mpi, .*mock.*, got"):
         kos.init(name)
+
+
+# Every parameter of every function, given what it is not.
+
+NAN = float("nan")
+NO_ARRAY = [None, "x", 1, [1.0], object(), np.float32(1)]
+NO_NUMBER = [None, "0", 1.5, True, [0], NAN, np.zeros(2)]
+WRONG: dict[str, list[Any]] = {
+    "x": NO_ARRAY,
+    "out": NO_ARRAY[1:],
+    "root": [*NO_NUMBER, -1, 2, 1 << 70],
+    "dst": [*NO_NUMBER, -1, 0, 2],
+    "src": [*NO_NUMBER, -1, 0, 2],
+    "tag": [*NO_NUMBER, -1, 1 << 20],
+    "counts": [None, 4, "ab", [4], [4, 4, 4], [4, -4], [4, "4"], [4.0, 4.0], [True, 4], np.zeros((2, 2), int)],
+    "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2")],  # type: ignore[arg-type]
+    "stream": [0, 5, "x", object()],
+    "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1)],
+    "algorithm": [None, 5, "", "magic", ["ring"], np.zeros(2)],
+    "async_op": [None, 2, "yes", [], np.zeros(2)],
+    "deterministic": [None, -1, "yes", [], np.zeros(2)],
+    "color": ["0", 1.5, True, [0], NAN, -1, 1 << 31],
+    "key": [*NO_NUMBER, 1 << 31],
+    "data": [None, "abc", 5, [1], np.zeros(2)],
+    "shape": [None, "4", -1, 1.5, (2, -1), (2, "2"), True],
+    "dtype": [None, 5, "float99", object, "M8[s]", [1]],
+    "code": NO_NUMBER,
+}
+WRONG |= {"send_counts": WRONG["counts"], "recv_counts": WRONG["counts"]}
+RIGHT: dict[str, dict[str, Any]] = {
+    "all_reduce": {"x": F},
+    "reduce": {"x": F},
+    "reduce_scatter": {"x": F},
+    "reduce_scatter_v": {"x": F, "counts": [1, 3]},
+    "broadcast": {"x": F},
+    "all_gather": {"x": F},
+    "all_gather_v": {"x": F, "counts": [4, 3]},
+    "all_to_all": {"x": F},
+    "all_to_all_v": {"x": F, "send_counts": [1, 3], "recv_counts": [1, 2]},
+    "gather": {"x": F},
+    "scatter": {"x": F, "out": np.zeros(2, np.float32)},
+    "barrier": {},
+    "send": {"x": F, "dst": 1},
+    "recv": {"x": F, "src": 1},
+    "send_recv": {"x": F, "out": np.zeros(4, np.float32), "dst": 1, "src": 1},
+}
+RIGHT |= {f"{name}_init": given for name, given in RIGHT.items()} | {
+    "all_gather_bytes": {"data": b"abc"},
+    "batch": {},
+    "split": {"color": 0},
+    "synchronize": {},
+    "allocate": {"shape": 3, "dtype": "float32"},
+    "abort": {},
+}
+NOT_CHECKED = {"abort": ["reason"], "synchronize": []}
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        (name, parameter)
+        for name in RIGHT
+        for parameter in _parameters(getattr(kos.Communicator, name))
+        if parameter not in NOT_CHECKED.get(name, [])
+    ],
+)
+def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> None:
+    call, given = getattr(comm, name), RIGHT[name]
+    wrong = WRONG[parameter]
+    if name.startswith("scatter") and parameter == "out":
+        wrong = [None, *wrong]
+    for value in wrong:
+        with pytest.raises(InvalidArgument, match=f"^{parameter}: expected .*[,;] got ") as caught:
+            call(**{**given, parameter: value})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "parameter", "wrong"),
+    [
+        (kos.init, "backend", [None, 5, "", ["mock"]]),
+        (kos.init, "rendezvous", ["x", 5, ("localhost", 1)]),
+        (kos.init, "timeout", [None, *WRONG["timeout"]]),
+        (kos.init, "device", ["0", -1, 1.5, True]),
+        (spawn, "fn", [None, 5, "f"]),
+        (spawn, "world_size", [*NO_NUMBER, 0, -1]),
+        (spawn, "timeout", [None, *WRONG["timeout"]]),
+    ],
+)
+def test_every_parameter_of_functions(call: Callable[..., Any], parameter: str, wrong: list[Any]) -> None:
+    given = {} if call is kos.init else {"fn": lambda comm: None, "world_size": 2}
+    for value in wrong:
+        with pytest.raises(InvalidArgument, match=f"^{parameter}: expected .*, got "):
+            call(**{**given, parameter: value})
+
+
+def test_the_others_need_not_wait_for_what_is_refused() -> None:
+    """A root without what it is to scatter, for one: it goes on, and may call again."""
+
+    def body(comm: kos.Communicator) -> float:
+        out = np.empty(2)
+        if comm.rank == 0:
+            with pytest.raises(InvalidArgument, match="x: expected an array, got NoneType"):
+                comm.scatter(None, out)
+        comm.scatter(np.arange(4.0) if comm.rank == 0 else None, out)
+        return float(out[1])
+
+    assert spawn(body, 2, timeout=10) == [1, 3]
