@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kos.comm.arguments import whole_number
 from kos.comm.operation import Operation
 from kos.errors import CollectiveError, InvalidArgument, KosError
 
@@ -58,9 +59,10 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidArgument(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
-        if self.rank < 0 or self.operation < 0:
+        if whole_number("fault: rank", self.rank) < 0 or whole_number("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
-        if self.seconds is not None and not (self.seconds > 0 and self.kind in ("delay", "reorder", "stall")):
+        timed = self.kind in ("delay", "reorder", "stall") and isinstance(self.seconds, int | float) and self.seconds > 0
+        if self.seconds is not None and not timed:
             raise InvalidArgument(f"fault: expected positive seconds of a delay, reorder or stall, got {self}")
 
 
@@ -72,8 +74,10 @@ class FaultPlan:
     """The faults of one ``spawn``, and which of them happened."""
 
     def __init__(self, faults: Iterable[Fault], size: int) -> None:
-        self._faults = list(faults)
+        self._faults = list(faults) if isinstance(faults, Iterable) else [faults]
         for fault in self._faults:
+            if not isinstance(fault, Fault):
+                raise InvalidArgument(f"faults: expected a list of Fault, got {faults!r}")
             if fault.rank >= size:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
         self.pending = set(self._faults)

@@ -14,7 +14,7 @@ from kos import PremulSum, ReduceOp
 from kos.dtypes import DTYPES, dtype_of
 from kos.errors import InvalidArgument
 from kos.memory import as_buffer
-from kos.testing import spawn
+from kos.testing import Fault, spawn
 
 
 @pytest.fixture
@@ -285,12 +285,18 @@ def test_every_parameter(comm: kos.Communicator, name: str, parameter: str) -> N
         (spawn, "fn", [None, 5, "f"]),
         (spawn, "world_size", [*NO_NUMBER, 0, -1]),
         (spawn, "timeout", [None, *WRONG["timeout"]]),
+        (spawn, "faults", [5, "x", [5], [None]]),
+        (Fault, "kind", [None, "x", 5]),
+        (Fault, "rank", [*NO_NUMBER, -1]),
+        (Fault, "operation", [*NO_NUMBER, -1]),
+        (Fault, "seconds", ["1", 0, -1.0, NAN]),
     ],
 )
 def test_every_parameter_of_functions(call: Callable[..., Any], parameter: str, wrong: list[Any]) -> None:
-    given = {} if call is kos.init else {"fn": lambda comm: None, "world_size": 2}
+    rights = {kos.init: {}, spawn: {"fn": lambda comm: None, "world_size": 2}, Fault: {"kind": "delay", "rank": 0}}
+    given: dict[str, Any] = rights[call]
     for value in wrong:
-        with pytest.raises(InvalidArgument, match=f"^{parameter}: expected .*, got "):
+        with pytest.raises(InvalidArgument, match=f"^({'fault.*' if call is Fault else parameter}): expected .*, got "):
             call(**{**given, parameter: value})
 
 

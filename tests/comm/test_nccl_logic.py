@@ -429,6 +429,9 @@ def test_refused_by_this_backend(fake: FakeNCCL) -> None:
             "the stream of x": lambda: comm.all_reduce(x, out=Array(owner.pointer, (4,), np.float32, 0, stream=7)),
             "one that was freed": lambda: comm.all_reduce(Array(8, (1,), np.float32, 0, owner=owner)),
             "tag: expected 0": lambda: comm.send(x, 1 - comm.rank, tag=4),
+            "stream: expected a handle, or .*, got 'x'": lambda: comm.all_reduce(x, stream="x"),
+            "stream: expected a handle, or .*, got -1": lambda: comm.barrier(stream=-1),
+            "stream: expected a handle, or .*, got True": lambda: comm.synchronize(stream=True),
         }.items():
             with pytest.raises(InvalidArgument, match=message):
                 call()
