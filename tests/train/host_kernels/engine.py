@@ -1,12 +1,13 @@
 """CudaEngine on the emulated device, its ranks threads with a communicator over the mock backend.
 
 A stream runs what it is given at once, unless it is being captured: then it is written down, and run at each
-replay.  What CUDA refuses during a capture is refused here: allocating, waiting, copies from pageable memory.
+replay.  What CUDA refuses during a capture is refused here: allocating, freeing, waiting, copies from pageable memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 import weakref
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from kos.train.optimizer import Schedule, clip_coefficient
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 
-_thread = threading.local()
+_thread, _lock, _captures = threading.local(), threading.Lock(), 0
 BFLOAT16 = DTYPES["bfloat16"].numpy
 MEMORY = 8 << 30  # bytes free of the emulated device
 
@@ -45,11 +46,20 @@ def not_captured(what):
     assert getattr(_thread, "captured", None) is None, f"{what} while a graph is captured"
 
 
+def _capturing(more):
+    """No garbage is collected while any rank captures, as ``kos.cuda.graphs.capture`` has it."""
+    global _captures
+    with _lock:
+        _captures += more
+        (gc.disable if _captures else gc.enable)()
+
+
 class Capture:
     def __init__(self, stream):
         self.graph = SimpleNamespace(close=lambda: None)
 
     def __enter__(self):
+        _capturing(1)
         written = _thread.captured = []
         self.graph.replay = lambda stream: [work() for work in written]
         self.graph.size = lambda: len(written)
@@ -57,7 +67,9 @@ class Capture:
 
     def __exit__(self, kind, *_):
         _thread.captured = None
+        _capturing(-1)
         assert kind or not _pending(), "a captured stream forked and was not joined"
+        assert not _freed(), f"memory freed while a graph is captured, bytes: {_freed()}"
 
 
 class Event:
@@ -238,6 +250,13 @@ def _pending():
     return _thread.pending
 
 
+def _freed():
+    """What this rank has freed during its capture."""
+    if not hasattr(_thread, "freed"):
+        _thread.freed = []
+    return _thread.freed
+
+
 def on_host(array):
     """The memory of an Array of the emulated device as an ndarray."""
     memory = (ctypes.c_byte * array.nbytes).from_address(array.pointer)
@@ -253,7 +272,12 @@ def host_engine(monkeypatch) -> None:
         not_captured("allocating")
         memory = make(nbytes)
         allocated[memory.pointer] = memory.raw
+        weakref.finalize(memory.raw, freed, nbytes)
         return memory
+
+    def freed(nbytes):
+        if getattr(_thread, "captured", None) is not None:
+            _freed().append(nbytes)
 
     def copy(target, source, nbytes, stream):
         if getattr(_thread, "captured", None) is not None:
