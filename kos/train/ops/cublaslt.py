@@ -160,10 +160,11 @@ class Matmul:
             )  # fmt: skip
         finally:
             lt.matmul_preference_destroy(preference)
-        if not count[0]:
+        found = found[: count[0]]
+        found = found[found["state"] == 0]  # CUBLAS_STATUS_SUCCESS: of others nothing is said
+        if not found.size:
             raise BackendUnavailable(f"cuBLASLt has no algorithm for {a} {b} -> {out}")
-        rows = found[: count[0]].view(np.uint8).reshape(count[0], -1)
-        return [row[:ALGORITHM_BYTES].copy() for row in rows]
+        return [row[:ALGORITHM_BYTES].copy() for row in found.view(np.uint8).reshape(found.size, -1)]
 
     def _usable(self, plan: Plan, algorithm: np.ndarray[Any, Any]) -> bool:
         """Whether cuBLASLt accepts a stored algorithm."""
