@@ -152,7 +152,8 @@ def test_what_a_graph_captures_is_compared_once(comm: kos.Communicator, mpi_worl
     y = ones(comm, 1000 + comm.rank // (comm.size - 1))
     with cuda.capture(stream, keep=[y]) as graph:
         comm.all_reduce(y, stream=stream)
+    graph.close()  # NCCL ends when no graph holds its calls any more
+    mpi_world.barrier()  # all ranks have made the call
     with pytest.raises(CollectiveMismatch, match="count 1000 against 1001") as error:
-        comm.synchronize(stream=stream)  # found before the first replay, which would hang
+        comm.synchronize(stream=stream)  # found without a replay, which would hang
     alike(mpi_world, error)
-    graph.close()
