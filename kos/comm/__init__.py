@@ -18,7 +18,7 @@ from kos.comm.batch import Batch, Persistent
 from kos.comm.communicator import Communicator
 from kos.comm.recorder.on_signal import listen
 from kos.comm.reduction import PremulSum, ReduceOp
-from kos.comm.rendezvous import MPIRendezvous, Rendezvous, default_rendezvous
+from kos.comm.rendezvous import Rendezvous, default_rendezvous
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
@@ -43,7 +43,8 @@ def init(
     """The communicator of all ranks of this program.  Collective.
 
     ``rendezvous`` is how the ranks find each other: unless one is given by MPI under mpirun, by the
-    environment where torchrun, srun or a shell says which rank this is, a group of one otherwise.
+    environment where torchrun, srun or a shell says which rank this is, a group of one otherwise; with
+    ``backend="mpi"`` by MPI, which makes a group of one of a process that no mpirun started.
     ``timeout`` in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where
     it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto": for
     host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster
@@ -60,7 +61,7 @@ def init(
     device = None if device is None else number_in("device", device, 0, 1 << 16)
     listen()
     if rendezvous is None:
-        rendezvous = MPIRendezvous(timeout=timeout) if backend == "mpi" else default_rendezvous(timeout)
+        rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi")
     if device is not None:
         rendezvous.device = device
     probes = _agree(backend, rendezvous)
@@ -71,9 +72,9 @@ def init(
         if not chosen:
             reasons = "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
             raise BackendUnavailable(f"auto: no backend can run here: {reasons}")
-        log.info("backend %s: %s", chosen, probes[chosen].reason)
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
+    log.info("backend %s: %s", chosen, probes[chosen].reason)
     made = BACKENDS[chosen](rendezvous)
     if backend == "auto" and (gpus := _for_gpus(rendezvous, probes)):
         made = AutoBackend(rendezvous, made, gpus)

@@ -61,7 +61,8 @@ class Fault:
             raise InvalidArgument(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         if whole_number("fault: rank", self.rank) < 0 or whole_number("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
-        timed = self.kind in ("delay", "reorder", "stall") and isinstance(self.seconds, int | float) and self.seconds > 0
+        timed = self.kind in ("delay", "reorder", "stall")
+        timed = timed and isinstance(self.seconds, int | float) and self.seconds > 0
         if self.seconds is not None and not timed:
             raise InvalidArgument(f"fault: expected positive seconds of a delay, reorder or stall, got {self}")
 

@@ -326,10 +326,12 @@ class MPIRendezvous(Rendezvous):
             )
 
 
-def default_rendezvous(timeout: float) -> Rendezvous:
-    """MPI under mpirun; else by the environment where it says which rank this is; else a group of one."""
+def default_rendezvous(timeout: float, *, by_mpi: bool = False) -> Rendezvous:
+    """MPI under mpirun; else by the environment where it says which rank this is; else a group of one (of MPI's)."""
     from kos.comm.env_rendezvous import EnvRendezvous, Place  # which stands on this file
 
     if mpi_job.under_mpirun():
         return MPIRendezvous(timeout=timeout)
-    return EnvRendezvous(timeout) if Place.told() else SingleRendezvous(timeout)
+    if Place.told():
+        return EnvRendezvous(timeout)
+    return MPIRendezvous(timeout=timeout) if by_mpi else SingleRendezvous(timeout)
