@@ -16,6 +16,7 @@ import pytest
 import kos
 from kos import ReduceOp, cuda
 from kos.comm import launches, tuning
+from kos.files import cache_folder
 from kos.memory.array import Array
 from tests.comm.gpu_ranks import GPURanks
 from tests.comm.ranks import SUMS_IN_16_BITS
@@ -60,10 +61,13 @@ def worlds(mpi_world: kos.Communicator, tmp_path_factory: pytest.TempPathFactory
     routes: dict[str, tuning.Route] = {tuning.key(name, False, False, True): TURNS for name in OPERATIONS}
     routes[tuning.key("send_recv", False, False, True)] = ((None, "peer"),)
     table = tuning.Table(gpu, link, mpi_world.size, "the test", launches.DEFAULT, routes)
+    kernels = cache_folder() / "kernels"  # which stay where they are
+    kernels.mkdir(parents=True, exist_ok=True)
     before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), str(tmp_path_factory.mktemp("cache"))
     path = tuning.user_path(gpu, mpi_world.size)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(table.to_json()))
+    (cache_folder() / "kernels").symlink_to(kernels)
     worlds: list[kos.Communicator] = []
     yield worlds
     worlds[-1].close()
