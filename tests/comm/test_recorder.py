@@ -242,7 +242,7 @@ def test_a_rank_that_leaves_a_call_out(tmp_path: Path, capsys: pytest.CaptureFix
     for rank in range(3):
         write(tmp_path, rank, 3, calls[rank])
     text = read(tmp_path, capsys, 1)
-    assert "but rank 1 called all_gather #1 of float32[4] at train.py:11: they differ in operation, root" in text
+    assert "but rank 1 called all_gather #1 of float32[4] at train.py:11: they differ in operation\n" in text
 
 
 def crafted(
@@ -336,19 +336,53 @@ def test_messages_that_do_not_meet(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"version": "1.0"}', '{"version": "2.1", "rank": 0, "world_size": 1, "pg_config": 3}'],
+    ("text", "got"),
+    [
+        (b"", "nothing"),
+        (b'{"version": "2.10", "ra', "text that is no JSON, or was cut off (line 1, column 21)"),
+        (b"PK\xff\xfe", "a file that is no text"),
+        (b"[]", "JSON of another kind (TypeError: list indices must be integers or slices, not str)"),
+        (b"{}", "JSON of another kind (KeyError: 'version')"),
+        (b'{"version": "1.0"}', "JSON of another kind (ValueError: version '1.0')"),
+        (b'{"version": "2.1", "rank": 0, "world_size": 1, "pg_config": 3}', "JSON of another kind (AttributeError: "),
+        (None, "no such file or directory"),
+    ],
 )
-def test_files_that_are_no_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_files_that_are_no_dumps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes | None, got: str
+) -> None:
     file = tmp_path / "bad.json"
-    file.write_text(text)
+    if text is not None:
+        file.write_bytes(text)
     assert main([str(file)]) == 2
-    assert f"{file}: expected a flight record" in capsys.readouterr().err
-    assert main([str(tmp_path / "none")]) == 2
-    write(tmp_path, 0, 1, [])
+    said = capsys.readouterr().err
+    assert f"recorder: {file}: expected a flight record of version 2, got {got}" in said and said.count("\n") == 1
+
+
+def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 0, 2, [])
     good = str(tmp_path / "rank_0.json")
     assert main([good, good]) == 2
     assert "second one of rank 0" in capsys.readouterr().err
+    write(tmp_path, 1, 3, [])
+    assert main([str(tmp_path)]) == 2
+    assert "rank_1.json: expected a dump of the job of rank 0's, got one of another job" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "calls", "said"),
+    [
+        (1, [0], 1, "1 dump of 1 rank; 1 collective that all ranks made alike\nnothing is wrong; the"),
+        (3, [1], 2, "1 dump of 3 ranks; 0 collectives that all ranks made alike\n"
+                    "nothing is wrong in these; no dump of ranks 0, 2; the"),
+    ],
+)  # fmt: skip
+def test_what_there_is_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, ranks: list[int], calls: int, said: str
+) -> None:
+    for rank in ranks:
+        write(tmp_path, rank, size, [crafted("barrier", n) for n in range(calls)])
+    assert read(tmp_path, capsys, 0).startswith(said)
 
 
 def test_the_trace(tmp_path: Path) -> None:

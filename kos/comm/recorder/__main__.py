@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from kos.comm.recorder.analysis import analyze, load
+from kos.comm.recorder.analysis import absent, analyze, counted, load
 from kos.comm.recorder.trace import to_trace
 from kos.errors import DataError
 
@@ -31,8 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     alike, findings = analyze(dumps)
-    print(f"{len(dumps)} dumps of {dumps[0].size} ranks; {alike} collectives that all ranks made alike")
-    wrong = "where each rank stands:" if findings else "nothing is wrong; the last operation of each rank:"
+    of = f"{counted(len(dumps), 'dump')} of {counted(dumps[0].size, 'rank')}"
+    print(f"{of}; {counted(alike, 'collective')} that all ranks made alike")
+    missing = f" in these; no dump of {missing}" if (missing := absent(dumps)) else ""
+    wrong = "where each rank stands:" if findings else f"nothing is wrong{missing}; the last operation of each rank:"
     print(*findings, wrong, *(f"  {dump.standing()}" for dump in dumps), sep="\n")
     return 1 if findings else 0
 

@@ -108,7 +108,8 @@ class Dump:
 def load(paths: Iterable[str | Path]) -> list[Dump]:
     """Read dumps, in the order of their ranks; a folder stands for the ``*.json`` in it.
 
-    Raises DataError for a file that cannot be read or is no flight record, and for two of the same rank.
+    Raises DataError for a file that cannot be read or is no flight record, for two of the same rank, and for
+    one of another job, as far as its groups tell.
     """
     dumps: dict[int, Dump] = {}
     for given in map(Path, paths):
@@ -119,6 +120,9 @@ def load(paths: Iterable[str | Path]) -> list[Dump]:
             dump = _load(file)
             if dump.rank in dumps:
                 raise DataError(f"{file}: expected one dump a rank, got a second one of rank {dump.rank}")
+            other = next(iter(dumps.values()), dump)
+            if dump.size != other.size or any(dump.groups.get(name, of) != of for name, of in other.groups.items()):
+                raise DataError(f"{file}: expected a dump of the job of rank {other.rank}'s, got one of another job")
             dumps[dump.rank] = dump
     return [dumps[rank] for rank in sorted(dumps)]
 
@@ -131,9 +135,27 @@ def _load(file: Path) -> Dump:
         groups = {name: [int(r) for r in json.loads(g["ranks"])] for name, g in data["pg_config"].items()}
         calls = [Call.parse(entry) for entry in data["entries"]]
         return Dump(int(data["rank"]), int(data["world_size"]), groups, calls, int(data.get("time_dumped_ns", 0)))
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        message = f"{file}: expected a flight record of version 2, got {type(error).__name__}: {error}"
-        raise DataError(message) from None
+    except OSError as error:
+        got = (error.strerror or str(error)).lower()
+    except UnicodeDecodeError:
+        got = "a file that is no text"
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        got = f"text that is no JSON, or was cut off ({where})" if error.doc else "nothing"
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        got = f"JSON of another kind ({type(error).__name__}: {error})"
+    raise DataError(f"{file}: expected a flight record of version 2, got {got}")
+
+
+def counted(number: int, what: str) -> str:
+    """``1 dump``, ``2 dumps``."""
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def absent(dumps: list[Dump]) -> str:
+    """The ranks of the job without a dump, as text; empty if there are none."""
+    ranks = sorted(set(range(dumps[0].size)) - {dump.rank for dump in dumps})
+    return _ranks(ranks) if ranks else ""
 
 
 def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
@@ -150,9 +172,8 @@ def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
         alike += number
         findings += [finding] if finding else []
         findings += _messages(name, ranks, dumps)
-    absent = sorted(set(range(max(dump.size for dump in dumps))) - {dump.rank for dump in dumps})
-    if absent and findings:
-        findings.append(f"no dump of {_ranks(absent)}: lost, killed, or stuck since before the others gave up")
+    if findings and (missing := absent(dumps)):
+        findings.append(f"no dump of {missing}: lost, killed, or stuck since before the others gave up")
     return alike, findings
 
 
@@ -199,6 +220,8 @@ def _differ(name: str, here: dict[int, Call]) -> str:
     differences = [
         what for what, values in zip(_COMPARED, zip(*kinds, strict=True), strict=True) if len(set(values)) > 1
     ]
+    if "operation" in differences:  # the rest follows from that
+        differences = ["operation"]
     return f"{name}: {' but '.join(parts)}: they differ in {', '.join(differences)}"
 
 
