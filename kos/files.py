@@ -41,8 +41,8 @@ def sync(path: Path) -> None:
 def check_writable(path: Path) -> None:
     """Raise InvalidArgument, saying why, where a file cannot be written; its folder must be there."""
     folder = path.absolute().parent
-    if os.path.isdir(path) or not os.path.isdir(folder):
-        raise InvalidArgument(f"{path}: expected a file to write, got {'a' if os.path.isdir(path) else 'no such'} folder")
+    if (taken := os.path.isdir(path)) or not os.path.isdir(folder):
+        raise InvalidArgument(f"{path}: expected a file to write, got {'a' if taken else 'no such'} folder")
     if not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise InvalidArgument(f"{path}: expected a file to write, got no permission to")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from kos.doctor.checks import BAD, NO, OK, Check
 from kos.doctor.ranks import Matrix
 from kos.doctor.report import Report
 
+ROOT = Path(__file__).resolve().parents[1]
 MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
 
 
@@ -38,7 +41,7 @@ def run(*arguments: str, launcher: tuple[str, ...] = (), code: str = "", **envir
 
 def test_alone() -> None:
     code, said, _ = run("--json")
-    report = json.loads(said)
+    report = json.loads(said)  # and nothing else, on stderr either
     assert code == 0 and report["will_train"] and report["ranks"] == 1
     verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
     assert verdicts["Python"] == verdicts["MPI"] == verdicts["all_reduce"] == OK
@@ -58,12 +61,61 @@ def test_under_mpirun(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def place(rank: int, size: int) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
 def test_a_rank_that_does_not_come() -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
-    code, said, seconds = run("--timeout", "8", **place)
+    code, said, seconds = run("--timeout", "3", **place(0, 2))
     assert code == 1 and "These" not in said and seconds < 30
-    assert "bad  finding the other ranks" in said and "ok   Python" in said
-    assert said.splitlines()[-1].startswith("This rank cannot train: finding the other ranks")
+    assert "did not come within 3 s" in said and "ok   Python" in said
+    assert said.splitlines()[-1] == "This rank cannot train, see: finding the other ranks."
+
+
+def test_a_rank_that_is_not_0_says_on_one_line_that_nobody_came() -> None:
+    code, said, _ = run("--timeout", "2", **place(1, 2))
+    assert code == 1 and said.count("\n") == 1
+    assert said.startswith("kos: error: rank 1: finding the other ranks: rendezvous: rank 1 did not reach rank 0")
+
+
+def test_ranks_by_environment() -> None:
+    """As torchrun starts them; JSON on rank 0's stdout alone."""
+    where = place(0, 2)
+    other = threading.Thread(target=lambda: told.append(run("--json", **{**where, "RANK": "1"})))
+    told: list[tuple[int, str, float]] = []
+    other.start()
+    code, said, _ = run("--json", **where)
+    other.join()
+    assert code == 0 and json.loads(said)["ranks"] == 2 and told[0][:2] == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("size", "file", "problem"),
+    [
+        (1, "x.pdf", "expected a picture's name that ends in .png or .svg"),
+        (1, "/nowhere/x.png", "expected a file to write, got no such folder"),
+        (1, "x.png", "a picture needs matplotlib: pip install 'kos[plot]'"),
+        pytest.param(2, "x.png", "a picture", marks=pytest.mark.skipif(not Path(MPIRUN).exists(), reason="no mpirun")),
+    ],
+)
+def test_what_cannot_be_plotted_is_refused_first(tmp_path: Path, size: int, file: str, problem: str) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
+    launcher = (MPIRUN, "-n", "2") if size > 1 else ()
+    code, said, _ = run("--plot", str(tmp_path / file), launcher=launcher, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    lines = [line for line in said.splitlines() if line.startswith("kos: error: --plot: ")]
+    assert code == 2 and 1 <= len(lines) <= size and problem in lines[0]  # mpirun may end the slower one
+    assert size > 1 or said.count("\n") == 1
+
+
+def test_a_picture_of_nothing(tmp_path: Path) -> None:
+    code, said, _ = run("--plot", str(tmp_path / "x.png"))
+    assert code == 2 and "This rank can train." in said and not (tmp_path / "x.png").exists()
+    assert said.splitlines()[-1].startswith("kos: error: --plot: nothing to measure: expected two ranks or more")
+    code, said, _ = run("--measure")
+    assert code == 0 and "no   --measure " in said
 
 
 def test_another_mpirun() -> None:
@@ -82,14 +134,14 @@ def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
     code = f"import ctypes, time, kos.doctor.__main__ as d\nd.default_rendezvous = lambda timeout: {wait}"
     status, said, seconds = run("--timeout", "2", code=code)
     assert status == 1 and seconds < 40 and told in said
+    assert "Timeout" in said or "no end within 2 s" in said
 
 
 def test_what_nobody_expected_is_a_finding() -> None:
     code = "import kos.doctor.__main__ as d\nd.ranks.trial = lambda comm: 1 / 0"
     status, said, _ = run(code=code)
-    assert (
-        status == 1 and "bad  all_reduce" in said and "rank 0: ZeroDivisionError" in said and "backend  usable" in said
-    )
+    assert status == 1 and "bad  all_reduce" in said
+    assert "ZeroDivisionError: division" in said and "backend  usable" in said
 
 
 def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
@@ -111,7 +163,38 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["packages (train)"] == Check(
         "packages (train)", BAD, "not installed: rich", "pip install 'kos[train]'"
     )
-    assert found["packages (cuda)"].verdict == NO
+    assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py")  # and no GPU to want it
+    monkeypatch.setattr(checks, "_kernel_driver", lambda: "NVRM version: 580")
+    found = {check.name: check for check in checks.packages()}
+    assert found["packages (cuda)"].remedy == "pip install 'kos[cuda]'"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kernel", "visible", "remedy"),
+    [
+        ("no CUDA driver (libcuda.so.1) on this machine", "", None, ""),
+        ("no CUDA driver (libcuda.so.1) on this machine", "NVRM version: 580", None, "--gpus all"),
+        ("the CUDA packages are not installed: pip install 'kos[cuda]'", "NVRM version: 580", None, ""),
+        ("the CUDA driver found no usable GPU (CUDA_VISIBLE_DEVICES='')", "NVRM version: 580", "", "nvidia-smi -L"),
+    ],
+)
+def test_no_cuda(monkeypatch: pytest.MonkeyPatch, reason: str, kernel: str, visible: str | None, remedy: str) -> None:
+    monkeypatch.setattr(checks.driver, "unavailable", lambda: reason)
+    monkeypatch.setattr(checks, "_kernel_driver", lambda: kernel)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    check = checks.cuda_driver()
+    assert (check.verdict, check.found) == (NO, reason)
+    assert remedy in check.remedy and bool(check.remedy) == bool(remedy)
+
+
+def test_versions_of_the_driver_and_of_nccl_need_no_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.driver, "unavailable", lambda: "no GPU is visible (CUDA_VISIBLE_DEVICES='')")
+    monkeypatch.setattr(checks, "call", lambda function: 13000)
+    monkeypatch.setattr(checks, "cu", SimpleNamespace(cuDriverGetVersion=None))
+    monkeypatch.setattr(checks.nccl_binding, "version", lambda: "2.28.9")
+    assert checks.facts()["CUDA driver"] == 13000 and checks.facts()["NCCL"] == "2.28.9"
 
 
 def _facts(**changes: object) -> dict[str, object]:
@@ -125,11 +208,12 @@ def _facts(**changes: object) -> dict[str, object]:
     ("others", "name", "verdict", "said"),
     [
         ([{"kos": "0.2.0"}], "kos of the ranks", BAD, "0.1.0 on rank 0; 0.2.0 on rank 1"),
-        ([{}, {"NCCL": "2.27.3"}], "NCCL of the ranks", NO, "2.28.9 on ranks 0, 1; 2.27.3 on rank 2"),
+        ([{}, {"NCCL": "2.27.3"}], "NCCL of the ranks", NO, "2.28.9 on ranks 0-1; 2.27.3 on rank 2"),
         ([{"CUDA driver": 12080}], "CUDA driver of the ranks", NO, "12080 on rank 1"),
-        ([{"ipc_namespace": "ipc:[2]"}], "ipc namespaces", NO, "ranks 0, 1 of a are in different ipc"),
-        ([{"gpus": []}], "GPUs of the ranks", NO, "rank 1 see none"),
-        ([{}, {}, {}], "GPUs of the ranks", NO, "ranks 0, 1, 2, 3 of a share 3"),
+        ([{"ipc_namespace": "ipc:[2]"}], "ipc namespaces", NO, "ranks 0-1 of a are in different ipc"),
+        ([{"gpus": []}], "GPUs of the ranks", NO, "rank 1 sees none"),
+        ([{"gpus": []}, {}, {"gpus": []}], "GPUs of the ranks", NO, "ranks 1, 3 see none"),
+        ([{}, {}, {}], "GPUs of the ranks", NO, "ranks 0-3 of a share 3 GPUs"),
     ],
 )
 def test_ranks_that_do_not_fit(others: list[dict[str, object]], name: str, verdict: str, said: str) -> None:
@@ -140,18 +224,19 @@ def test_ranks_that_do_not_fit(others: list[dict[str, object]], name: str, verdi
 
 def test_ranks_that_fit() -> None:
     found = list(ranks.compare([_facts(), _facts(), _facts(host="b", host_id="b1", ipc_namespace="ipc:[9]")]))
-    assert found == [Check("hosts", OK, "a: ranks 0, 1; b: rank 2")]
+    assert found == [Check("hosts", OK, "a: ranks 0-1; b: rank 2")]
 
 
 def test_the_report_says_what_is_common_once() -> None:
     report = Report(size=3)
     same, mine = Check("one", OK, "alike"), Check("two", NO, "differs", "mend it")
-    report.add([[same, mine], [same], [same, Check("two", BAD, "broken")]])
+    report.add([[same, mine], [same, Check("two", NO, "differs more", "mend it")], [same, Check("two", BAD, "broken")]])
     report.matrices = [Matrix("GPU", ["0", "1"], [[None, 394.0], [393.5, None]], [[None, 1.2], [1.25, None]])]
     said = report.to_text()
     assert "ok   one  alike\n" in said and "no   two  differs  (rank 0)\n          -> mend it\n" in said
+    assert said.count("mend it") == 1
     assert "bad  two  broken  (rank 2)" in said and "393.5" in said
-    assert said.endswith("These 3 ranks cannot train: two: broken") and not report.to_json()["will_train"]
+    assert said.endswith("These 3 ranks cannot train, see: two.") and not report.to_json()["will_train"]
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """What this machine can do, and why not: python -m kos.doctor [--measure] [--plot FILE] [--json]
 
 Start it as the job will be started (mpirun -n N, torchrun, srun), or alone.  Exit status: 0 where training
-across these ranks will work, 1 where it will not, 2 for wrong arguments.
+across these ranks will work, 1 where it will not, 2 for arguments that are wrong or cannot be followed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from kos.comm.mpi_job import launched_rank
 from kos.comm.rendezvous import Rendezvous, default_rendezvous
 from kos.cuda import visible_devices
 from kos.doctor import ranks
-from kos.doctor.checks import BAD, NO, Check, facts, local_checks
+from kos.doctor.checks import BAD, CHECK_SECONDS, NO, Check, facts, in_words, local_checks
 from kos.doctor.report import Report, draw
 from kos.errors import BackendUnavailable, KosError
+from kos.files import check_picture
+
+GRACE = 2.0
+"""Seconds for what has a limit of its own to say why it did not end, before the alarm says that it did not."""
 
 
 class Doctor:
@@ -33,37 +37,51 @@ class Doctor:
         self.options = options
         self.report = Report()
         self.rank = launched_rank()
-        self.stage = "the checks of this process"
+        self.timer = threading.Timer(0, self.give_up)
 
-    def examine(self) -> None:
-        """Fill the report; what stops the examination is the last thing in it."""
+    def begin(self, stage: str, seconds: float) -> None:
+        """Go on to the next stage; that it does not end would be the finding.
+
+        A library may wait for ever, and may do so without letting Python run: the second alarm needs none.
+        """
+        self.timer.cancel()
+        self.stage, self.limit = stage, seconds
+        self.timer = threading.Timer(seconds + GRACE, self.give_up)
+        self.timer.daemon = True
+        self.timer.start()
+        faulthandler.dump_traceback_later(seconds + 2 * GRACE, exit=True)
+
+    def examine(self) -> int:
+        """All of it; returns the exit status.  What stops the examination is the last finding."""
+        self.begin("the checks of this process", 4 * CHECK_SECONDS)
         mine = local_checks()
         self.report.add([mine], self.rank)
-        self.stage = "finding the other ranks"
         try:
-            self.together(default_rendezvous(self.options.timeout / 4), mine)
+            self.begin("finding the other ranks", self.options.timeout)
+            self.together(default_rendezvous(self.options.timeout), mine)
         except Exception as error:
-            what = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
-            self.fail(f"rank {self.rank}: {what}")
+            self.fail(in_words(error))
+        self.timer.cancel()
+        return self.show()
 
     def together(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
         """What takes all ranks."""
-        report, size = self.report, rendezvous.size
+        report, size, limit = self.report, rendezvous.size, self.options.timeout
         self.rank, report.size, report.checks = rendezvous.rank, size, {}
         self.add(rendezvous, mine)
         report.facts = [json.loads(data) for data in rendezvous.allgather(json.dumps(facts()).encode())]
         report.add([list(ranks.compare(report.facts))] * size)
-        self.stage = "moving bytes between GPUs"
+        self.begin("moving bytes between GPUs", limit * (size if self.options.measure else 1))
         self.gpus(rendezvous)
-        self.stage = "making a communicator"
-        with kos.init(rendezvous=rendezvous, timeout=self.options.timeout / 4) as comm:
+        self.begin("making a communicator", limit)
+        with kos.init(rendezvous=rendezvous, timeout=limit) as comm:
             report.backends = comm.explain()
-            self.stage = "all_reduce"
+            self.begin("all_reduce", limit)
             self.add(rendezvous, [ranks.trial(comm)])
             if self.options.measure and size > 1 and not report.bad:
-                self.stage = "measuring messages"
+                self.begin("measuring messages", limit * size)
                 report.matrices.append(ranks.measure_host(comm))
-            self.stage = "ending"
+            self.begin("ending", limit)
 
     def add(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
         """Report what every rank found."""
@@ -73,7 +91,7 @@ class Doctor:
     def gpus(self, rendezvous: Rendezvous) -> None:
         """Move bytes between the GPUs of each host."""
         hosts = [each["host_id"] for each in self.report.facts]
-        limit, measure = self.options.timeout / 4, self.options.measure
+        limit, measure = self.options.timeout, self.options.measure
         try:
             device: int | None = device_of(rendezvous).index  # asked on all ranks: it is collective
         except BackendUnavailable:
@@ -83,8 +101,8 @@ class Doctor:
         check = matrix = None
         if rendezvous.size == 1 and len(visible_devices()) > 1:
             check, matrix = ranks.gpus_of_this_process(limit, measure)
-        elif part is not None and device is not None and rendezvous.size > 1:
-            check, matrix = ranks.gpu_memory(part, device, measure and part.size > 1)
+        elif part is not None and device is not None and part.size > 1:
+            check, matrix = ranks.gpu_memory(part, device, measure)
         if part is not None:
             part.close()
         self.add(rendezvous, [check] if check else [])
@@ -93,25 +111,32 @@ class Doctor:
 
     def show(self) -> int:
         """Print the report, on rank 0, and draw it if asked to; returns the exit status."""
-        if self.rank == 0:
-            if self.options.plot is not None:
-                try:
-                    if not self.report.matrices:
-                        raise BackendUnavailable("nothing was measured: it takes two ranks, or two GPUs")
-                    draw(self.report.matrices[0], self.options.plot)
-                except (KosError, OSError, ValueError) as error:
-                    self.report.add([[Check("--plot", NO, str(error))]])
-            text = json.dumps(self.report.to_json(), indent=1) if self.options.json else self.report.to_text()
-            print(text, flush=True)
-        return int(bool(self.report.bad))
+        status, report, picture, problem = int(bool(self.report.bad)), self.report, self.options.plot, ""
+        if self.rank != 0:
+            return status
+        if self.options.measure and not report.matrices and not report.bad:
+            problem = "nothing to measure: expected two ranks or more, or two GPUs, got one"
+            report.add([[Check("--measure", NO, problem)]])
+        elif picture is not None and report.matrices:
+            try:
+                draw(report.matrices[0], picture)
+            except (OSError, ValueError) as error:
+                problem = in_words(error)
+        print(json.dumps(report.to_json(), indent=1) if self.options.json else report.to_text(), flush=True)
+        if picture is not None and problem:
+            print(f"kos: error: --plot: {problem}", file=sys.stderr)
+            return status or 2
+        return status
 
     def fail(self, what: str) -> None:
-        """The stage that has been reached went wrong."""
+        """The stage that has been reached went wrong; rank 0 may never hear of it."""
         self.report.add([[Check(self.stage, BAD, what)]], self.rank)
+        if self.rank != 0:
+            print(f"kos: error: rank {self.rank}: {self.stage}: {what}", file=sys.stderr, flush=True)
 
     def give_up(self) -> None:
         """What did not end is the finding."""
-        self.fail(f"rank {self.rank}: no end within {self.options.timeout:g} s")
+        self.fail(f"no end within {self.limit:g} s")
         self.show()
         os._exit(1)
 
@@ -122,20 +147,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--measure", action="store_true", help="bandwidth and latency between every two ranks")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the bandwidths (.png, .svg); measures them")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="for all of it (120)")
+    parser.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="of any wait for others (30)")
     options = parser.parse_args(arguments)
     if not 1 <= options.timeout <= 1e5:
         parser.error(f"--timeout: expected 1 to 100000 seconds, got {options.timeout:g}")
     options.measure |= options.plot is not None
-    doctor = Doctor(options)
-    # A library may wait for ever, and may do so without letting Python run: the second alarm needs none.
-    timer = threading.Timer(options.timeout, doctor.give_up)
-    timer.daemon = True
-    timer.start()
-    faulthandler.dump_traceback_later(options.timeout + 5, exit=True)
-    doctor.examine()
-    timer.cancel()
-    return doctor.show()
+    if options.plot is not None:
+        try:
+            check_picture(options.plot)  # on every rank: mpirun may hang where one alone exits this early
+        except KosError as error:
+            print(f"kos: error: --plot: {error}", file=sys.stderr)
+            return 2
+    return Doctor(options).examine()
 
 
 if __name__ == "__main__":

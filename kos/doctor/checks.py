@@ -5,7 +5,6 @@ Each check is a function that returns what it found; one that raises, or does no
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import platform
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -42,6 +41,7 @@ _EXTRAS = {
     "cuda": ("cuda-core", "cuda-bindings", "cuda-pathfinder", "nccl4py", "nvmath-python"),
     "plot": ("matplotlib",),
 }
+_OPTIONAL = ("tokenizers", "cuda", "plot")
 _LIBRARIES = ("nvrtc", "cudart", "nccl", "cublasLt")
 _MPI_PROBE = """
 import json, mpi4py
@@ -72,8 +72,7 @@ def bounded(name: str, function: Callable[[], Check | Iterable[Check]], seconds:
             result = function()
             found.extend([result] if isinstance(result, Check) else result)
         except Exception as error:
-            text = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
-            found.append(Check(name, NO, " ".join(text.split())[:500]))
+            found.append(Check(name, NO, in_words(error)))
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
@@ -83,32 +82,49 @@ def bounded(name: str, function: Callable[[], Check | Iterable[Check]], seconds:
     return found
 
 
+def in_words(error: Exception) -> str:
+    """An error on one line."""
+    text = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
+
+
 def local_checks() -> list[Check]:
     """Everything that needs no other rank."""
     checks: dict[str, Callable[[], Check | Iterable[Check]]] = {
         "Python": python, "packages": packages, "MPI": mpi, "shared memory": shared_memory, "CUDA": cuda_driver,
-        "libraries": libraries, "NVRTC": nvrtc, "GPUs": gpus, "P2P": peer_access, "RDMA": rdma,
+        "CUDA libraries": libraries, "NVRTC": nvrtc, "GPUs": gpus, "RDMA": rdma,
     }  # fmt: skip
     return [check for name, function in checks.items() for check in bounded(name, function)]
 
 
 def facts() -> dict[str, object]:
     """What ranks compare with each other."""
-    nccl = bounded("NCCL", lambda: Check("NCCL", OK, nccl_binding.version()))[0]
     return {
         **asdict(Origin.here()),
         "host_id": host_id(),
         "kos": kos.__version__,
         "numpy": _version("numpy"),
-        "NCCL": nccl.found if nccl.verdict == OK and driver.unavailable() is None else None,
-        "CUDA driver": call(cu.cuDriverGetVersion) if driver.unavailable() is None else None,
+        "NCCL": _or_none(nccl_binding.version),
+        "CUDA driver": _or_none(lambda: call(cu.cuDriverGetVersion)),  # that needs no GPU
         "gpus": [device.uuid for device in cuda.visible_devices()],
     }
 
 
 def python() -> Check:
-    where = f"{sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
-    return Check("Python", OK, f"{platform.python_version()} at {where}")
+    found = f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
+    return Check("Python", OK, found)
 
 
 def packages() -> Iterable[Check]:
@@ -117,12 +133,10 @@ def packages() -> Iterable[Check]:
         missing = [name for name, version in versions.items() if version is None]
         title, what = f"packages ({extra or 'core'})", f"kos[{extra}]" if extra else "kos"
         if missing:
-            verdict = BAD if extra in ("", "train") else NO
-            yield Check(title, verdict, f"not installed: {', '.join(missing)}", f"pip install '{what}'")
+            remedy = f"pip install '{what}'" if extra != "cuda" or _kernel_driver() else ""
+            yield Check(title, NO if extra in _OPTIONAL else BAD, f"not installed: {', '.join(missing)}", remedy)
         else:
-            spec = importlib.util.find_spec(names[0].replace("-", "."))
-            where = f" in {Path(spec.origin).parent.parent}" if spec is not None and spec.origin else ""
-            yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()) + where)
+            yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
 def mpi() -> Check:
@@ -160,16 +174,18 @@ def cuda_driver() -> Check:
     reason = driver.unavailable()
     if reason is not None:
         remedy = ""
-        if "not installed" in reason:
-            remedy = "pip install 'kos[cuda]'"
-        elif devices.read(Path("/proc/driver/nvidia/version")):
-            remedy = "the kernel has the driver: docker run --gpus all, and look at CUDA_VISIBLE_DEVICES"
+        if "not installed" not in reason and _kernel_driver():
+            remedy = "the kernel has NVIDIA's driver: start the container with --gpus all"
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            remedy = "CUDA_VISIBLE_DEVICES must name GPUs that nvidia-smi -L lists; unset, all are visible"
         return Check("CUDA", NO, reason, remedy)
     version, bindings = int(call(cu.cuDriverGetVersion)), _version("cuda-bindings") or "13"
     from cuda.core import system
 
     said = bounded("NVML", lambda: Check("", OK, ".".join(map(str, system.get_kernel_mode_driver_version()))))[0].found
     found = f"driver {said}, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {bindings}"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        found += f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
     if version // 1000 < int(bindings.split(".")[0]):
         remedy = f"a driver of CUDA {bindings.split('.')[0]} (580 for 13), or older bindings"
         return Check("CUDA", NO, f"{found}: the driver is too old for the bindings", remedy)
@@ -181,14 +197,17 @@ def libraries() -> Iterable[Check]:
         from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError:
         return
+    missing = []
     for name in _LIBRARIES:
         try:
             found = load_nvidia_dynamic_lib(name)
-        except Exception as error:
-            yield Check(f"lib{name}", NO, str(error).split(": No such")[0].splitlines()[0], "pip install 'kos[cuda]'")
-        else:
             version = f" {nccl_binding.version()}" if name == "nccl" else ""
             yield Check(f"lib{name}", OK, f"{found.abs_path}{version} (by {found.found_via})")
+        except Exception:
+            missing.append(f"lib{name}")
+    if missing:
+        remedy = "pip install 'kos[cuda]'" if _kernel_driver() else ""
+        yield Check("CUDA libraries", NO, f"not found: {', '.join(missing)}", remedy)
 
 
 def nvrtc() -> Check:
@@ -202,31 +221,16 @@ def nvrtc() -> Check:
 def gpus() -> Iterable[Check]:
     for info in cuda.visible_devices():
         major, minor = info.compute_capability
-        yield Check(
-            f"GPU {info.index}", OK,
+        found = (
             f"{info.name}{' (MIG)' if info.mig else ''}, compute capability {major}.{minor}, "
             f"{info.memory / 2**30:.0f} GiB, {info.multiprocessors} SMs, {info.pci_address}, "
-            f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks",
-        )  # fmt: skip
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if hidden is not None and cuda.visible_devices():
-        yield Check("CUDA_VISIBLE_DEVICES", OK, hidden)
-
-
-def peer_access() -> Iterable[Check]:
-    """What the driver says; the ranks move bytes to see whether it is so."""
-    kinds: dict[str, list[str]] = {}
-    for (i, j), link in devices.peer_links().items():
-        kind = f"{'' if link.access else 'no '}access, {'' if link.native_atomics else 'no '}native atomics"
-        kinds.setdefault(f"{kind}, performance rank {link.performance_rank}", []).append(f"{i}-{j}")
-    for kind, pairs in kinds.items():
-        where = "all pairs" if len(kinds) == 1 else f"GPUs {', '.join(pairs)}"
-        yield Check("P2P (as the driver says)", NO if kind.startswith("no") else OK, f"{where}: {kind}")
+            f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks"
+        )
+        yield Check(f"GPU {info.index}", OK, found)
 
 
 def rdma() -> Check:
-    nics = devices.rdma_nics()
-    reason = devices.gpu_direct_rdma()
+    nics, reason = devices.rdma_nics(), devices.gpu_direct_rdma()
     if not nics:
         return Check("RDMA", NO, "no RDMA network card (/sys/class/infiniband is empty)")
     said = ", ".join(f"{nic.name} {nic.state} {nic.rate} on NUMA node {_or_unknown(nic.numa_node)}" for nic in nics)
@@ -239,6 +243,18 @@ def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
+        return None
+
+
+def _kernel_driver() -> str:
+    """What NVIDIA's kernel module says of itself; "" where there is none, and so no GPU to be had."""
+    return devices.read(Path("/proc/driver/nvidia/version"))
+
+
+def _or_none(function: Callable[[], object]) -> object:
+    try:
+        return function()
+    except Exception:
         return None
 
 

@@ -16,7 +16,7 @@ from kos.comm import Communicator
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda import create_stream, driver, load_kernel, streams, visible_devices
 from kos.cuda.driver import call, cu
-from kos.doctor.checks import BAD, NO, OK, Check
+from kos.doctor.checks import BAD, NO, OK, Check, in_words, ranks_in_words
 from kos.errors import KosError
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
@@ -54,7 +54,7 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
         return groups
 
     hosts = list(grouped("host_id").values())
-    yield Check("hosts", OK, "; ".join(f"{everybody[ranks[0]]['host']}: {_ranks(ranks)}" for ranks in hosts))
+    yield Check("hosts", OK, "; ".join(f"{everybody[ranks[0]]['host']}: {ranks_in_words(ranks)}" for ranks in hosts))
     for what, verdict, remedy in (
         ("kos", BAD, "install one version of kos on all hosts"),
         ("numpy", NO, "install one version of numpy: deterministic runs need it"),
@@ -62,10 +62,10 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
         ("CUDA driver", NO, "one driver on all hosts"),
     ):
         if len(versions := grouped(what)) > 1:
-            differ = "; ".join(f"{version or 'none'} on {_ranks(ranks)}" for version, ranks in versions.items())
+            differ = "; ".join(f"{version or 'none'} on {ranks_in_words(ranks)}" for version, ranks in versions.items())
             yield Check(f"{what} of the ranks", verdict, f"they differ: {differ}", remedy)
     for ranks in hosts:
-        where = f"{_ranks(ranks)} of {everybody[ranks[0]]['host']}"
+        where = f"{ranks_in_words(ranks)} of {everybody[ranks[0]]['host']}"
         for kind in ("pid", "ipc"):
             if len({everybody[rank][f"{kind}_namespace"] for rank in ranks}) > 1:
                 found = f"{where} are in different {kind} namespaces: no memory to share"
@@ -73,14 +73,11 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
         gpus = {uuid for rank in ranks for uuid in everybody[rank]["gpus"]}
         without = [rank for rank in ranks if not everybody[rank]["gpus"]]
         if gpus and without:
-            yield Check("GPUs of the ranks", NO, f"{_ranks(without)} see none", "look at their CUDA_VISIBLE_DEVICES")
+            found = f"{ranks_in_words(without)} see{'s' * (len(without) == 1)} none"
+            yield Check("GPUs of the ranks", NO, found, "look at CUDA_VISIBLE_DEVICES there")
         elif 0 < len(gpus) < len(ranks):
-            found = f"{where} share {len(gpus)}: backend peer can, nccl cannot"
+            found = f"{where} share {len(gpus)} GPU{'s' * (len(gpus) > 1)}: backend peer can, nccl cannot"
             yield Check("GPUs of the ranks", NO, found, "start a rank for each GPU")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def gpu_memory(rendezvous: Rendezvous, device: int, measure: bool) -> tuple[Check, Matrix | None]:
@@ -90,7 +87,7 @@ def gpu_memory(rendezvous: Rendezvous, device: int, measure: bool) -> tuple[Chec
         with SymmetricMemory(rendezvous, nbytes, device) as memory:
             matrix = measure_gpus(rendezvous, memory) if measure else None
     except KosError as error:
-        return Check("peer memory", NO, " ".join(str(error).split()), _LINK_DOES_NOT_WORK), None
+        return Check("peer memory", NO, in_words(error), _LINK_DOES_NOT_WORK), None
     return Check("peer memory", OK, f"bytes moved both ways between {rendezvous.size} ranks' GPU memory"), matrix
 
 
@@ -99,7 +96,7 @@ def gpus_of_this_process(timeout: float, measure: bool) -> tuple[Check, Matrix |
     try:
         found = spawn(lambda comm: gpu_memory(comm.rendezvous, comm.rank, measure), len(visible_devices()), timeout)
     except KosError as error:
-        return Check("peer memory", NO, str(error), _LINK_DOES_NOT_WORK), None
+        return Check("peer memory", NO, in_words(error), _LINK_DOES_NOT_WORK), None
     return next((each for each in found if each[0].verdict != OK), found[0])
 
 
@@ -195,8 +192,8 @@ def trial(comm: Communicator) -> Check:
             result = comm.all_reduce(array)
             wrong = int(np.sum((result.numpy() if place == "the GPUs" else result) != expected))
         except Exception as error:
-            return Check("all_reduce", BAD, f"in memory of {place}: {error}")
+            return Check("all_reduce", BAD, f"in memory of {place}: {in_words(error)}")
         if wrong:
             return Check("all_reduce", BAD, f"in memory of {place}: {wrong} of {_COUNT} elements are wrong")
     where = "in memory of the host" + " and the GPUs" * (comm.device is not None)
-    return Check("all_reduce", OK, f"exact on {comm.size} ranks, {where}")
+    return Check("all_reduce", OK, f"exact on {comm.size} rank{'s' * (comm.size > 1)}, {where}")

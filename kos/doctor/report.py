@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import kos
-from kos.doctor.checks import BAD, Check
+from kos.doctor.checks import BAD, Check, ranks_in_words
 from kos.doctor.ranks import Facts, Matrix
-from kos.errors import BackendUnavailable
 
 
 @dataclass
@@ -28,15 +27,15 @@ class Report:
         """Take the checks of every rank, from rank ``first`` on; those of one name stay together."""
         for rank, checks in enumerate(per_rank, first):
             for check in checks:
-                ranks = self.checks.setdefault(check, [])
-                if rank not in ranks:
+                if rank not in (ranks := self.checks.setdefault(check, [])):
                     ranks.append(rank)
         names = list(dict.fromkeys(check.name for check in self.checks))
         self.checks = dict(sorted(self.checks.items(), key=lambda item: names.index(item[0].name)))
 
     @property
-    def bad(self) -> list[Check]:
-        return [check for check in self.checks if check.verdict == BAD]
+    def bad(self) -> list[str]:
+        """What keeps these ranks from training."""
+        return list(dict.fromkeys(check.name for check in self.checks if check.verdict == BAD))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -51,12 +50,13 @@ class Report:
 
     def to_text(self) -> str:
         width = max((len(check.name) for check in self.checks), default=0)
-        lines = []
+        lines, remedies = [], {""}
         for check, ranks in self.checks.items():
-            some = f"  (rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))})" if len(ranks) < self.size else ""
+            some = f"  ({ranks_in_words(ranks)})" if len(ranks) < self.size else ""
             lines.append(f"{check.verdict:<4} {check.name:<{width}}  {check.found}{some}")
-            if check.remedy:
+            if check.remedy not in remedies:  # said once, however many need it
                 lines.append(f"{'':<{width + 7}}-> {check.remedy}")
+                remedies.add(check.remedy)
         if self.backends:
             lines += ["", self.backends]
         for matrix in self.matrices:
@@ -64,8 +64,8 @@ class Report:
             lines += _table(matrix.gigabytes_per_second)
             lines += ["", f"{matrix.what} memory, one-way latency in us", *_table(matrix.latency_us)]
         who = "This rank" if self.size == 1 else f"These {self.size} ranks"
-        why = "; ".join(f"{check.name}: {check.found}" for check in self.bad)
-        return "\n".join([*lines, "", f"{who} cannot train: {why}" if self.bad else f"{who} can train."])
+        verdict = f"cannot train, see: {', '.join(self.bad)}" if self.bad else "can train"
+        return "\n".join([*lines, "", f"{who} {verdict}."])
 
 
 def _table(rows: list[list[float | None]]) -> list[str]:
@@ -75,11 +75,9 @@ def _table(rows: list[list[float | None]]) -> list[str]:
 
 
 def draw(matrix: Matrix, path: Path) -> None:
-    """The bandwidth matrix as a picture; the kind of file is that of ``path``'s suffix."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise BackendUnavailable("--plot: expected matplotlib (pip install 'kos[plot]'), got none") from error
+    """The bandwidth matrix as a picture, where ``kos.files.check_picture`` has found that it can be."""
+    from matplotlib.figure import Figure
+
     rows = [[float("nan") if value is None else value for value in row] for row in matrix.gigabytes_per_second]
     size, dark = max(4.0, 1.0 + 0.8 * len(rows)), 0.6 * max(filter(None, itertools.chain(*matrix.gigabytes_per_second)))
     figure = Figure(figsize=(size + 1, size), layout="constrained")
