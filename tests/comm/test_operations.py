@@ -16,7 +16,7 @@ from kos.comm.env_rendezvous import EnvRendezvous
 from kos.comm.operation import POINT_TO_POINT
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms, collectives
-from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RendezvousError
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm import shared_ranks
@@ -409,3 +409,26 @@ def test_persistents_of_a_closed_communicator() -> None:
     comm.close()
     with pytest.raises(CollectiveError, match="closed"):
         operation.start()
+
+
+@pytest.mark.parametrize("run", [spawn, shared_ranks.run], ids=["mock", "shared"])
+def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
+    def body(comm: kos.Communicator) -> tuple[str, ...]:
+        part = comm.split(comm.rank % 1)
+        assert part is not None
+        copy = part.duplicate()
+        with pytest.raises(CollectiveMismatch, match=f"^{copy.name}: rank 0 called all_reduce #0 of float64"):
+            copy.all_reduce(np.ones(1 + copy.rank))
+        with pytest.raises(CollectiveMismatch, match=f"^barrier: .* before: {copy.name}: rank 0 called all_reduce #0"):
+            copy.barrier()
+        part.barrier()  # the others are as they were
+        if part.rank == 0:
+            with pytest.raises(CollectiveTimeout, match=f"^{part.name}: all_reduce #2 of float64.*: not complete"):
+                part.all_reduce(np.ones(1), timeout=0.1)
+        comm.barrier()
+        part.abort()
+        with pytest.raises(CollectiveError, match=f"^<Communicator {part.name}: rank {part.rank} of 2 .*> is closed"):
+            part.barrier()
+        return comm.name, part.name, copy.name
+
+    assert run(body, 2) == [("world", "world.0:0", "world.0:0.0:duplicate")] * 2
