@@ -86,7 +86,7 @@ class Launches:
 def by_size(name: str, rows: Any) -> list[tuple[int | None, Any]]:
     """Rows of (bytes up to which, something) that grow up to one without end; raises InvalidArgument for others."""
     limits = [limit for limit, _ in rows]
-    known = all(limit is None or (type(limit) is int and limit > 0) for limit in limits)
+    known = all(limit is None or (type(limit) is int and 0 < limit < 1 << 63) for limit in limits)
     ends = [END if limit is None else limit for limit in limits] if known else []
     if not ends or ends[-1] != END or sorted(set(ends)) != ends:
         raise InvalidArgument(f"{name}: expected bytes that grow, the last null, got {limits}")

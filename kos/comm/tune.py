@@ -23,11 +23,12 @@ from typing import Any
 from kos.comm import Communicator, init, nccl_binding
 from kos.comm.backends.peer import PeerBackend
 from kos.comm.launches import Launch, Launches
+from kos.comm.mpi_job import launched_rank
 from kos.comm.tuning import Route, Table, key, machine, parse, pick, user_path
 from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.cuda.driver import call, cu
-from kos.errors import InvalidArgument, KosError
-from kos.files import replace_file
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.files import check_writable, replace_file
 from kos.memory.array import Array, as_dtype
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -232,8 +233,18 @@ def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]
 def write(path: Path, data: Mapping[str, Any]) -> None:
     """The whole file or none; it must be readable as a table."""
     parse(data, str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(data, indent=1).encode())
+
+
+def check_place(out: Path | None) -> None:
+    """Raise InvalidArgument where the table could not be written: before minutes are spent on it."""
+    if out is None:
+        out = user_path("gpu", 2)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"{out.parent}: expected a folder to write to (or --out), got: {error}") from error
+    check_writable(out)
 
 
 def provenance() -> dict[str, Any]:
@@ -264,17 +275,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the user's cache)")
     options = parser.parse_args(arguments)
     try:
+        check_place(options.out)
         with init("peer") as peer, init("nccl") as nccl:
             if peer.size == 1:
                 raise InvalidArgument("tune: expected two ranks or more, got 1: start it by mpirun")
             tuner = Tuner(peer, nccl, options.largest)
             table = tuner.table(partial(print, flush=True) if peer.rank == 0 else lambda text: None)
-            if peer.rank == 0:
-                path = options.out or user_path(table.gpu, table.ranks)
-                write(path, {**table.to_json(), "provenance": provenance(), "measured": tuner.measured})
-                print(f"written: {path}")
+        if peer.rank == 0:
+            path = options.out or user_path(table.gpu, table.ranks)
+            data = {**table.to_json(), "provenance": provenance(), "measured": tuner.measured}
+            try:
+                write(path, data)
+            except OSError as error:
+                print(json.dumps(data))
+                raise InvalidArgument(f"{path} was not written ({error}): the table is printed above") from error
+            print(f"written: {path}")
     except KosError as error:
-        print(f"kos: error: {error}", file=sys.stderr)
+        if launched_rank() == 0 or not isinstance(error, BackendUnavailable):  # which all ranks have agreed on
+            print(f"kos: error: {error}", file=sys.stderr)
         return 1
     return 0
 

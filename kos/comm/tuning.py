@@ -127,9 +127,11 @@ def _file(gpu: str, ranks: int) -> str:
 
 
 def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
-    """The table in a file.  Raises InvalidArgument if it is damaged or not for such a machine."""
+    """The table in a file.  Raises FileNotFoundError, or InvalidArgument if it is damaged or not for such a machine."""
     try:
         data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
     table = parse(data, str(path))
@@ -148,11 +150,11 @@ def load(gpu: str, link: str, ranks: int) -> Table:
     places = [(user_path(gpu, ranks), ranks), (TABLES / _file(gpu, ranks), ranks)]
     places += [(TABLES / _file(gpu, other), other) for other in nearest if other != ranks]
     for path, measured in places:
-        if not path.exists():
-            continue
         try:
             table = read(path, gpu, link, measured)
             return table if measured == ranks else replace(table, source=f"{path.name}, the nearest one")
+        except FileNotFoundError:
+            continue
         except InvalidArgument as error:
             if str(path) not in _told:
                 _told.add(str(path))
@@ -161,8 +163,8 @@ def load(gpu: str, link: str, ranks: int) -> Table:
 
 
 def for_group(rendezvous: Rendezvous, device: int) -> Table:
-    """The table of this group, the same on all its ranks.  Collective."""
-    return agree(rendezvous, load(*machine(device), rendezvous.size))
+    """The table that rank 0 finds, on all ranks of this group.  Collective."""
+    return share(rendezvous, load(*machine(device), rendezvous.size) if rendezvous.rank == 0 else None)
 
 
 def machine(device: int) -> tuple[str, str]:
@@ -171,16 +173,11 @@ def machine(device: int) -> tuple[str, str]:
     return device_info(device).name, f"{links} NVLinks" if links else "PCIe"
 
 
-def agree(rendezvous: Rendezvous, table: Table) -> Table:
+def share(rendezvous: Rendezvous, table: Table | None) -> Table:
     """Rank 0's table, on all ranks.  Collective."""
-    mine = json.dumps([table.source, table.to_json()]) if rendezvous.rank == 0 else ""
-    source, data = json.loads(rendezvous.allgather(mine.encode())[0])
-    if data == table.to_json():
-        return table
-    log.warning(
-        "rank %d takes the tuning table of rank 0 (%s) instead of its own (%s)", rendezvous.rank, source, table.source
-    )
-    return parse(data, f"{source} of rank 0")
+    mine = b"" if table is None else json.dumps([table.source, table.to_json()]).encode()
+    source, data = json.loads(rendezvous.allgather(mine)[0])
+    return parse(data, source) if table is None else table
 
 
 def merged(table: Table, operation: str, wide: bool) -> tuple[list[int], list[dict[tuple[bool, bool], str]]]:

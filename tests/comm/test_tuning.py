@@ -6,7 +6,9 @@ import copy
 import json
 import logging
 import threading
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ import pytest
 from kos.comm import tune, tuning
 from kos.comm.launches import DEFAULT, Launch
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
-from kos.comm.tuning import Table, agree, load, merged, parse, pick, read
-from kos.errors import InvalidArgument
+from kos.comm.tuning import Table, load, merged, parse, pick, read
+from kos.errors import BackendUnavailable, InvalidArgument
 
 GPU, LINK = "NVIDIA H200", "18 NVLinks"
 ROUTE = "all_reduce 16-bit symmetric graph"
@@ -74,6 +76,7 @@ def test_round_trip() -> None:
         (launched(algorithm="push", tile=1.5), "push: tile: expected 256 to 65536, got 1.5"),
         (launched(algorithm="push", speed=1), "unexpected keyword argument 'speed'"),
         (changed("routes", ROUTE, to=[[9, "peer"], [8, "nccl"], [None, "peer"]]), "expected bytes that grow"),
+        (changed("routes", ROUTE, to=[[1 << 64, "peer"], [None, "nccl"]]), "expected bytes that grow"),
         (changed("routes", ROUTE, to=[[None, "gloo"]]), f"{ROUTE}: expected peer or nccl, got 'gloo'"),
     ],
 )  # fmt: skip
@@ -158,6 +161,13 @@ def test_foreign_and_corrupt_files_are_told_of_once_and_ignored(
     assert str(mine) in record.getMessage() and why in record.getMessage()
 
 
+def test_a_table_that_cannot_be_read_does_not_stop_anything(places: tuple[Path, Path]) -> None:
+    mine, shipped = places
+    mine.mkdir()  # root may read everything but a folder
+    shipped.write_text(json.dumps(TABLE))
+    assert load(GPU, LINK, 4).source == str(shipped)
+
+
 def test_the_nearest_table_and_none(places: tuple[Path, Path]) -> None:
     assert load(GPU, LINK, 4).routes == {} and load(GPU, LINK, 4).launches is DEFAULT
     places[1].write_text(json.dumps(TABLE))
@@ -174,24 +184,25 @@ def test_shipped_tables(path: Path) -> None:
     assert {"date", "driver", "NCCL", "commit"} <= data["provenance"].keys()
 
 
-def test_ranks_agree_on_rank_0s_table(caplog: pytest.LogCaptureFixture) -> None:
-    mine = [parse(TABLE, "a"), parse(TABLE, "b"), parse(changed("routes", to={}), "c")]
-    group, got = ThreadGroup(3), [None] * 3
+def test_ranks_take_rank_0s_table(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """And only rank 0 reads files, so that a damaged one is told of once a job."""
+    places[0].write_text("{")
+    places[1].write_text(json.dumps(TABLE))
+    monkeypatch.setattr(tuning, "machine", lambda device: ("NVIDIA B200" if device else GPU, LINK))
+    group, got = ThreadGroup(4), [None] * 4
 
     def run(rank: int) -> None:
-        got[rank] = agree(ThreadRendezvous(group, rank, 10), mine[rank])  # type: ignore[call-overload]
+        got[rank] = tuning.for_group(ThreadRendezvous(group, rank, 10), rank)  # type: ignore[call-overload]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
     tables: list[Table] = got  # type: ignore[assignment]
-    assert all(table.to_json() == tables[0].to_json() for table in tables)
-    assert [table.source for table in tables] == ["a", "b", "a of rank 0"]
-    assert [record.getMessage() for record in caplog.records] == [
-        "rank 2 takes the tuning table of rank 0 (a) instead of its own (c)"
-    ]
+    assert all(table.to_json() == parse(TABLE, "").to_json() for table in tables)
+    assert [table.source for table in tables] == [str(places[1])] * 4
+    assert len(caplog.records) == 1
 
 
 # What measurements become.
@@ -229,7 +240,7 @@ def test_one_route_for_graphs_and_eager_calls_where_that_costs_nothing() -> None
 
 
 def test_what_is_written_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "nvidia-h200-4.json"
+    path = tmp_path / "nvidia-h200-4.json"
     table = parse(TABLE, "")
     tune.write(path, {**table.to_json(), "provenance": {"date": "today"}, "measured": [{"bytes": 1}, {"bytes": 2}]})
     assert read(path, GPU, LINK, 4).to_json() == table.to_json()
@@ -237,6 +248,63 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="format"):
         tune.write(path, {"format": 0})
     assert read(path, GPU, LINK, 4).to_json() == table.to_json()
+
+
+def measure_nothing(monkeypatch: pytest.MonkeyPatch, cache: Path) -> list[str]:
+    """``main`` on stand-ins: two ranks whose measurements give TABLE; returns what it did."""
+    done: list[str] = []
+    comm = SimpleNamespace(size=2, rank=0, device=0)
+    tuner = SimpleNamespace(table=lambda say: done.append("measured") or parse(TABLE, ""), measured=[])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(tune, "init", lambda backend: nullcontext(comm))
+    monkeypatch.setattr(tune, "Tuner", lambda *arguments: tuner)
+    monkeypatch.setattr(tune, "provenance", dict)
+    return done
+
+
+def test_where_the_table_goes_is_looked_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = measure_nothing(monkeypatch, tmp_path / "cache")
+    assert tune.main([]) == 0 and tune.main(["--out", str(tmp_path / "x.json")]) == 0
+    assert done == ["measured"] * 2
+    for path in (tmp_path / "cache/kos/tuning/nvidia-h200-4.json", tmp_path / "x.json"):
+        assert read(path, GPU, LINK, 4).to_json() == parse(TABLE, "").to_json()
+    capsys.readouterr()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x.json"))
+    assert tune.main([]) == tune.main(["--out", "/nowhere/x.json"]) == tune.main(["--out", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and done == ["measured"] * 2
+    cache, nowhere, folder = said.err.splitlines()
+    assert "expected a folder to write to" in cache and "no such folder" in nowhere and "got a folder" in folder
+    assert all(line.startswith("kos: error: /") for line in (cache, nowhere, folder))
+
+
+def test_a_full_disk_loses_no_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    measure_nothing(monkeypatch, tmp_path)
+    monkeypatch.setattr(tune, "replace_file", full)
+    assert tune.main([]) == 1
+    said = capsys.readouterr()
+    assert parse(json.loads(said.out), "").to_json() == parse(TABLE, "").to_json()
+    assert said.err.count("\n") == 1 and "No space left" in said.err
+
+
+def test_no_gpu_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def nothing(backend: str) -> Any:
+        raise BackendUnavailable("peer: no CUDA driver")
+
+    measure_nothing(monkeypatch, Path("/tmp"))
+    monkeypatch.setattr(tune, "check_place", lambda out: None)
+    monkeypatch.setattr(tune, "init", nothing)
+    for rank, said in ((0, "kos: error: peer: no CUDA driver\n"), (1, "")):
+        monkeypatch.setattr(tune, "launched_rank", lambda rank=rank: rank)
+        assert tune.main([]) == 1
+        assert capsys.readouterr().err == said
 
 
 def test_candidates_are_launches_that_a_table_may_hold() -> None:
