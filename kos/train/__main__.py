@@ -18,6 +18,9 @@ from kos.train.stopping import Stop, Stopped
 SPOKESMAN_SECONDS = 10.0
 """How long the other ranks wait for rank 0 to say an error that all have; its exit ends them."""
 
+TURN_SECONDS = 0.3
+"""How much later than the rank before a rank says what may be the others' error too: that one's exit ends it first."""
+
 ECHO_SECONDS = 3.0
 """How long a rank that lost another waits before it says so: under mpirun the other's exit ends it first."""
 
@@ -58,14 +61,18 @@ def _fail(error: Exception, rank: int, debug: bool) -> None:
     """Say the error on one line, once for all ranks if all have it, and end the job: 2 bad settings, 1 the rest.
 
     Not by ``sys.exit``: MPI_Finalize would wait for ranks that are not coming. mpirun ends the others as soon
-    as one process exits with an error; a rank that only saw another fail leaves that one the word.
+    as one process exits with an error; a rank that only saw another fail leaves that one the word, and what
+    several see, each for itself, the lowest of them says.
     """
+    Stop.ignore()
     shared = isinstance(error, ConfigError) or (isinstance(error, KosError) and error.on_every_rank)
     if shared and rank != 0:
         time.sleep(SPOKESMAN_SECONDS)
     else:
         if isinstance(error, RankLost):
             time.sleep(ECHO_SECONDS)
+        if not shared:
+            time.sleep(min(rank, 8) * TURN_SECONDS)
         if debug:
             traceback.print_exception(error)
         where = "" if shared else f"rank {rank}: "

@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError, model_validator
@@ -59,7 +60,9 @@ class TrainConfig(Section):
         None,
         strict=False,
     )
-    resume: str | None = option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None)
+    resume: str | None = option(
+        "Run", "go on from checkpoint DIR, or 'auto': the newest good one", None, min_length=1
+    )
     init_from: str | None = option("Run", "take weights of this model's shape from a Hugging Face folder", None)
     debug: bool = option("Run", "show tracebacks", False)
 
@@ -291,7 +294,10 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     try:
         return TrainConfig.model_validate(nested)
     except ValidationError as error:
-        raise ConfigError(_one_line(error, label)) from None
+        line = one_line(error, label)
+        if error.errors()[0]["type"] == "value_error":
+            line = _FIELD.sub(lambda name: flag_of(name[0]), line)
+        raise ConfigError(line) from None
 
 
 def _flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,13 +316,13 @@ def _flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _one_line(error: ValidationError, label: Mapping[str, str]) -> str:
+def one_line(error: ValidationError, label: Mapping[str, str] = MappingProxyType({})) -> str:
     """The first of pydantic's complaints as ``where: expected X, got Y``."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     key = ".".join(path[: 2 if path[:1] == ["model"] else 1])
     if first["type"] == "value_error":  # of several values: the message names them
-        return _FIELD.sub(lambda name: flag_of(name[0]), str(first["ctx"]["error"]))
+        return str(first["ctx"]["error"])
     where = ".".join([label.get(key, key), *path[key.count(".") + 1 :]])
     if first["type"] == "missing":
         return f"{where}: expected a value, got none"

@@ -71,7 +71,7 @@ class Dataset:
         least = self.seq_len + 1
         for tokens, use in ((self.train, "train"), (self.val, "validate")):
             if len(tokens) < least:
-                expected = f"at least seq_len + 1 = {least} tokens to {use} on"
+                expected = f"at least --seq-len + 1 = {least} tokens to {use} on"
                 raise DataError(f"--data {self.name}: expected {expected}, got {len(tokens)}")
 
     def batch(self, step: int) -> Batch:

@@ -6,9 +6,9 @@ turned around when they are read from or written for transformers, whose ``Conv1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kos.errors import ConfigError
 from kos.train.llama_config import LayerNames, LlamaConfig
@@ -17,17 +17,6 @@ from kos.train.ops import Array, Ops
 
 POSITIONS = "transformer.wpe.weight"
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
-# Their settings and ours.
-_SETTINGS = {
-    "vocab_size": "vocab_size",
-    "n_embd": "hidden_size",
-    "n_inner": "intermediate_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "layer_norm_epsilon": "rms_norm_eps",
-    "initializer_range": "initializer_range",
-}
 
 
 @dataclass(frozen=True)
@@ -76,30 +65,6 @@ class GPT2Config(LlamaConfig):
             ):
                 shapes |= {name: shape, bias_of(name): shape[:1]}
         return shapes | {POSITIONS: (self.max_position_embeddings, D), self.embedding: (self.vocab_size, D)}
-
-    def to_huggingface(self) -> dict[str, Any]:
-        """Their settings, but for what all models have."""
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "activation_function": "gelu_new",
-            **{theirs: getattr(self, ours) for theirs, ours in _SETTINGS.items()},
-        }
-
-    @classmethod
-    def from_huggingface(cls, settings: Mapping[str, Any]) -> GPT2Config:
-        """The inverse; KeyError where one is missing."""
-        if settings.get("activation_function", "gelu_new") not in ("gelu_new", "gelu_pytorch_tanh"):
-            raise ConfigError(f"activation_function: expected 'gelu_new', got {settings['activation_function']!r}")
-        values = {"n_inner": 4 * settings["n_embd"], "layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
-        values |= {name: value for name, value in settings.items() if value is not None}
-        heads = values["n_head"]
-        return cls(
-            **{ours: values[theirs] for theirs, ours in _SETTINGS.items()},
-            num_key_value_heads=heads,
-            head_dim=values["n_embd"] // heads,
-            tie_word_embeddings=values.get("tie_word_embeddings", True),
-        )
 
 
 def bias_of(name: str) -> str:

@@ -14,14 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from kos.errors import CheckpointError
-from kos.train.gpt2 import TRANSPOSED, GPT2Config
-from kos.train.llama_config import LlamaConfig, RopeScaling, default_head_dim
+from kos.train.config import one_line
+from kos.train.gpt2 import TRANSPOSED
+from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.model_section import ModelSection
 from kos.train.parameters import Parameters
 
 INDEX = "model.safetensors.index.json"
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_GPT2 = {  # their settings and ours
+    "vocab_size": "vocab_size", "n_embd": "hidden_size", "n_inner": "intermediate_size", "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads", "n_positions": "max_position_embeddings", "layer_norm_epsilon": "rms_norm_eps",
+    "initializer_range": "initializer_range", "tie_word_embeddings": "tie_word_embeddings",
+}  # fmt: skip
+_FIXED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {"hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,)},
+    "gpt2": {"activation_function": ("gelu_new", "gelu_pytorch_tanh")},
+}
 _REQUIRED = {
     "llama": ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
@@ -31,56 +42,64 @@ _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of
 
 def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
     """The ``config.json`` of this model."""
-    common = {"bos_token_id": None, "eos_token_id": None, "dtype": "float32", "torch_dtype": "float32"}
-    if isinstance(config, GPT2Config):
-        return config.to_huggingface() | common
-    settings = dataclasses.asdict(config)  # their names are ours
-    scaling = settings["rope_scaling"] and {"rope_type": "llama3", **settings["rope_scaling"]}
+    kind, settings = config.model_type, dataclasses.asdict(config)  # their names are a LLaMA's
+    if kind == "gpt2":
+        settings = {theirs: settings[ours] for theirs, ours in _GPT2.items()}
+    else:
+        scaling = settings["rope_scaling"] and {"rope_type": "llama3", **settings["rope_scaling"]}
+        rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+        settings |= {"rope_scaling": scaling, "rope_parameters": rope}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["GPT2LMHeadModel" if kind == "gpt2" else "LlamaForCausalLM"],
+        "model_type": kind,
+        **{key: values[0] for key, values in _FIXED[kind].items()},
         **settings,
-        **_FIXED,
-        "rope_scaling": scaling,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
-    } | common
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),
+        **dict.fromkeys(("dtype", "torch_dtype"), "float32"),
+    }
 
 
-def from_huggingface(settings: Mapping[str, Any], source: str = "config.json") -> LlamaConfig:
-    """The model that a ``config.json`` describes; ``source`` names it in errors."""
-    kind = settings.get("model_type")
+def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
+    """The model that a ``config.json`` describes; ``source`` names it in errors.  Raises CheckpointError."""
+    kind = settings.get("model_type") if isinstance(settings, dict) else None
     if kind not in _REQUIRED:
         raise CheckpointError(f"{source}: expected model_type 'llama' or 'gpt2', got {kind!r}")
     for key in _REQUIRED[kind]:
         if not isinstance(settings.get(key), int):
             raise CheckpointError(f"{source}: expected an integer {key}, got {settings.get(key)!r}")
-    if kind == "gpt2":
-        return GPT2Config.from_huggingface(settings)
     given = {key: value for key, value in settings.items() if value is not None}
-    for key, value in _FIXED.items():
-        if given.get(key, value) != value:
-            raise CheckpointError(f"{source}: expected {key} {value!r}, got {given[key]!r}")
-    heads = given["num_attention_heads"]
-    values = {"rms_norm_eps": 1e-6, "num_key_value_heads": heads}
-    values |= {field.name: given[field.name] for field in dataclasses.fields(LlamaConfig) if field.name in given}
-    if "head_dim" not in values:
-        values["head_dim"] = default_head_dim(given["hidden_size"], heads)
-    rope = given.get("rope_parameters", {})
-    values["rope_theta"] = float(rope.get("rope_theta", given.get("rope_theta", 10_000.0)))
-    scaling = rope if rope.get("rope_type", "default") != "default" else given.get("rope_scaling")
-    return LlamaConfig(**values | {"rope_scaling": _rope_scaling(scaling, source)})
+    for key, values in _FIXED[kind].items():
+        if given.get(key, values[0]) not in values:
+            raise CheckpointError(f"{source}: expected {key} {values[0]!r}, got {given[key]!r}")
+    if kind == "gpt2":
+        shape = {"intermediate_size": 4 * given["n_embd"]}
+        shape |= {ours: given[theirs] for theirs, ours in _GPT2.items() if theirs in given}
+    else:
+        shape = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "tie_word_embeddings": False}
+        shape |= {name: given[name] for name in ModelSection.model_fields if name in given} | _rope(given, source)
+    try:
+        return ModelSection.model_validate({**shape, "model_type": kind}).resolve(0, 0)
+    except ValidationError as error:
+        raise CheckpointError(f"{source}: {one_line(error)}") from None
 
 
-def _rope_scaling(settings: Mapping[str, Any] | None, source: str) -> RopeScaling | None:
-    kind = settings.get("rope_type", settings.get("type")) if settings else "default"
-    if not settings or kind == "default":
-        return None
+def _rope(given: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` in either spelling."""
+    rope, scaling = given.get("rope_parameters", {}), given.get("rope_scaling", {})
+    for settings in (rope, scaling):
+        if not isinstance(settings, dict):
+            raise CheckpointError(f"{source}: expected a table of RoPE's parameters, got {settings!r}")
+    theta = {"rope_theta": rope.get("rope_theta", given.get("rope_theta", 10_000.0))}
+    scaling = rope if rope.get("rope_type", "default") != "default" else scaling
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return theta | {"rope_scaling": None}
     if kind != "llama3":
         raise CheckpointError(f"{source}: expected rope_type 'llama3' or 'default', got {kind!r}")
-    try:
-        return RopeScaling(**{field.name: settings[field.name] for field in dataclasses.fields(RopeScaling)})
-    except KeyError as error:
-        raise CheckpointError(f"{source}: expected {error} of the RoPE scaling, got none") from None
+    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    if missing := [name for name in names if name not in scaling]:
+        raise CheckpointError(f"{source}: expected {missing[0]} of the RoPE scaling, got none")
+    return theta | {"rope_scaling": {name: scaling[name] for name in names}}
 
 
 def read_config(directory: Path) -> LlamaConfig:
@@ -107,9 +126,10 @@ def read_weights(directory: Path, weights: Parameters) -> None:
     try:
         if index.exists():
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError) as error:
+        elsewhere = next((shard for shard in shards if Path(shard).name != shard), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index}: expected an index of safetensors, got {error}") from error
-    if elsewhere := next((shard for shard in shards if Path(shard).name != shard), None):
+    if elsewhere is not None:
         raise CheckpointError(f"{index}: expected file names, got {elsewhere!r}")
     tensors = read_tensors(directory / shard for shard in shards)
     fill(weights, _named_as_ours(tensors, weights), directory)
@@ -133,6 +153,8 @@ def fill(targets: Mapping[str, np.ndarray], tensors: Iterable[tuple[str, np.ndar
             raise CheckpointError(f"{source}: expected the tensors of this model, got an unknown {name!r}")
         if tensor.shape != targets[name].shape:
             raise CheckpointError(f"{source}: {name}: expected shape {targets[name].shape}, got {tensor.shape}")
+        if tensor.dtype.kind in "biu":
+            raise CheckpointError(f"{source}: {name}: expected floating-point numbers, got {tensor.dtype}")
         targets[name][...] = tensor
         missing.pop(name, None)
     if missing:

@@ -59,7 +59,7 @@ class LayerNames(NamedTuple):
 
 def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
     """The width of a head where none is given.  ConfigError where the heads do not share the hidden size evenly."""
-    if num_attention_heads < 1 or hidden_size % num_attention_heads:
+    if hidden_size % num_attention_heads:
         raise ConfigError(
             f"hidden_size: expected a multiple of num_attention_heads = {num_attention_heads}, got {hidden_size}"
         )
@@ -91,18 +91,6 @@ class LlamaConfig:
     initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise ConfigError(

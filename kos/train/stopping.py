@@ -34,9 +34,14 @@ class Stop:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        for other in SIGNALS:
-            signal.signal(other, signal.SIG_DFL)
+        self.ignore()
         self._check()
+
+    @staticmethod
+    def ignore() -> None:
+        """Listen no more: the next signal ends the process."""
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
 
     def _check(self) -> None:
         if self.asked and self._at_once:

@@ -199,8 +199,8 @@ def test_a_token_beyond_the_vocabulary_is_refused(tmp_path: Path) -> None:
 def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path, "x" * 100)
     assert load_data(parse(["--data", path, "--seq-len", "9"])).val_batches()[0][0].shape == (1, 9)
-    refusal(parse(["--data", path, "--seq-len", "10"]), "text.txt", "seq_len + 1 = 11", "validate", "got 10")
-    refusal(parse(["--data", path, "--seq-len", "90"]), "text.txt", "seq_len + 1 = 91", "train on", "got 90")
+    refusal(parse(["--data", path, "--seq-len", "10"]), "text.txt", "--seq-len + 1 = 11", "validate", "got 10")
+    refusal(parse(["--data", path, "--seq-len", "90"]), "text.txt", "--seq-len + 1 = 91", "train on", "got 90")
 
 
 def test_a_prompt_that_cannot_be_spelt_is_refused_before_training(tmp_path: Path) -> None:

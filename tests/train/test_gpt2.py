@@ -132,7 +132,7 @@ def test_settings() -> None:
     settings = huggingface.to_huggingface(CONFIG)
     assert huggingface.from_huggingface(settings) == CONFIG
     assert huggingface.from_huggingface({**settings, "n_inner": None}).intermediate_size == 4 * 24
-    with pytest.raises(ConfigError, match="activation_function: expected 'gelu_new', got 'relu'"):
+    with pytest.raises(CheckpointError, match="expected activation_function 'gelu_new', got 'relu'"):
         huggingface.from_huggingface({**settings, "activation_function": "relu"})
     with pytest.raises(CheckpointError, match="expected an integer n_head, got None"):
         huggingface.from_huggingface({**settings, "n_head": None})

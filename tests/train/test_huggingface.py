@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError, ConfigError
+from kos.errors import CheckpointError
 from kos.train.huggingface import from_huggingface, read_config, read_weights, to_huggingface
 from kos.train.model import LlamaConfig
 from kos.train.parameters import Parameters
@@ -39,11 +39,24 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
         ({"hidden_size": None}, "expected an integer hidden_size, got None"),
         ({"hidden_size": 25, "head_dim": None}, "hidden_size: expected a multiple of .* 4, got 25"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": None}, "got 'yarn'"),
+        ({"rope_parameters": "x"}, "expected a table of RoPE's parameters, got 'x'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "expected low_freq_factor of the RoPE scaling"),
+        ({"rope_theta": "big", "rope_parameters": None}, "rope_theta: expected a valid number, got 'big'"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads: expected a valid integer, got '2'"),
+        ({"num_attention_heads": 0}, "num_attention_heads: expected a number greater than or equal to 1, got 0"),
+        ({"model_type": "gpt2", "n_embd": 9, "n_layer": 2, "n_positions": 8, "n_head": 5}, "hidden_size: .* 5, got 9"),
     ],
 )
 def test_what_it_is_not(change: dict[str, object], message: str) -> None:
-    with pytest.raises((CheckpointError, ConfigError), match=message):
-        from_huggingface({**to_huggingface(CONFIG), **change})
+    with pytest.raises(CheckpointError, match=f"^here: .*{message}"):
+        from_huggingface({**to_huggingface(CONFIG), **change}, "here")
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", "{", "3", ""])
+def test_a_config_that_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected (a Hugging Face config|model_type)"):
+        read_config(tmp_path)
 
 
 def test_sharded_weights(tmp_path: Path) -> None:
@@ -70,7 +83,15 @@ def test_sharded_weights(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"x": "../elsewhere.safetensors"}}))
     with pytest.raises(CheckpointError, match="expected file names"):
         read_weights(tmp_path, weights)
+    for broken in ("[]", "{}", '{"weight_map": ["x"]}', '{"weight_map": {"x": 7}}', "{"):
+        index.write_text(broken)
+        with pytest.raises(CheckpointError, match="expected an index of safetensors"):
+            read_weights(tmp_path, weights)
     index.unlink()
+    save_file({**tensors, "model.norm.weight": np.ones(CONFIG.hidden_size, int)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="model.norm.weight: expected floating-point numbers, got int64"):
+        read_weights(tmp_path, weights)
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="expected readable safetensors"):
         read_weights(tmp_path, weights)
     with pytest.raises(CheckpointError, match=r"expected a Hugging Face config\.json"):

@@ -232,7 +232,6 @@ def test_wrong_inputs_are_named():
     [
         ({"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of .* 3, got 4"),
         ({"head_dim": 5}, "head_dim: expected an even number.* got 5"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: expected at least 1, got 0"),
     ],
 )
 def test_impossible_shapes_are_refused(change, message):
