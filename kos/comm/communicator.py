@@ -317,14 +317,13 @@ class Communicator(Operations):
         """Number and record an operation: at the launch, not when it was checked: a refused call does not count."""
         operation.group = self.name
         if operation.name not in POINT_TO_POINT:
-            operation.sequence = self._collectives
+            operation.sequence, ends = self._collectives, None
             self._collectives += 1
-            self._recorder.record(self._group, operation, depth)
         else:
             operation.sequence = self._messages
             self._messages += 1
             ends = operation.dst, operation.src, operation.tag, operation.recv_tag
-            self._recorder.record(self._group, operation, depth, ends)
+        self._recorder.record(self._group, operation, depth, ends)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -112,22 +112,10 @@ class Recorder:
             frame = _getframe(depth - 1)
         send, recv, count = operation.send, operation.recv, self._count
         self._slots[count & _LAST] = operation.record = [
-            group,
-            time_ns(),
-            frame.f_code,
-            frame.f_lasti,
-            operation.name,
-            operation.sequence,
-            send and send.shape,
-            recv is not send and recv and recv.shape,
-            send.dtype if send else recv and recv.dtype,
-            operation.reduction,
-            operation.root,
-            ends,
-            operation.timeout,
-            None,
-            None,
-        ]
+            group, time_ns(), frame.f_code, frame.f_lasti, operation.name, operation.sequence,
+            send and send.shape, recv is not send and recv and recv.shape, send.dtype if send else recv and recv.dtype,
+            operation.reduction, operation.root, ends, operation.timeout, None, None,
+        ]  # fmt: skip
         self._count = count + 1
 
     def entries(self) -> list[dict[str, Any]]:
