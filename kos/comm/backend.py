@@ -261,9 +261,7 @@ class Backend(ABC):
         native = self.native(o, {}, "barrier") if self.size > 1 else None
         yield from self._meet(self._tag(o)) if native is None else native
 
-    def _split(self, o: Operation) -> Steps:
-        """That all ranks have called it: the rendezvous, which makes the groups, compares no calls."""
-        return self._meet(self._tag(o))
+    _split = _barrier  # the rendezvous, which makes the groups, compares no calls
 
     def _meet(self, tag: int) -> Steps:
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
@@ -351,11 +349,19 @@ def drop(queues: dict[Key, deque[T]], given_up: Callable[[T], bool]) -> None:
             del queues[key]
 
 
-def wrong_length(receiver: int, expected: int, sender: int, got: int, dtype: np.dtype[Any]) -> CollectiveMismatch:
-    """The error of both ends of a message of ``got`` bytes where ``expected`` were expected."""
-    size = dtype.itemsize
-    what, more = (f"{n // size} elements of {dtype}" if n % size == 0 else f"{n} bytes" for n in (expected, got))
+def wrong_message(
+    receiver: int, expected: tuple[int, np.dtype[Any]], sender: int, got: tuple[int, np.dtype[Any]]
+) -> CollectiveMismatch:
+    """The error of both ends of a message that is not what was expected: bytes and dtypes."""
+    what, more = (
+        f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
+        for nbytes, dtype in (expected, got)
+    )
     return CollectiveMismatch(f"rank {receiver} expected {what} from rank {sender}, got {more}")
+
+
+def wrong_length(receiver: int, expected: int, sender: int, got: int, dtype: Any) -> CollectiveMismatch:
+    return wrong_message(receiver, (expected, dtype), sender, (got, dtype))
 
 
 def _no_reduction(dst: Array, src: Array) -> None:

@@ -9,7 +9,10 @@ import json
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+
 from kos.comm.operation import Operation
+from kos.dtypes import DTYPES
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
 KINDS: dict[str, type[KosError]] = {
@@ -19,6 +22,15 @@ KINDS: dict[str, type[KosError]] = {
 
 TEXTS, TEXT_BYTES = 64, 1024
 """Descriptions of calls kept per rank, and bytes of each."""
+
+
+_DTYPES = [entry.numpy for entry in DTYPES.values()]
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+"""What ranks tell each other of the dtype of a message."""
+
+
+def dtype_of_code(code: int) -> np.dtype[Any]:
+    return _DTYPES[code % len(_DTYPES)]
 
 
 class Fingerprints:
@@ -65,13 +77,15 @@ class Fingerprints:
         """Make a description known to other ranks at once."""
 
 
-def described(text: bytes, fingerprint: int, sequence: int) -> tuple[str, dict[str, Any]] | None:
-    """A call of that fingerprint, as text and as what must be equal, if it is what ``text`` describes."""
-    try:
-        known, said, call = json.loads(text)
-    except ValueError:
-        return None
-    return (f"{call['operation']} #{sequence}{said}", call) if known == fingerprint else None
+def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tuple[str, dict[str, Any]]:
+    """The call that a rank described, as text and as what must be equal.
+
+    Raises KeyError if it was one of another ``fingerprint``, ValueError for what is not whole.
+    """
+    known, said, call = json.loads(text)
+    if fingerprint not in (None, known):
+        raise KeyError(fingerprint)
+    return f"{call['operation']} #{sequence}{said}", call
 
 
 def _counts(o: Operation) -> tuple[Any, ...]:

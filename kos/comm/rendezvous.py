@@ -34,6 +34,7 @@ class Rendezvous(ABC):
     timeout: float
     threads: ThreadGroup | None = None
     mpi_comm: Any = None
+    news: Any = None  # what a backend keeps there for the groups split from this one too
     network: Any = None
     device: int | None = None
     """The GPU that this rank was told to use, by its number in this process."""
@@ -290,6 +291,7 @@ class MPIRendezvous(Rendezvous):
         if color is None:
             return None
         child = MPIRendezvous(part, self.timeout)
+        child.news = self.news
         part.Free()
         return child
 

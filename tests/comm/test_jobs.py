@@ -67,6 +67,28 @@ def test_without_close(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@needs_mpirun
+@pytest.mark.parametrize("memory", ["shared", "none"])
+@pytest.mark.parametrize("leaver", [0, 2])
+def test_a_rank_that_ends_without_close_is_gone(tmp_path: Path, leaver: int, memory: str) -> None:
+    text = f"""
+import kos.comm.backends.host as host
+if "{memory}" == "none":
+    host.open_segment = lambda _: (None, "switched off by the test")
+comm = kos.init(timeout=50)
+if comm.rank == {leaver}:
+    sys.exit(0)
+for call in (comm.barrier, lambda: comm.recv(np.ones(1), {leaver}), lambda: comm.split(0)):
+    try:
+        call()
+    except kos.errors.RankLost as error:
+        print("lost" if "rank {leaver} is gone: its process ended" in str(error) else error, flush=True)
+"""
+    done, seconds = mpirun(3, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["lost"] * 6 and seconds < 30
+
+
 WAIT = "comm.barrier(timeout=300)"
 
 ENDS = {
@@ -108,7 +130,7 @@ with kos.init() as comm:
 with kos.init(timeout=0.5) as comm:
     if comm.rank == 1: time.sleep(300)
     comm.all_reduce(np.ones(5))
-""", 1, "ends the job: CollectiveTimeout: all_reduce #0 of float64[5] by SUM: not complete after 0.5 s"),
+""", 1, "ends the job: CollectiveTimeout: world: all_reduce #0 of float64[5] by SUM: not complete after 0.5 s"),
 }
 
 
@@ -253,9 +275,17 @@ def test_one_rank_of_mpi_without_mpirun(tmp_path: Path) -> None:
 with kos.init("mpi") as comm:
     assert (comm.size, comm.backend_name) == (1, "mpi")
     assert comm.all_reduce(np.ones(2)).sum() == 2
+    line = comm.explain().splitlines()[1]
+    assert line.startswith("mpi") and line.endswith("; a group of one, for it was not started by mpirun"), line
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+try:
+    kos.init("mpi")
+except kos.errors.BackendUnavailable as error:
+    print(error)
 """
     done, _ = start(sys.executable, program(tmp_path, text))
-    assert (done.returncode, done.stderr) == (0, "")
+    refused = "mpi: the ranks are not processes of an MPI job (start with mpirun)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, refused, "")
 
 
 def test_imports_nothing_that_is_optional(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ ranks of each host; between hosts there is what the transport says.
 
 from __future__ import annotations
 
+import atexit
 import os
+import weakref
 from collections.abc import Callable
 
 from kos.comm.backend import Backend
@@ -24,6 +26,9 @@ class HostBackend(Backend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
+        if not _open:
+            atexit.register(_part, os.getpid())  # now: it is to come before the hook of ``mpi_job``, which waits
+        _open.add(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
@@ -89,19 +94,33 @@ class HostBackend(Backend):
         self._calls.fail(failure, operation.sequence)
         return failure
 
-    def abort(self, reason: str) -> None:
+    def part(self, reason: str) -> None:
+        """Have the other ranks hear that this one begins nothing more, and why."""
         if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
             mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
             begun = [operation.sequence for operation in mine if operation.collective]
             lost = RankLost(f"rank {self.rank} is gone: {reason}")
             self._calls.fail(lost, min(begun, default=self._calls.begun))
+
+    def abort(self, reason: str) -> None:
+        self.part(reason)
         self._leave()
 
     def close(self) -> None:
         self._leave()
 
     def _leave(self) -> None:
+        _open.discard(self)
         calls, self._calls, self._shared = self._calls, None, None
         if calls is not None and self._segment is not None:
             calls.close()
             self._segment.close()
+
+
+_open: weakref.WeakSet[HostBackend] = weakref.WeakSet()
+
+
+def _part(rank: int) -> None:
+    """The process of a rank ends, and not one that it forked: whoever waits for it in what it left open hears."""
+    for backend in list(_open) if os.getpid() == rank else ():
+        backend.part("its process ended")

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Backend, Probe, drop, take
+from kos.comm.backend import Backend, Probe, drop, take, wrong_message
 from kos.comm.faults import SENT, FaultyTransport
 from kos.comm.operation import Operation, mismatch
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
@@ -57,7 +57,7 @@ class MockBackend(Backend):
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         if rendezvous.threads is None:
             return Probe(False, "the ranks are not threads of one process")
-        return Probe(True, f"{rendezvous.size} ranks in this process")
+        return Probe(True, f"{rendezvous.size} rank{'s' * (rendezvous.size > 1)} in this process")
 
     def idle(self) -> Idle:
         return self._idle
@@ -174,10 +174,8 @@ class _Receive:
         array = self._array
         if message.dtype != array.dtype or message.size != array.size:
             src, dst, _ = self.key
-            self._error = (
-                f"rank {dst} expected {array.size} elements of {array.dtype} from rank {src}, "
-                f"got {message.size} elements of {message.dtype}"
-            )
+            expected, got = ((each.nbytes, each.dtype) for each in (array, message))
+            self._error = str(wrong_message(dst, expected, src, got))
             return  # the receiver raises: the sender is done with its message
         np.copyto(array, message)
         self._done = True

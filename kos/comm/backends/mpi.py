@@ -8,19 +8,23 @@ depends on the order of its arguments.
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import Probe, drop, take, wrong_length
+from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
-from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.backends.mpi_messages import TAGS, Messages, News, as_bytes
+from kos.comm.fingerprints import (
+    Fingerprints,
+)
+from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
-from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DType, dtype_of
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
@@ -53,12 +57,19 @@ class MPIBackend(HostBackend):
         super().__init__(rendezvous, engine)
         self._MPI = mpi_job.load_mpi()
         # A communicator of our own: our tags and our order of collectives never meet anybody else's.
-        self._comm, request = rendezvous.mpi_comm.Idup()
-        if not mpi_job.wait_request(request, rendezvous.timeout):
-            raise CollectiveTimeout(f"mpi: the ranks did not come together within {rendezvous.timeout:g} s")
-        self._comm.Set_errhandler(self._MPI.ERRORS_RETURN)
-        self._messages = _Messages(self._MPI, self._comm)
-        self.transport = self._messages
+        self._comm = self._duplicate(rendezvous)
+        self._one_host, self.sees_all = self.sees_all or self.size == 1, True
+        self._begun = 0  # the number of the next collective
+        self._asked = self._agreed = 0  # collectives that are compared, and those known to be alike
+        name, self._comms = "", [self._comm]
+        if not self._one_host:
+            self._comms.append(self._duplicate(rendezvous))  # where calls are compared: before what they do, or after
+            if rendezvous.news is None:
+                rendezvous.news = News(self._MPI, self._duplicate(rendezvous))
+            name = rendezvous.allgather(os.urandom(8))[0].hex()
+        news = None if self._one_host else rendezvous.news
+        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name)
+        self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
 
     @classmethod
@@ -66,25 +77,80 @@ class MPIBackend(HostBackend):
         if rendezvous.mpi_comm is None:
             return Probe(False, "the ranks are not processes of an MPI job (start with mpirun)")
         MPI = mpi_job.load_mpi()
-        if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < 2 * COLLECTIVE_TAGS:
-            return Probe(False, f"the MPI library has fewer than {2 * COLLECTIVE_TAGS} tags")
-        return Probe(True, MPI.Get_library_version().split(",")[0].strip())
+        if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < TAGS:
+            return Probe(False, f"the MPI library has fewer than {TAGS} tags")
+        alone = "" if mpi_job.under_mpirun() else "; a group of one, for it was not started by mpirun"
+        return Probe(True, MPI.Get_library_version().split(",")[0].strip() + alone)
+
+    def _duplicate(self, rendezvous: Rendezvous) -> Any:
+        comm, request = rendezvous.mpi_comm.Idup()
+        if not mpi_job.wait_request(request, rendezvous.timeout):
+            raise CollectiveTimeout(f"mpi: the ranks did not come together within {rendezvous.timeout:g} s")
+        comm.Set_errhandler(self._MPI.ERRORS_RETURN)
+        return comm
 
     def close(self) -> None:
         super().close()
         if not self._MPI.Is_finalized():
-            self._comm.Free()
+            self._messages.tell("gone", self._begun, "it closed its communicator")
+            for comm in self._comms:
+                comm.Free()
+
+    def part(self, reason: str) -> None:
+        super().part(reason)
+        mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
+        begun = min((operation.sequence for operation in mine if operation.collective), default=self._begun)
+        with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
+            self._messages.tell("gone", begun, reason)
 
     def abort(self, reason: str) -> None:
         super().abort(reason)
         if mpi_job.fault_tolerant() and not self._MPI.Is_finalized():
-            self._comm.Revoke()  # ranks of other hosts hear it by this
+            for comm in self._comms:
+                comm.Revoke()  # ranks of other hosts hear it by this
         for request in self._requests.values():
             mpi_job.keep_unfinished(request)
         self._requests.clear()
         self._messages.forget(lambda message: True)
 
+    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+        """Where the group spans hosts, an MPI_Allreduce of fingerprints compares them, and says that all have come."""
+        here = super().agree(operation)
+        if self._one_host:
+            return here
+        self._begun = operation.sequence + 1
+        turn, self._asked = self._asked, self._asked + 1
+        MPI, messages, prints = self._MPI, self._messages, self._fingerprints
+        mark, agreed, told = prints.mark(operation), False, False
+        text = prints.texts[mark]
+        ends = np.array([mark, ~mark], np.int64)  # after it, the greatest and the complement of the least
+        request = self._comms[-1].Iallreduce(MPI.IN_PLACE, [ends, MPI.INT64_T], MPI.MAX)
+        self._requests[operation.sequence] = request
+
+        def everybody_came() -> bool:
+            nonlocal agreed, told
+            if here is not None:
+                here()
+            messages.hear()
+            messages.check(operation)
+            if agreed or not request.Test():
+                return agreed
+            if ends[0] == ~ends[1]:
+                if self._agreed == turn:  # in the order of their calls: MPI's collectives come next
+                    agreed, self._agreed = True, turn + 1
+                    del self._requests[operation.sequence]
+                return agreed
+            if not told:
+                told = True
+                messages.tell("call", operation.sequence, text.decode())
+            messages.compare(operation, text)
+            return False
+
+        return everybody_came
+
     def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+        if collective == "barrier":
+            return _nothing()  # all ranks agreed on it
         if operation.deterministic or operation.algorithm != "auto":
             return None
         request = self._native_request(operation, spaces, collective)
@@ -93,14 +159,12 @@ class MPIBackend(HostBackend):
     def _native_request(self, o: Operation, spaces: Mapping[str, Array], collective: str) -> Any:
         """Post the MPI call; None where MPI has none for this dtype and reduce operation."""
         MPI, comm = self._MPI, self._comm
-        if collective == "barrier":
-            return comm.Ibarrier()
         if collective == "broadcast":
-            return comm.Ibcast(_as_bytes(spaces["data"], MPI), o.root)
+            return comm.Ibcast(as_bytes(spaces["data"], MPI), o.root)
         if collective == "all_gather":
-            return comm.Iallgather(_as_bytes(spaces["input"], MPI), _as_bytes(spaces["output"], MPI))
+            return comm.Iallgather(as_bytes(spaces["input"], MPI), as_bytes(spaces["output"], MPI))
         if collective == "all_to_all":
-            return comm.Ialltoall(_as_bytes(spaces["input"], MPI), _as_bytes(spaces["output"], MPI))
+            return comm.Ialltoall(as_bytes(spaces["input"], MPI), as_bytes(spaces["output"], MPI))
         if o.reduction is None:
             return None
         carrier = dtype_of(o.reduction.carrier)
@@ -145,7 +209,12 @@ class MPIBackend(HostBackend):
                 named = self.lost(operation, error)
             named.__cause__ = error
             error = named
-        return super().failed(operation, error)
+        first, failure = self.broken is None, super().failed(operation, error)
+        if first and operation.collective:
+            self._messages.failure = self._messages.failure or (operation.sequence, failure)
+            with contextlib.suppress(MPI.Exception):
+                self._messages.tell(type(failure).__name__, operation.sequence, str(failure))
+        return failure
 
 
 def _same_everywhere(dtype: DType, op: ReduceOp) -> bool:
@@ -158,89 +227,5 @@ def _same_everywhere(dtype: DType, op: ReduceOp) -> bool:
     return dtype.itemsize >= 4 or op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
-def _as_bytes(array: Array, MPI: Any) -> list[Any]:
-    return [array.view(np.uint8), MPI.BYTE]
-
-
-class _Messages:
-    """The transport: bytes; knows what is in flight, to name and to forget it.
-
-    A receive meets a message that has come (MPI_Improbe) before MPI gets its memory: where they differ in
-    length, Open MPI 5.0.11 writes past the end of what it was given (within a host, from 4 KiB on).  So a
-    receive that is given up before never was MPI's.
-    """
-
-    def __init__(self, MPI: Any, comm: Any) -> None:
-        self._MPI, self._comm, self._status = MPI, comm, MPI.Status()
-        self.flying: set[_Message] = set()
-        self._posted: dict[tuple[int, int], deque[_Message]] = {}  # receives that nothing has met, by peer and tag
-
-    def isend(self, array: Array, peer: int, tag: int) -> Request:
-        message = _Message(self, array, peer, tag)
-        message.fly(self._comm.Isend(_as_bytes(array, self._MPI), peer, tag))
-        return message
-
-    def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        message = _Message(self, array, peer, tag)
-        self._posted.setdefault((peer, tag), deque()).append(message)
-        return message
-
-    def match(self, message: _Message) -> None:
-        """Give a receive to MPI if what it is for has come."""
-        key = message.peer, message.tag
-        posted = self._posted.get(key)
-        if posted is None or posted[0] is not message or (came := self._comm.Improbe(*key, self._status)) is None:
-            return
-        take(self._posted, key)
-        array, nbytes = message.array, self._status.Get_count()
-        if nbytes == array.nbytes:
-            message.fly(came.Irecv(_as_bytes(array, self._MPI)))
-        else:
-            mpi_job.keep_unfinished(came.Irecv([np.empty(nbytes, np.uint8), self._MPI.BYTE]))
-            message.error = wrong_length(self._comm.rank, array.nbytes, message.peer, nbytes, array.dtype)
-
-    def awaited(self, tag: int) -> list[int]:
-        """Peers of the messages in flight with that tag."""
-        flying = {message.peer for message in self.flying if message.tag == tag}
-        return sorted(flying | {peer for peer, posted in self._posted if posted == tag})
-
-    def forget(self, given_up: Callable[[_Message], bool]) -> None:
-        """Nobody waits for these messages any more; MPI keeps the memory that it has."""
-        drop(self._posted, given_up)
-        for message in [message for message in self.flying if given_up(message)]:
-            mpi_job.keep_unfinished(message.request)
-            self.flying.discard(message)
-
-
-class _Message:
-    __slots__ = ("_transport", "array", "complete", "error", "peer", "request", "tag")
-
-    def __init__(self, transport: _Messages, array: Array, peer: int, tag: int) -> None:
-        self._transport, self.array, self.peer, self.tag = transport, array, peer, tag
-        self.request: Any = None  # while MPI has it
-        self.complete = False
-        self.error: CollectiveMismatch | None = None
-
-    def fly(self, request: Any) -> None:
-        self.request = request
-        self._transport.flying.add(self)
-
-    def done(self) -> bool:
-        if self.request is None and not self.complete:
-            self._transport.match(self)
-        if self.error is not None:
-            raise self.error
-        if self.request is None:
-            return self.complete
-        try:
-            self.complete = self.request.Test()
-        except Exception:
-            self._transport.flying.discard(self)  # MPI has ended and freed it
-            raise
-        if self.complete:
-            self.request = None
-            self._transport.flying.discard(self)
-        return self.complete
-
-    def forget(self) -> None:
-        self._transport.forget(lambda message: message is self)
+def _nothing() -> Steps:
+    yield from ()

@@ -213,8 +213,8 @@ class Calls(Fingerprints):
         for index in range(TEXTS):
             at = self.segment.layout.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
-            if call := described(text, fingerprint, sequence):  # not so if its rank is just writing it
-                return call
+            with contextlib.suppress(KeyError, ValueError):  # its rank may be just writing it
+                return described(text, sequence, fingerprint)
         return f"collective #{sequence}", {}
 
     def _mismatch(self, group: str, sequence: int, local: int) -> NoReturn:

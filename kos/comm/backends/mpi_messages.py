@@ -1,0 +1,229 @@
+"""Messages of the mpi backend: bytes with their dtype, and news of failures between hosts."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kos.comm import mpi_job
+from kos.comm.backend import drop, take, wrong_message
+from kos.comm.fingerprints import DTYPE_CODES, KINDS, described, dtype_of_code
+from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
+from kos.comm.schedules.execute import Request
+from kos.comm.shared.calls import LOOK_EVERY, Calls
+from kos.errors import CollectiveMismatch, KosError, RankLost
+
+Array = np.ndarray[Any, Any]
+
+_DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # a tag of MPI is a tag of ours and, above it, a dtype's code
+TAGS = 32 << _DTYPE_SHIFT
+_LAST_WORDS = 2000  # characters
+
+
+class News:
+    """What ranks tell each other unasked, of one group and of all that are split from it.
+
+    On a communicator that is never freed: to Open MPI what comes for one that was is the first message of the next.
+    """
+
+    def __init__(self, MPI: Any, comm: Any) -> None:
+        self._MPI, self.comm, self._status = MPI, comm, MPI.Status()
+        self.readers: weakref.WeakValueDictionary[str, Messages] = weakref.WeakValueDictionary()  # by group
+
+    def tell(self, ranks: list[int], news: list[Any]) -> None:
+        data = np.frombuffer(json.dumps(news).encode(), np.uint8)
+        for rank in ranks:
+            mpi_job.keep_unfinished(self.comm.Isend(as_bytes(data, self._MPI), rank))
+
+    def hear(self) -> None:
+        while came := self.comm.Improbe(self._MPI.ANY_SOURCE, self._MPI.ANY_TAG, self._status):
+            news = bytearray(self._status.Get_count())
+            came.Recv([news, self._MPI.BYTE])
+            group, *rest = json.loads(news)
+            if (reader := self.readers.get(group)) is not None:
+                reader.read(*rest)
+
+
+class Messages:
+    """The transport: bytes; knows what is in flight, to name and to forget it.
+
+    A receive meets a message that has come (MPI_Improbe) before MPI gets its memory: where they differ in
+    length, Open MPI 5.0.11 writes past the end of what it was given (within a host, from 4 KiB on).  So a
+    receive that is given up before never was MPI's.  A message's dtype is in its tag, above the user's.
+
+    Where a group spans hosts its ranks tell each other as well, by messages that nobody asked for, what they failed
+    of and that they are gone.  ``calls`` says that of the ranks of this host.
+    """
+
+    def __init__(self, MPI: Any, comm: Any, calls: Calls | None, news: News | None, name: str) -> None:
+        self._MPI, self._comm, self._calls, self._status = MPI, comm, calls, MPI.Status()
+        self._news, self._name = news, name
+        if news is not None:
+            news.readers[name] = self
+            ranks = MPI.Group.Translate_ranks(comm.Get_group(), list(range(comm.size)), news.comm.Get_group())
+            self._others = [rank for rank in ranks if rank != news.comm.rank]
+        self.flying: set[_Message] = set()
+        self._posted: dict[tuple[int, int], deque[_Message]] = {}  # receives that nothing has met, by peer and tag
+        self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # what nobody has asked for yet
+        self.looks, self._look_at = 0, 0.0
+        self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
+        self.calls: dict[tuple[int, int], bytes] = {}  # of a collective and a rank, where ranks do not agree
+        self.gone: dict[int, tuple[int, str]] = {}  # rank -> the first collective that it does not begin, and why
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        message = _Message(self, array, peer, tag)
+        wire_tag = tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
+        message.fly(self._comm.Isend(as_bytes(array, self._MPI), peer, wire_tag))
+        return message
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        message = _Message(self, array, peer, tag)
+        self._posted.setdefault((peer, tag), deque()).append(message)
+        return message
+
+    def match(self, message: _Message) -> None:
+        """Give a receive to MPI if what it is for has come."""
+        key = peer, tag = message.peer, message.tag
+        posted = self._posted.get(key)
+        if posted is None or posted[0] is not message:
+            return
+        arrival = take(self._arrived, key) if self._arrived else None
+        while arrival is None:
+            came = self._comm.Improbe(peer, self._MPI.ANY_TAG, self._status)
+            if came is None:
+                return
+            code, its_tag = divmod(self._status.Get_tag(), 1 << _DTYPE_SHIFT)
+            arrival = came, self._status.Get_count(), code
+            if its_tag != tag:
+                self._arrived.setdefault((peer, its_tag), deque()).append(arrival)
+                arrival = None
+        take(self._posted, key)
+        came, nbytes, code = arrival
+        array = message.array
+        if nbytes == array.nbytes and code == DTYPE_CODES[array.dtype]:
+            message.fly(came.Irecv(as_bytes(array, self._MPI)))
+        else:
+            mpi_job.keep_unfinished(came.Irecv([np.empty(nbytes, np.uint8), self._MPI.BYTE]))
+            expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(code))
+            message.error = wrong_message(self._comm.rank, expected, peer, got)
+
+    def tell(self, kind: str, sequence: int, why: str) -> None:
+        """Have all ranks hear it, when they wait or come to do so."""
+        if self._news is not None and not self._MPI.Is_finalized():
+            self._news.tell(self._others, [self._name, self._comm.rank, kind, sequence, why[:_LAST_WORDS]])
+
+    def hear(self) -> None:
+        """Look now and then for what other ranks told."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at, self.looks = now + LOOK_EVERY, self.looks + 1
+        if self._news is not None:
+            self._news.hear()
+
+    def read(self, peer: int, kind: str, sequence: int, why: str) -> None:
+        """What another rank told."""
+        if kind == "gone":
+            self.gone[peer] = sequence, why
+        elif kind == "call":
+            self.calls[sequence, peer] = why.encode()
+        elif self.failure is None:
+            self.failure = sequence, KINDS[kind](why)
+
+    def compare(self, o: Operation, text: bytes) -> None:
+        """Raise what differs between this call and that of another rank, if one with another is known."""
+        for (sequence, peer), other in self.calls.items():
+            mine, theirs = described(text, o.sequence), described(other, o.sequence)
+            if sequence == o.sequence and theirs[1] != mine[1]:
+                raise mismatch(o.group, (self._comm.rank, *mine), (peer, *theirs))
+
+    def check(self, o: Operation) -> None:
+        """Raise what was heard of that ``o`` cannot survive."""
+        if self.failure is not None and self.failure[0] <= o.sequence:
+            raise type(self.failure[1])(str(self.failure[1]))
+        for rank, (sequence, why) in self.gone.items():
+            if sequence <= o.sequence:
+                raise RankLost(f"{o}: rank {rank} is gone: {why}")
+
+    def departed(self, peer: int) -> str | None:
+        """Why that rank sends nothing more, or None; raises what the group failed of."""
+        if self.failure is not None:
+            raise type(self.failure[1])(str(self.failure[1]))
+        if peer in self.gone:
+            return self.gone[peer][1]
+        calls = self._calls
+        if calls is None or peer not in calls.segment.ranks:
+            return None
+        calls.raise_failure(sys.maxsize)
+        return calls.departed(calls.segment.ranks.index(peer))
+
+    def awaited(self, tag: int) -> list[int]:
+        """Peers of the messages in flight with that tag."""
+        flying = {message.peer for message in self.flying if message.tag == tag}
+        return sorted(flying | {peer for peer, posted in self._posted if posted == tag})
+
+    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+        """Nobody waits for these messages any more; MPI keeps the memory that it has."""
+        drop(self._posted, given_up)
+        for message in [message for message in self.flying if given_up(message)]:
+            mpi_job.keep_unfinished(message.request)
+            self.flying.discard(message)
+
+
+class _Message:
+    __slots__ = ("_looks", "_transport", "array", "complete", "error", "peer", "request", "tag", "waits_in_vain")
+
+    def __init__(self, transport: Messages, array: Array, peer: int, tag: int) -> None:
+        self._transport, self.array, self.peer, self.tag = transport, array, peer, tag
+        self.request: Any = None  # while MPI has it
+        self.complete = False
+        self.error: CollectiveMismatch | None = None
+        self._looks = transport.looks
+        self.waits_in_vain = False
+
+    def fly(self, request: Any) -> None:
+        self.request = request
+        self._transport.flying.add(self)
+
+    def done(self) -> bool:
+        transport = self._transport
+        if self.request is None and not self.complete:
+            transport.match(self)
+        if self.error is not None:
+            raise self.error
+        if self.request is not None:
+            try:
+                self.complete = self.request.Test()
+            except Exception:
+                transport.flying.discard(self)  # MPI has ended and freed it
+                raise
+            if self.complete:
+                self.request = None
+                transport.flying.discard(self)
+        if not self.complete:
+            transport.hear()
+            if self._looks != transport.looks:
+                self._look()
+        return self.complete
+
+    def _look(self) -> None:
+        """Raise if this waits for a rank that is gone."""
+        self._looks = self._transport.looks
+        if (why := self._transport.departed(self.peer)) is not None:
+            if self.waits_in_vain:
+                raise RankLost(f"rank {self.peer} is gone: {why}")
+            self.waits_in_vain = True  # what it did last may have come after this poll: the next one decides
+
+    def forget(self) -> None:
+        self._transport.forget(lambda message: message is self)
+
+
+def as_bytes(array: Array, MPI: Any) -> list[Any]:
+    return [array.view(np.uint8), MPI.BYTE]
