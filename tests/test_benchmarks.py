@@ -38,7 +38,7 @@ from kos.comm import Communicator
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
-from kos.errors import BackendUnavailable
+from kos.errors import BackendUnavailable, InvalidArgument
 from kos.testing import spawn
 from tests.comm.fake_nccl import Group, at, communicator, no_gpu
 
@@ -73,7 +73,7 @@ def test_counts_are_those_of_nccl_tests() -> None:
     assert (case.count, case.nbytes, case.sends, case.receives, case.redop) == (24, 96, 3, 24, "none")
     case = Case.of("reduce_scatter", 100, "bfloat16", "sum", 8, False)
     assert (case.count, case.nbytes, case.sends, case.receives, case.redop) == (48, 96, 48, 6, "sum")
-    with pytest.raises(SystemExit, match="for each of 8 ranks, got 16 bytes"):
+    with pytest.raises(InvalidArgument, match="for each of 8 ranks, got 16 bytes"):
         Case.of("all_to_all", 16, "float32", "sum", 8, False)
 
 
@@ -139,10 +139,10 @@ def test_expected_outputs(op: str, in_place: bool, dtype: str) -> None:
 
 
 def test_values_that_have_no_exact_result_are_refused() -> None:
-    with pytest.raises(SystemExit, match="sum: no values of float8_e5m2 have an exact result on 8 ranks"):
-        Data(Case.of("all_reduce", 64, "float8_e5m2", "sum", 8, True), 0, 0)
-    with pytest.raises(SystemExit, match="avg: is exact"):
-        Data(Case.of("all_reduce", 96, "float32", "avg", 3, True), 0, 0)
+    with pytest.raises(InvalidArgument, match="sum: no values of float8_e5m2 have an exact result on 8 ranks"):
+        Case.of("all_reduce", 64, "float8_e5m2", "sum", 8, True)
+    with pytest.raises(InvalidArgument, match="avg: is exact"):
+        Case.of("all_reduce", 96, "float32", "avg", 3, True)
 
 
 class Faulty(Ours):
@@ -241,6 +241,68 @@ def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command, "Ours", Lazy)
     assert command.main(["--sizes", "64", "--iterations", "4", "--mode", "eager"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "gpu"], "kos: error: --device gpu: "),
+        (["--plot", "x.gif"], "kos: error: x.gif: expected a picture's name that ends in .png or .svg"),
+        (["--json", "/nowhere/x"], "kos: error: /nowhere/x: expected a file to write, got no such folder"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_first(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "unavailable", lambda: "no CUDA driver")
+    monkeypatch.setattr(command, "work", None)
+    for name in command.STARTED_BY:
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        assert command.main(arguments) == 1
+        captured = capsys.readouterr()
+        assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith(said)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--sizes", "64,4", "--dtype", "float64"], "all_reduce: expected at least one float64 for each of 2 ranks"),
+        (["--op", "avg", "--ranks", "3"], "avg: is exact"),
+        (["--backend", "gloo"], "nothing to measure on a host: gloo: needs mpirun"),
+    ],
+)
+def test_cases_are_refused_before_any_is_measured(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in command.STARTED_BY:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit, match=f"^kos: error: {said}"):
+        command.main(arguments)
+    assert capsys.readouterr().out == ""
+
+
+def test_no_gpu_under_mpirun() -> None:
+    if not MPIRUN or driver.unavailable() is None:
+        pytest.skip("needs mpirun and no GPU")
+    done = subprocess.run(
+        [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", "--device", "gpu"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert "kos: error: --device gpu: " in done.stderr
+
+
+def test_only_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.collectives import plot
+
+    (tmp_path / "other").write_text('{"rows": [{}]}')
+    for source, said in (("other", "expected a result of benchmarks"), ("no", "No such file")):
+        monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path / source), str(tmp_path / "x.png")])
+        with pytest.raises(SystemExit, match=f"^kos: error: .*{said}"):
+            plot.main()
 
 
 def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:

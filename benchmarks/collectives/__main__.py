@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +19,11 @@ from benchmarks.collectives.options import parse
 from benchmarks.collectives.plot import plot
 from kos.comm import Communicator
 from kos.comm.rendezvous import default_rendezvous
+from kos.cuda import unavailable
 from kos.dtypes import DTYPES
-from kos.errors import KosError
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.files import check_picture, check_writable
+from kos.testing import spawn
 
 STARTED_BY = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 RING_BYTES = {False: 128 << 20, True: 8 << 30}
@@ -34,6 +38,7 @@ class Benchmark:
 
     def __init__(self, control: Communicator, options: argparse.Namespace) -> None:
         self.options, self.job = options, Job(control)
+        self.cases = all_cases(options, control.size)
         self.skipped: dict[str, str] = {}
         self.stream: Any = None
         self.device: int | None = None
@@ -47,8 +52,8 @@ class Benchmark:
             self.figures["flag_round_trip_us"] = host_flag_us(self.job)
         self.implementations = list(self._implementations(control))
         if not self.implementations:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
-            raise SystemExit(f"nothing to measure: {reasons or 'no backend was chosen'}")
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items()) or "no backend of its was chosen"
+            raise InvalidArgument(f"nothing to measure on a {options.device}: {reasons}")
 
     def _use_gpu(self, control: Communicator) -> None:
         from kos.comm.backends.device import device_of
@@ -72,17 +77,13 @@ class Benchmark:
         """Everything that was asked for and can run; why the rest cannot is kept."""
         gpu = self.device is not None
         if self.job.threads:
-            yield from self._of(control, "mock")
+            if self._wanted("mock", False):
+                yield from self._of(control, "mock")
+            self.skipped |= dict.fromkeys(set(self.options.backend or ()) - {"mock"}, "needs mpirun")
             return
         for name in [name for name in OURS if (name in GPU_BACKENDS) == gpu and self._wanted(name, False)]:
             if name == "mpi" and control.backend_name != "mpi":
                 self.skipped[name] = "the ranks are not processes of an MPI job (start with mpirun)"
-                continue
-            known = kos.comm.BACKENDS
-            if name in ("peer", "auto") and "peer" not in known:
-                self.skipped[name] = f"there is no peer among {', '.join(known)}" + ", so it is kos-nccl" * (
-                    name == "auto"
-                )
                 continue
             try:
                 comm = kos.init(OURS[name], device=self.device, rendezvous=default_rendezvous(120.0))
@@ -95,12 +96,10 @@ class Benchmark:
     def _of(self, comm: Communicator, name: str) -> Iterator[Implementation]:
         for algorithm in self.options.algorithm:
             yield Ours(comm, name, algorithm)
+            if self.stream is not None and algorithm != "deterministic":
+                yield OursInWindows(comm, name, self.stream, algorithm)
         if "auto" in self.options.algorithm:
             yield Ours(comm, name, persistent=True)
-            if self.stream is not None:
-                windows = OursInWindows(comm, name)
-                windows.stream = self.stream
-                yield windows
 
     def _host_peers(self, control: Communicator) -> Iterator[Implementation]:
         from benchmarks.collectives.peers import OpenMPI, Torch, torch_world
@@ -142,16 +141,9 @@ class Benchmark:
 
     def rows(self) -> Iterator[list[report.Row]]:
         """The rows of one operation and size at a time."""
-        options, places = self.options, {"in": (True,), "out": (False,), "both": (False, True)}[self.options.place]
-        modes = [mode for mode in self.timer.MODES if mode in (options.mode or self.timer.MODES)]
-        for op in options.collective:
-            for nbytes in options.sizes:
-                found: list[report.Row] = []
-                for in_place in places:
-                    if not in_place or op in IN_PLACE:
-                        case = Case.of(op, nbytes, options.dtype, options.op, self.job.size, in_place)
-                        found += self._measure(case, modes)
-                yield found
+        modes = [mode for mode in self.timer.MODES if mode in (self.options.mode or self.timer.MODES)]
+        for cases in self.cases:
+            yield [row for case in cases for row in self._measure(case, modes)]
 
     def _measure(self, case: Case, modes: list[str]) -> list[report.Row]:
         gpu = self.device is not None
@@ -206,7 +198,11 @@ class Benchmark:
 
 def work(control: Communicator, options: argparse.Namespace) -> report.Row | None:
     """All rows, printed as they come and written at the end; the JSON object on rank 0."""
-    benchmark = Benchmark(control, options)
+    try:
+        benchmark = Benchmark(control, options)
+    except InvalidArgument as error:  # alike on every rank
+        speaks = control.rank == 0 or control.rendezvous.threads is not None
+        raise SystemExit(f"kos: error: {error}" if speaks else 1) from error
     rows: list[report.Row] = []
     op = ""
     for found in benchmark.rows():
@@ -230,6 +226,20 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
             plot(result, options.plot)
     benchmark.close()
     return result
+
+
+def all_cases(options: argparse.Namespace, ranks: int) -> list[list[Case]]:
+    """What will be measured, by operation and size; what cannot be is refused here."""
+    places = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]
+    return [
+        [
+            Case.of(op, nbytes, options.dtype, options.op, ranks, in_place)
+            for in_place in places
+            if not in_place or op in IN_PLACE
+        ]
+        for op in options.collective
+        for nbytes in options.sizes
+    ]
 
 
 def python_cost(control: Communicator, options: argparse.Namespace, used: list[Implementation]) -> list[report.Row]:
@@ -258,22 +268,28 @@ def python_cost(control: Communicator, options: argparse.Namespace, used: list[I
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
     options = parse(arguments)
     started = any(name in os.environ for name in STARTED_BY)
+    no_gpu = unavailable()
     if options.device is None:
-        from kos.cuda import unavailable
-
-        options.device = "gpu" if started and unavailable() is None else "host"
-    if not started:
-        from kos.testing import spawn
-
-        if options.device == "gpu":
-            raise SystemExit("--device gpu: start a process for each GPU with mpirun")
-        results: list[Any] = spawn(lambda comm: work(comm, options), options.ranks, timeout=3600)
-    else:
+        options.device = "gpu" if started and no_gpu is None else "host"
+    try:  # by each rank for itself: none has met another yet
+        if options.device == "gpu" and (no_gpu or not started):
+            raise BackendUnavailable(f"--device gpu: {no_gpu or 'expected mpirun to start a process for each GPU'}")
+        if options.plot:
+            check_picture(options.plot)
+        if options.json:
+            check_writable(options.json)
+    except KosError as error:
+        print(f"kos: error: {error}", file=sys.stderr)
+        return 1
+    if started:
         control = kos.init("mpi" if default_rendezvous(120.0).mpi_comm is not None else "tcp")
         results = [work(control, options)]
         control.close()
+    else:
+        results = spawn(lambda comm: work(comm, options), options.ranks, timeout=3600)
     wrong = [row["wrong"] for result in results if result is not None for row in result["rows"]]
     return 1 if any(wrong) else 0
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.dtypes import DTYPES, DType
+from kos.errors import InvalidArgument
 
 Array = np.ndarray[Any, Any]
 
@@ -81,8 +82,10 @@ class Case:
         if not all(PLACES[op]) or op == "all_to_all":
             count -= count % ranks
         if count == 0:
-            raise SystemExit(f"{op}: expected at least one {dtype} for each of {ranks} ranks, got {nbytes} bytes")
-        return cls(op, count, kind, redop if op in REDUCING else "none", ranks, in_place)
+            raise InvalidArgument(f"{op}: expected at least one {dtype} for each of {ranks} ranks, got {nbytes} bytes")
+        case = cls(op, count, kind, redop if op in REDUCING else "none", ranks, in_place)
+        value_range(case)
+        return case
 
     @property
     def nbytes(self) -> int:
@@ -158,21 +161,25 @@ def _output(case: Case, rank: int) -> list[Segment]:
     return [Segment(r, phase, part) for r in range(case.ranks)]
 
 
-def values(case: Case, rank: int, seed: int) -> Array:
-    """One period of a rank's values: integers in float64 whose reduction is exact in the case's type."""
+def value_range(case: Case) -> tuple[int, int]:
+    """The least and one above the largest of a rank's values; InvalidArgument where no reduction of any is exact."""
     name, n = case.dtype.name, case.ranks
     largest = _LARGEST_INTEGER.get(name) or int(np.iinfo(case.dtype.numpy).max)
-    generator = np.random.default_rng([seed, rank])
     if case.redop == "prod":
         exact = n <= largest.bit_length() - 1 or case.dtype.is_float  # powers of two
         low, high = 1, 3 if exact else 2
     else:
         low, high = 0, min(64, largest // (n if case.redop in ("sum", "avg") else 1))
     if high - low < 2:
-        raise SystemExit(f"{case.redop}: no values of {name} have an exact result on {n} ranks")
+        raise InvalidArgument(f"{case.redop}: no values of {name} have an exact result on {n} ranks")
     if case.redop == "avg" and (n & (n - 1) or not case.dtype.is_float):
-        raise SystemExit(f"avg: is exact, and so checked, for floats on 2, 4, 8... ranks, got {name} on {n}")
-    return generator.integers(low, high, PERIOD).astype(np.float64)
+        raise InvalidArgument(f"avg: is exact, and so checked, for floats on 2, 4, 8... ranks, got {name} on {n}")
+    return low, high
+
+
+def values(case: Case, rank: int, seed: int) -> Array:
+    """One period of a rank's values: integers in float64 whose reduction is exact in the case's type."""
+    return np.random.default_rng([seed, rank]).integers(*value_range(case), PERIOD).astype(np.float64)
 
 
 def reduced(case: Case, periods: list[Array]) -> Array:

@@ -58,7 +58,7 @@ class Ours(Implementation):
     """A Communicator of kos."""
 
     def __init__(self, comm: kos.Communicator, backend: str, algorithm: str = "auto", persistent: bool = False) -> None:
-        self.comm, self.backend, self.algorithm = comm, backend, algorithm
+        self.comm, self.backend, self.algorithm, self.asked = comm, backend, algorithm, algorithm
         self.call = "persistent" if persistent else "function"
         self._on_gpu = backend in GPU_BACKENDS
 
@@ -67,7 +67,7 @@ class Ours(Implementation):
         out = None if case.in_place else recv
         redop: Any = kos.ReduceOp[case.redop.upper()] if case.redop != "none" else None
         named = {"auto": {}, "deterministic": {"deterministic": True}}
-        chosen: Any = named.get(self.algorithm, {"algorithm": self.algorithm})
+        chosen: Any = named.get(self.asked, {"algorithm": self.asked})
         mine_at_root = comm.rank == ROOT
         if op == "all_reduce":
             if self.call == "persistent" or chosen:
@@ -105,9 +105,10 @@ class Ours(Implementation):
 class OursInWindows(Ours):
     """Ours, on symmetric arrays from ``Communicator.allocate``."""
 
-    def __init__(self, comm: kos.Communicator, backend: str) -> None:
-        super().__init__(comm, backend)
-        self.algorithm, self.space = "window", f"{backend} window"
+    def __init__(self, comm: kos.Communicator, backend: str, stream: Any, algorithm: str) -> None:
+        super().__init__(comm, backend, algorithm)
+        self.stream, self.space = stream, f"{backend} window"
+        self.algorithm = "window" if algorithm == "auto" else f"window {algorithm}"
 
     def allocate(self) -> Callable[[int, DType], Any]:
         def allocate(count: int, dtype: DType) -> Any:
@@ -116,15 +117,6 @@ class OursInWindows(Ours):
             return array
 
         return allocate
-
-    stream: Any = None
-
-    def bind(self, case: Case, send: Any, recv: Any) -> Call | None:
-        self.algorithm = "auto"
-        try:
-            return super().bind(case, send, recv)
-        finally:
-            self.algorithm = "window"
 
     def close(self) -> None:
         """The communicator is closed by the implementation that has it too."""

@@ -9,8 +9,6 @@ from benchmarks.collectives import __doc__ as METHOD
 from benchmarks.collectives.cases import OPERATIONS, REDUCE_OPS, parse_sizes
 from benchmarks.collectives.implementations import GPU_BACKENDS
 from kos.dtypes import DTYPES
-from kos.errors import KosError
-from kos.files import check_picture, check_writable
 
 HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
 
@@ -57,10 +55,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--{what}: expected some of {names(known)}, got {name!r}")
     if options.iterations < 1 or options.ranks < 1:
         parser.error("--iterations, --ranks: expected numbers from 1 on")
-    for name, check in (("plot", check_picture), ("json", check_writable)):
-        try:
-            if path := getattr(options, name):
-                check(path)
-        except KosError as error:
-            parser.error(f"--{name}: {error}")
     return options

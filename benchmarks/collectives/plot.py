@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives.cases import bandwidths
+from kos.errors import KosError
+from kos.files import check_picture
 
 Row = dict[str, Any]
 
@@ -38,10 +40,8 @@ def series(rows: list[Row], mode: str) -> dict[str, list[Row]]:
 
 def plot(result: Row, path: Path) -> None:
     """Draw ``result``, the JSON object of a run.  The format follows from the ending of ``path``."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise SystemExit("plot: needs matplotlib: pip install 'kos[plot]'") from error
+    from matplotlib.figure import Figure
+
     ranks = max(row["ranks"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["ranks"] == ranks]
     operations = list(dict.fromkeys(row["op"] for row in rows))
@@ -115,7 +115,14 @@ def _size(nbytes: int) -> str:
 def main() -> None:
     if len(sys.argv) != 3:
         raise SystemExit("usage: python -m benchmarks.collectives.plot RESULT.json PICTURE.png")
-    plot(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    source, target = map(Path, sys.argv[1:])
+    try:
+        check_picture(target)
+        plot(json.loads(source.read_text()), target)
+    except (KosError, OSError) as error:
+        raise SystemExit(f"kos: error: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise SystemExit(f"kos: error: {source}: expected a result of benchmarks.collectives, got {error!r}") from error
 
 
 if __name__ == "__main__":
