@@ -167,6 +167,7 @@ def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
 
     for path in paths:
         try:
+            path.open("rb").close()  # whose errors say more
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
                     yield name, file.get_tensor(name)
