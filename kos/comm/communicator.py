@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +21,7 @@ from kos.comm.operations import Operations
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, InvalidArgument
+from kos.errors import CollectiveError, InvalidArgument, RankLost, RendezvousError
 from kos.memory.array import Shape, as_dtype
 
 
@@ -115,7 +116,8 @@ class Communicator(Operations):
             rendezvous, usual = self.rendezvous, self.rendezvous.timeout
             rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
             try:
-                return rendezvous.allgather(bytes(data))
+                with self._meeting():
+                    return rendezvous.allgather(bytes(data))
             finally:
                 rendezvous.timeout = usual
         x = np.frombuffer(bytes(data), np.uint8)
@@ -160,7 +162,8 @@ class Communicator(Operations):
             via = host if host is not self.backend else None
             self._launch(Operation("split", self.rank, timeout=self._timeout, via=via), 5).wait()
         name = self._group.next_split()
-        rendezvous = self.rendezvous.split(color, key)
+        with self._meeting():
+            rendezvous = self.rendezvous.split(color, key)
         backend = self.backend.split(rendezvous, color, key)
         if rendezvous is None or backend is None:
             return None
@@ -177,9 +180,18 @@ class Communicator(Operations):
         self.rendezvous.check_shrink()
         name = self._group.next_split()
         self._give_up(str(self.backend.broken or "it shrinks the communicator"), self.backend.withdraw)
-        rendezvous = self.rendezvous.shrink()
+        with self._meeting():
+            rendezvous = self.rendezvous.shrink()
         backend = self.backend.shrink(rendezvous)
         return self._descendant(f"{name}:shrunk", rendezvous, backend)
+
+    @contextmanager
+    def _meeting(self) -> Iterator[None]:
+        """Errors of the rendezvous, which knows no names, with this communicator's."""
+        try:
+            yield
+        except (RendezvousError, RankLost) as error:
+            raise type(error)(f"{self.name}: {error}") from error
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         mine = str(self._group.ranks[self.rank]).encode()

@@ -425,6 +425,9 @@ def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
         if part.rank == 0:
             with pytest.raises(CollectiveTimeout, match=f"^{part.name}: all_reduce #2 of float64.*: not complete"):
                 part.all_reduce(np.ones(1), timeout=0.1)
+            copy.timeout = 0.1
+            with pytest.raises(RendezvousError, match=rf"^{copy.name}: shrink: ranks \[1\] did not come"):
+                copy.shrink()
         comm.barrier()
         part.abort()
         with pytest.raises(CollectiveError, match=f"^<Communicator {part.name}: rank {part.rank} of 2 .*> is closed"):
