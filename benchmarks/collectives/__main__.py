@@ -52,7 +52,7 @@ class Benchmark:
             self.figures["flag_round_trip_us"] = host_flag_us(self.job)
         self.implementations = list(self._implementations(control))
         if not self.implementations:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items()) or "no backend of its was chosen"
+            reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items()) or "no backend for it chosen"
             raise InvalidArgument(f"nothing to measure on a {options.device}: {reasons}")
 
     def _use_gpu(self, control: Communicator) -> None:

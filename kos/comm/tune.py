@@ -178,7 +178,12 @@ class Tuner:
                 start = self.bind(self.peer, "all_reduce", nbytes, "bfloat16", symmetric)
                 named[repr(launch)] = launch
                 times[nbytes][repr(launch)] = self.time(start, nbytes, graph=True)
+            self._keep(f"launches of {'symmetric' if symmetric else 'ordinary'}", nbytes, times[nbytes])
         return tuple((math.inf if limit is None else limit, named[name]) for limit, name in best_of(times))
+
+    def _keep(self, what: str, nbytes: int, times: Mapping[str, float]) -> None:
+        us = {name: round(value, 2) for name, value in times.items()}
+        self.measured.append({"route": what, "bytes": nbytes, **us})
 
     @property
     def _peer(self) -> PeerBackend:
@@ -196,8 +201,7 @@ class Tuner:
             for name, comm in (("peer", self.peer), ("nccl", self.nccl)):
                 start = self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric)
                 times[nbytes][name] = self.time(start, nbytes, graph)
-            us = {name: round(value, 2) for name, value in times[nbytes].items()}
-            self.measured.append({"route": key(operation, wide, symmetric, graph), "bytes": nbytes, **us})
+            self._keep(key(operation, wide, symmetric, graph), nbytes, times[nbytes])
         return tuple(best_of(times))
 
     def table(self, say: Callable[[str], None]) -> Table:
