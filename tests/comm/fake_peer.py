@@ -119,8 +119,8 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         info = SimpleNamespace(uuid="GPU", multiprocessors=ranks * multiprocessors, arch="sm_80", name="a stand-in")
         nothing = lambda *arguments: (0,)  # noqa: E731
         monkeypatch.setattr(cu, "cuThreadExchangeStreamCaptureMode", lambda mode: (0, mode))
+        monkeypatch.setattr(peer_copies, "cu", cu)
         for module in (peer, peer_copies):
-            monkeypatch.setattr(module, "cu", cu)
             monkeypatch.setattr(module, "Scratch", Memory)
         monkeypatch.setattr(cu, "cuMemcpyDtoDAsync", cu.cuMemcpyAsync, raising=False)
         monkeypatch.setattr(peer_copies, "create_stream", lambda device: 99)

@@ -22,6 +22,7 @@ from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
+from kos.cuda import driver
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, RankLost
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -372,6 +373,38 @@ def test_the_parts_overlap_on_one_stream(fake: FakeNCCL) -> None:
         backend = comm.backend
         assert isinstance(backend, AutoBackend)
         assert backend.gpus[0]._side is backend.gpus[1]._side is not None
+
+    run(body)
+
+
+def test_the_parts_take_turns(fake: FakeNCCL) -> None:
+    """On a GPU that kernels of both fill, ranks may not begin with different ones."""
+    cu, seen = driver.cu, []
+    cu.cuEventRecord = lambda event, stream: (0, seen.append((event, stream)))[:1]
+    cu.cuStreamWaitEvent = lambda stream, event, flags: (0, seen.append((stream, event)))[:1]
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        small, large = zeros(8), zeros(9000)
+        for x in (small, large):
+            comm.all_reduce(x, stream=5)  # NCCL connects
+        order = comm.backend._order._handle  # type: ignore[attr-defined]
+
+        def turns(*calls: Any) -> list[Any]:
+            comm.rendezvous.barrier()
+            seen.clear()
+            comm.rendezvous.barrier()
+            for x, options in calls:
+                comm.all_reduce(x, **options)
+            return [pair for pair in list(seen) if order in pair]
+
+        assert turns((large, {"stream": 5}), (large, {"stream": 6}), (small, {"stream": 6})) == []
+        assert turns((large, {"stream": 5})) == [(order, 6), (5, order)]
+        assert turns((small, {"stream": 7, "async_op": True})) == [(order, 5), (99, order)]
+        assert turns((small, {"stream": 5}), (large, {"stream": 6})) == [(order, 5), (6, order)]
+        with comm.batch():
+            comm.all_reduce(small, stream=8)
+            comm.all_reduce(large, stream=9)
+        assert [pair for pair in list(seen) if order in pair][2:] == [(order, 9), (8, order)]
 
     run(body)
 

@@ -13,12 +13,14 @@ from itertools import groupby
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
-from kos.comm.backends.device import DeviceBackend, is_captured
+from kos.comm.backends.device import DeviceBackend, follow, is_captured
 from kos.comm.backends.host import HostBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
+from kos.cuda import driver
+from kos.cuda.streams import Event
 from kos.dtypes import DType
 from kos.errors import KosError
 from kos.memory import Buffer
@@ -49,6 +51,8 @@ class AutoBackend(Backend):
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
             gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
+        self._turn = self.gpus[0], 0  # the last part to queue something, and the stream
+        self._order = None if self._only is not None else Event(self.device)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -122,8 +126,21 @@ class AutoBackend(Backend):
     def start(self, operation: Operation) -> Work:
         if self.host.broken is not None or operation.via is self.host:
             self.check_fit(operation.name)
-        part: Backend = operation.via
-        return part.start(operation)
+        part = operation.via
+        if part is not self.host:
+            self._take_turn(part, operation)
+        work: Work = part.start(operation)
+        return work
+
+    def _take_turn(self, part: DeviceBackend, o: Operation) -> None:
+        """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
+        might begin with another."""
+        if self._order is not None:
+            stream = part.side if o.overlap else o.stream
+            (former, last), self._turn = self._turn, (part, stream)
+            if former is not part:
+                with driver.on_device(self.device):
+                    follow(stream, last, self._order)
 
     def in_order(self, operations: Sequence[Operation]) -> list[Operation]:
         """As they are launched together, the same on all ranks: part by part."""
@@ -135,7 +152,12 @@ class AutoBackend(Backend):
         works: dict[int, Work] = {}
         for part, several in groupby(self.in_order(operations), lambda o: o.via):
             mine = list(several)
-            started = [part.start(o) for o in mine] if part is self.host else part.start_all(mine)
+            if part is self.host:
+                started = [part.start(o) for o in mine]
+            else:
+                for o in mine:
+                    self._take_turn(part, o)
+                started = part.start_all(mine)
             works.update(zip(map(id, mine), started, strict=True))
         return [works[id(o)] for o in operations]
 

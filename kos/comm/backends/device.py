@@ -29,7 +29,7 @@ from kos.cuda import create_stream, driver
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import LEGACY
+from kos.cuda.streams import LEGACY, Event
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 
 _UNCONFIRMED = 64
@@ -172,11 +172,16 @@ class DeviceBackend(HostBackend):
             assert o.launch is not None
             o.launch(o.stream if stream is None else stream)
 
-    def _start_beside(self, operations: Sequence[Operation]) -> list[Work]:
+    @property
+    def side(self) -> int:
+        """Handle of the stream of what overlaps the caller's work."""
         if self._side is None:
             with relaxed_capture():
                 self._side = create_stream(self.device)
-        side = int(self._side.handle)
+        return int(self._side.handle)
+
+    def _start_beside(self, operations: Sequence[Operation]) -> list[Work]:
+        side = self.side
         first, last = operations[0], operations[-1]
         streams = (first.stream,) if first is last else {o.stream for o in operations}
         captured = any(map(is_captured, streams))
@@ -239,7 +244,7 @@ class DeviceBackend(HostBackend):
         self.check_fit("synchronize")
         streams = set(self._streams) if stream is None else {stream}
         if stream is None and self._flying:
-            streams.add(int(self._side.handle))
+            streams.add(self.side)
         last = self._last or Operation("synchronize", self.rank)
         for each in streams:
             self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
@@ -323,9 +328,7 @@ class DeviceWork(Work):
 
     backend: DeviceBackend
 
-    def __init__(
-        self, operation: Operation, backend: DeviceBackend, stream: int, event: _Event | None = None
-    ) -> None:
+    def __init__(self, operation: Operation, backend: DeviceBackend, stream: int, event: _Event | None = None) -> None:
         self.operation = operation
         self.backend = backend
         self.stream = stream
@@ -384,6 +387,16 @@ class _Event:
 def is_captured(stream: int) -> bool:
     """Whether what is queued on the stream goes into a graph."""
     return stream != LEGACY and bool(int(call(cu.cuStreamIsCapturing, stream)))
+
+
+def follow(stream: int, last: int, event: Event) -> None:
+    """Let ``stream`` wait for what ``last`` holds now; 0 holds nothing.
+
+    What a graph captures and what it does not cannot wait for each other.
+    """
+    if last not in (0, stream) and is_captured(last) == is_captured(stream):
+        event.record(last)
+        event.hold(stream)
 
 
 class Scratch:

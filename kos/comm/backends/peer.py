@@ -20,7 +20,7 @@ from math import prod
 from typing import Any
 
 from kos.comm.backend import Probe
-from kos.comm.backends.device import DeviceBackend, Scratch, device_of, is_captured
+from kos.comm.backends.device import DeviceBackend, Scratch, device_of, follow
 from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
 from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
@@ -28,8 +28,8 @@ from kos.comm.peer import MAX_RANKS, PeerEngine, Piece, Run
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import for_group
 from kos.cuda import driver, streams
-from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array, Shape, as_dtype
@@ -70,8 +70,7 @@ class PeerBackend(DeviceBackend):
         self._at = 0  # the stream of the last operation
         self._scratch: list[Scratch] = []
         self._exchanges: dict[tuple[Piece, ...], Run] = {}
-        with driver.on_device(self.device):
-            self._order = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._order = Event(self.device)
         try:
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
@@ -230,9 +229,7 @@ class PeerBackend(DeviceBackend):
     def _follow(self, stream: int) -> None:
         """Let ``stream`` wait for the last operation, wherever that was queued: the kernels share the slab."""
         last, self._at = self._at, stream
-        if last not in (0, stream) and is_captured(last) == is_captured(stream):
-            call(cu.cuEventRecord, self._order, last)
-            call(cu.cuStreamWaitEvent, stream, self._order, 0)
+        follow(stream, last, self._order)
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""
