@@ -360,9 +360,5 @@ def wrong_message(
     return CollectiveMismatch(f"rank {receiver} expected {what} from rank {sender}, got {more}")
 
 
-def wrong_length(receiver: int, expected: int, sender: int, got: int, dtype: Any) -> CollectiveMismatch:
-    return wrong_message(receiver, (expected, dtype), sender, (got, dtype))
-
-
 def _no_reduction(dst: Array, src: Array) -> None:
     raise AssertionError("a schedule that only moves data asked for a reduction")

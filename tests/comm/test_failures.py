@@ -91,9 +91,7 @@ def test_mismatch_raises_on_all_ranks_and_names_two(case: str, odd: int) -> None
 @pytest.mark.mpi
 @pytest.mark.parametrize("odd", [0, -1])
 @pytest.mark.parametrize("case", MISMATCHES)
-def test_mismatch_between_hosts_on_mpi(
-    ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, case: str, odd: int
-) -> None:
+def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, case: str, odd: int) -> None:
     """Ranks that share no memory: all raise long before their timeout."""
     monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
     usual, other, message = MISMATCHES[case]
@@ -220,7 +218,9 @@ def test_message_of_another_size_on_mpi(ranks_of_mpi: Any, posted: str) -> None:
             comm.rendezvous.barrier()
         if comm.rank == 1:
             for tag in (2, 0, 1):
-                with pytest.raises(CollectiveMismatch, match="expected 4 elements of float32 .* got 4 elements of int32"):
+                with pytest.raises(
+                    CollectiveMismatch, match="expected 4 elements of float32 .* got 4 elements of int32"
+                ):
                     comm.recv(F4(), 0, tag)
                 assert (comm.recv(F4(), 0, tag) == 1).all()
         comm.barrier()

@@ -15,12 +15,13 @@ import pytest
 
 import kos
 from kos.comm.backends import tcp as backend
+from kos.comm.fingerprints import DTYPE_CODES
 from kos.comm.rendezvous import SingleRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm import test_conformance as conformance
 from tests.comm.ranks import time_out_beside_others
-from tests.comm.tcp_ranks import TCPRanks, run_processes
+from tests.comm.tcp_ranks import TIMEOUT, TCPRanks, run_processes
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on the ranks below
     test_all_gather_v,
     test_all_to_all,
@@ -115,6 +116,57 @@ def test_messages_that_nobody_asked_for_yet(count: int) -> None:
             work.wait()
         end = comm.backend.transport.peers[peer]
         assert not (end._posted or end._arrived or end._asked or end._granted or end._outgoing)
+
+    TCPRanks(2).run(body)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_mismatch_between_hosts(case: str, odd: int) -> None:
+    """Nobody waits for all to come there: a rank that has what it called for may hear of it in one of its next calls."""
+    usual, other, message = CASES[case]
+
+    def body(comm: kos.Communicator) -> None:
+        calls = 0
+        if case != "counts":  # both are good calls if all ranks make them
+            usual(comm)
+            other(comm)
+            calls = 2
+        with pytest.raises(CollectiveMismatch, match=message) as error:
+            (other if comm.rank == odd else usual)(comm)
+            for _ in range(100):
+                comm.barrier()
+        with pytest.raises(CollectiveMismatch, match="failed before"):
+            comm.barrier()
+        assert f"rank {odd} called" in str(error.value) and f"#{calls}" in str(error.value)
+
+    began = time.monotonic()
+    TCPRanks(3).run(body)
+    assert time.monotonic() - began < TIMEOUT / 2
+
+
+@pytest.mark.parametrize("count", [4, LONG])
+@pytest.mark.parametrize("posted", ["before", "after"])
+def test_message_of_another_dtype(count: int, posted: str) -> None:
+    def body(comm: kos.Communicator) -> None:
+        message = f"rank 1 expected {count} elements of float32 from rank 0, got {count} elements of int32"
+        x = np.ones(count, np.float32)
+        if comm.rank == 0:
+            work = comm.send(np.ones(count, np.int32), 1, async_op=True)
+            comm.barrier()
+            if 4 * count < LONG:
+                work.wait()
+            else:
+                with pytest.raises(CollectiveMismatch, match=message):
+                    work.wait(10)
+            comm.send(2 * x, 1)
+        else:
+            work = comm.recv(x, 0, async_op=True) if posted == "before" else None
+            comm.barrier()
+            with pytest.raises(CollectiveMismatch, match=message):
+                (work or comm.recv(x, 0, async_op=True)).wait(10)
+            assert (x == 1).all()
+            assert (comm.recv(x, 0) == 2).all()
 
     TCPRanks(2).run(body)
 
@@ -335,10 +387,10 @@ def test_timeout_names_who_is_awaited() -> None:
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        ((99, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
-        ((backend._SHORT, 0, 0, 1 << 40), "expected the header of a message, got kind 1 of 1099511627776"),
-        ((backend._LONG, 0, 5, 10), "expected the header of a message, got kind 5 of 10 bytes"),
-        ((backend._LEFT, 0, 0, 1 << 20), "expected the header of a message, got kind 8 of 1048576 bytes"),
+        ((99, 0, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
+        ((backend._SHORT, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
+        ((backend._LONG, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
+        ((backend._LEFT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 9 of 1048576 bytes"),
     ],
 )
 def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> None:
@@ -361,8 +413,8 @@ def test_a_long_message_of_another_length_than_announced() -> None:
                 comm.recv(np.zeros(LONG, np.uint8), 1, 3)
         else:
             sock = comm.backend.transport.peers[0].sock
-            sock.send(backend._HEADER.pack(backend._ASK, 3, 1, LONG))
-            sock.send(backend._HEADER.pack(backend._LONG, 3, 1, 10))
+            sock.send(backend._HEADER.pack(backend._ASK, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
+            sock.send(backend._HEADER.pack(backend._LONG, 3, 1, 10, 0))
         comm.rendezvous.barrier()
         comm.abort()
 
@@ -402,7 +454,7 @@ def test_a_rank_that_closed_is_gone_but_what_it_sent_arrives() -> None:
             comm.send(np.full(3, 5.0), 0)
         else:
             assert (comm.recv(np.zeros(3), 1) == 5).all()
-            with pytest.raises(RankLost, match="rank 1 is gone: it closed the communicator"):
+            with pytest.raises(RankLost, match="rank 1 is gone: it closed its communicator"):
                 comm.recv(np.zeros(3), 1)
 
     TCPRanks(2).run(body)
@@ -480,13 +532,15 @@ if comm.rank == 0 and "{signal}" == "SIGSTOP":
 def test_a_killed_rank_is_named(memory: str) -> None:
     results = run_processes(END.format(signal="SIGKILL", timeout=6.0, memory=memory), 3)
     for _, output in (results[0], results[2]):
-        assert "RankLost all_reduce #1 of float64[2, 3] by SUM: rank 1 is gone" in output, output
+        assert "RankLost world: all_reduce #2 of float64[2, 3] by SUM: rank 1 is gone" in output, output
 
 
 def test_a_stopped_rank_is_named(memory: str) -> None:
     results = run_processes(END.format(signal="SIGSTOP", timeout=1.0, memory=memory), 3)
     for _, output in (results[0], results[2]):
-        assert "CollectiveTimeout all_reduce #1 of float64[2, 3] by SUM: not complete after 1.0 s" in output, output
+        assert "CollectiveTimeout world: all_reduce #2 of float64[2, 3] by SUM: not complete after 1.0 s" in output, (
+            output
+        )
         assert ("ranks [1] did not arrive" if memory == "shared" else "waiting for ranks [") in output
 
 

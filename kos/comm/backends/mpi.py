@@ -211,7 +211,7 @@ class MPIBackend(HostBackend):
             error = named
         first, failure = self.broken is None, super().failed(operation, error)
         if first and operation.collective:
-            self._messages.failure = self._messages.failure or (operation.sequence, failure)
+            self._messages.heed(operation.sequence, failure)
             with contextlib.suppress(MPI.Exception):
                 self._messages.tell(type(failure).__name__, operation.sequence, str(failure))
         return failure

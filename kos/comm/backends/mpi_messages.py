@@ -134,8 +134,13 @@ class Messages:
             self.gone[peer] = sequence, why
         elif kind == "call":
             self.calls[sequence, peer] = why.encode()
-        elif self.failure is None:
-            self.failure = sequence, KINDS[kind](why)
+        else:
+            self.heed(sequence, KINDS[kind](why))
+
+    def heed(self, sequence: int, failure: KosError) -> None:
+        """A rank failed in that collective; the earliest counts."""
+        if self.failure is None or sequence < self.failure[0]:
+            self.failure = sequence, failure
 
     def compare(self, o: Operation, text: bytes) -> None:
         """Raise what differs between this call and that of another rank, if one with another is known."""

@@ -5,12 +5,16 @@ sent at once and, if nobody has asked for them yet, kept by the receiver: more t
 never on their way or kept.  Those beyond and long ones are announced, and travel when the receiver grants them
 room, straight into its memory; it says then which short ones are gone.  So no order of sends and receives can
 block a connection, and no sender can fill a receiver's memory.
+
+With a message goes what it belongs to: its dtype, or the fingerprint of the collective where ranks do not compare
+their calls in shared memory.  A rank that meets another one, or waits for long, tells its call to the others.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import socket
@@ -24,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.backend import Probe, drop, take, wrong_length
+from kos.comm.backend import Probe, drop, take, wrong_message
 from kos.comm.backends.host import HostBackend
-from kos.comm.fingerprints import KINDS
-from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.fingerprints import DTYPE_CODES, KINDS, Fingerprints, described, dtype_of_code
+from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.schedules.execute import Request
 from kos.comm.tcp import Connection, Network, admit_all
@@ -40,8 +44,10 @@ EAGER_BYTES = 256 << 10  # longest message sent without being asked for: a segme
 WINDOW_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
 KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
 
-_HEADER = struct.Struct("!B3xIIQ")  # kind, tag, number of the long message, bytes
-_SHORT, _ASK, _GRANT, _REFUSE, _LONG, _CREDIT, _FAILED, _LEFT, _BYE = range(1, 10)
+_HEADER = struct.Struct("!B3xIIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
+_SHORT, _ASK, _GRANT, _REFUSE, _LONG, _CREDIT, _CALL, _FAILED, _LEFT, _BYE = range(1, 11)
+_RECENT = 1024  # collectives of which a rank knows what it called
+_PATIENCE = 0.05  # seconds of waiting in a collective before a rank tells what it called
 _LAST_WORDS = 1000  # characters
 _NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
 
@@ -55,6 +61,7 @@ class TCPBackend(HostBackend):
         super().__init__(rendezvous, engine)
         self._poller = poller or _Poller()
         self._mesh = self.transport = _Mesh(rendezvous, self._poller)
+        self._fingerprints = self._calls or Fingerprints()
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -70,12 +77,35 @@ class TCPBackend(HostBackend):
 
     def close(self) -> None:
         super().close()
+        self._poller.progress()  # who waits because it called something else has told
         self._mesh.leave(_BYE, "")
+
+    def part(self, reason: str) -> None:
+        super().part(reason)
+        self._mesh.leave(_BYE, reason)
 
     def abort(self, reason: str) -> None:
         reason = str(self.broken or reason)  # whose fault it was, if another rank's
-        super().abort(reason)
         self._mesh.leave(_LEFT, reason)
+        super().abort(reason)
+
+    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+        """Between hosts nobody waits for that: messages of another call raise, or the words of who waits."""
+        here, mesh = super().agree(operation), self._mesh
+        if self.sees_all or self.size == 1:
+            return here
+        tag, tell_at = self._tag(operation), time.monotonic() + _PATIENCE
+        mesh.begin(operation, tag, self._fingerprints)
+
+        def go_on() -> bool:
+            nonlocal tell_at
+            if time.monotonic() > tell_at:
+                tell_at = math.inf
+                mesh.announce(tag)
+            mesh.check(tag)
+            return here is None or here()
+
+        return go_on
 
     def awaited(self, operation: Operation) -> list[int]:
         return self._mesh.awaited(self._tag(operation))
@@ -86,6 +116,7 @@ class TCPBackend(HostBackend):
         if operation.collective:
             self._mesh.forget(lambda message: message.tag == tag)
             if first:
+                self._mesh.heed(tag, failure)
                 self._mesh.tell(failure, tag)
         return failure
 
@@ -135,10 +166,11 @@ class _Place:
 class _Message(_Place):
     """A message in flight, of one or the other end."""
 
-    __slots__ = ("complete", "dtype", "error", "peer", "tag")
+    __slots__ = ("call", "complete", "dtype", "error", "peer", "tag")
 
     def __init__(self, peer: _Peer, tag: int, array: Array) -> None:
         self.peer, self.tag, self.dtype = peer, tag, array.dtype
+        self.call = DTYPE_CODES[array.dtype] if tag < COLLECTIVE_TAGS else peer.mesh.called(tag)[0]
         self.view = array.view(np.uint8).data
         self.complete = False
         self.error: KosError | None = None
@@ -163,6 +195,9 @@ class _Mesh:
         self.rank, self.poller = rendezvous.rank, poller
         self.lost: str | None = None  # the first rank that left without a goodbye
         self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in, by its tag
+        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's last, by tag: fingerprint and description
+        self._heard: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, where it has called nothing yet
+        self._group = ""
         self.peers = {rank: _Peer(rank, self, sock) for rank, sock in _connect_all(rendezvous).items()}
         for peer in self.peers.values():
             poller.add(peer)
@@ -186,6 +221,55 @@ class _Mesh:
         """Have all ranks that are or come to be in that collective, or a later one, raise the same error."""
         for peer in self.peers.values():
             peer.say(_FAILED, tag, [type(failure).__name__, str(failure)[:_LAST_WORDS]])
+
+    def begin(self, o: Operation, tag: int, fingerprints: Fingerprints) -> None:
+        """Compare ``o`` with what other ranks called as their collective of that tag, and told or will tell."""
+        mark, self._group = fingerprints.mark(o), o.group
+        self._calls[tag] = mark, fingerprints.texts[mark]
+        self._calls.pop(COLLECTIVE_TAGS + (tag - _RECENT) % COLLECTIVE_TAGS, None)
+        for rank, call in self._heard.pop(tag, {}).items():
+            self.compare(tag, rank, *call)
+
+    def called(self, tag: int) -> tuple[int, bytes]:
+        """What this rank called as its collective of that tag."""
+        return self._calls.get(tag, (0, b""))
+
+    def announce(self, tag: int) -> None:
+        for peer in self.peers.values():
+            peer.describe(tag)
+
+    def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
+        """Have all ranks raise what differs between that rank's call and this one's, of the same tag.
+
+        Without its ``text`` it is told this rank's, and sees to that.
+        """
+        mine, mine_text = self.called(tag)
+        if mine == mark:
+            return
+        if mine and not text:
+            self.peers[rank].describe(tag)
+        elif mine:
+            sequence = tag - COLLECTIVE_TAGS  # or some rounds of the tags more
+            calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
+            failure = mismatch(self._group, *calls)
+            self.heed(tag, failure)
+            self.tell(failure, tag)
+        elif len(self._heard) < _RECENT:
+            heard = self._heard.setdefault(tag, {})
+            if text or rank not in heard:
+                heard[rank] = mark, text
+
+    def heed(self, tag: int, failure: KosError) -> None:
+        """A rank failed in the collective of that tag; the earliest counts."""
+        if self.failure is None or not _concerns(self.failure[0], tag):
+            self.failure = tag, failure
+
+    def check(self, tag: int) -> None:
+        """Raise what a rank failed of, if that concerns what has this tag: a later collective, or any message."""
+        if self.failure is not None:
+            failed, error = self.failure
+            if tag < COLLECTIVE_TAGS or _concerns(failed, tag):
+                raise type(error)(str(error))
 
     def leave(self, kind: int, why: str) -> None:
         for peer in self.peers.values():
@@ -215,10 +299,7 @@ class _Peer:
 
     def check(self, tag: int) -> None:
         """Raise if what is not complete by now cannot become so."""
-        if self.mesh.failure is not None and tag >= COLLECTIVE_TAGS:
-            failed, error = self.mesh.failure
-            if (tag - failed) % COLLECTIVE_TAGS < COLLECTIVE_TAGS // 2:  # tags go round
-                raise type(error)(str(error))
+        self.mesh.check(tag)
         if (why := self.mesh.lost or self.gone) is not None:
             raise RankLost(why)
 
@@ -228,11 +309,11 @@ class _Peer:
         nbytes = len(message.view)
         if nbytes <= EAGER_BYTES and nbytes + KEEPING_BYTES <= self._window:
             self._window -= nbytes + KEEPING_BYTES
-            self._queue(_SHORT, tag, 0, nbytes, message)
+            self._queue(_SHORT, tag, 0, nbytes, message.call, message)
         else:
             self._count = (self._count + 1) % (1 << 32)
             self._asked[self._count] = message
-            self._queue(_ASK, tag, self._count, nbytes, message)
+            self._queue(_ASK, tag, self._count, nbytes, message.call, message)
         return message
 
     def receive(self, array: Array, tag: int) -> _Message:
@@ -243,6 +324,12 @@ class _Peer:
         else:
             self._settle(message, arrival)
         return message
+
+    def describe(self, tag: int) -> None:
+        """Tell the peer what this rank called as its collective of that tag."""
+        mark, text = self.mesh.called(tag)
+        if self.gone is None:
+            self._queue(_CALL, tag, 0, len(text), mark, data=memoryview(text))
 
     def awaits(self, tag: int) -> bool:
         return tag in self._posted or any(
@@ -270,8 +357,8 @@ class _Peer:
         try:
             next(self._reader)
             self._flush()
-        except StopIteration:
-            self._lose("it closed the communicator", orderly=True)
+        except StopIteration as goodbye:
+            self._lose(goodbye.value or "it closed its communicator", orderly=True)
         except OSError:
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
@@ -281,7 +368,7 @@ class _Peer:
         """Queue a few words about the group, and send them if there is room."""
         if self.gone is None:
             data = json.dumps(words).encode()
-            self._queue(kind, tag, 0, len(data), data=memoryview(data))
+            self._queue(kind, tag, 0, len(data), 0, data=memoryview(data))
 
     def hang_up(self, kind: int, why: str) -> None:
         """Close, with a last word if there is room for it."""
@@ -297,13 +384,13 @@ class _Peer:
         self.sock.close()
 
     def _queue(
-        self, kind: int, tag: int, number: int, nbytes: int, message: _Message | None = None,
+        self, kind: int, tag: int, number: int, nbytes: int, call: int, message: _Message | None = None,
         data: memoryview | None = None,
     ) -> None:  # fmt: skip
         """Send a header, and the ``data`` behind it, as soon as there is room."""
         if message is not None and kind != _ASK:
             data = message.view
-        views = [memoryview(_HEADER.pack(kind, tag, number, nbytes))]
+        views = [memoryview(_HEADER.pack(kind, tag, number, nbytes, call))]
         self._outgoing.append(_Outgoing(kind, [*views, data] if data else views, message))
         if len(self._outgoing) == 1:
             # A connection that is broken shows it when it is read, after what it still brings.
@@ -325,46 +412,49 @@ class _Peer:
             self._wants_room = bool(self._outgoing)
             self.mesh.poller.want_room(self, self._wants_room)
 
-    def _read(self) -> Generator[None, None, None]:
+    def _read(self) -> Generator[None, None, str]:
         """All that the peer sends, until it says goodbye; yields when there is nothing to read."""
         header = _Place(_HEADER.size)
         while True:
             yield from self._fill(header)
-            kind, tag, number, nbytes = _HEADER.unpack(header.view)
+            kind, tag, number, nbytes, call = _HEADER.unpack(header.view)
             if kind == _SHORT and nbytes <= EAGER_BYTES:
                 posted = self._posted.get(tag)
-                if posted is not None and len(posted[0].view) == nbytes:
+                if posted is not None and len(posted[0].view) == nbytes and posted[0].call == call:
                     yield from self._land(take(self._posted, tag))
                     self._taken += nbytes + KEEPING_BYTES
                 else:
                     place = _Place(nbytes)
                     yield from self._fill(place)
-                    self._arrive(tag, _Arrival(nbytes, place.view))
+                    self._arrive(tag, _Arrival(nbytes, call, place.view))
             elif kind == _ASK:
-                self._arrive(tag, _Arrival(nbytes, None, number))
+                self._arrive(tag, _Arrival(nbytes, call, None, number))
             elif kind == _GRANT:
                 message = self._asked.pop(number, None)
                 if message is not None:  # else nobody waits for it any more
-                    self._queue(_LONG, tag, number, nbytes, message)
+                    self._queue(_LONG, tag, number, nbytes, call, message)
             elif kind == _REFUSE:
                 message = self._asked.pop(number, None)
                 if message is not None:
-                    got = len(message.view)
-                    message.error = wrong_length(self.rank, nbytes, self.mesh.rank, got, message.dtype)
+                    expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
+                    got = len(message.view), message.dtype
+                    message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
             elif kind == _LONG and number in self._granted and len(self._granted[number].view) == nbytes:
                 yield from self._land(self._granted.pop(number))
             elif kind == _CREDIT:
                 self._window += nbytes
-            elif kind in (_FAILED, _LEFT, _BYE) and nbytes <= 20 * _LAST_WORDS:
+            elif kind in (_CALL, _FAILED, _LEFT, _BYE) and nbytes <= 20 * _LAST_WORDS:
                 place = _Place(nbytes)
                 yield from self._fill(place)
+                if kind == _CALL:
+                    self.mesh.compare(tag, self.rank, call, bytes(place.view))
+                    continue
                 words = json.loads(bytes(place.view))
                 if kind == _BYE:
-                    return
+                    return str(words)
                 if kind == _LEFT:
                     raise RendezvousError(words)
-                if self.mesh.failure is None:
-                    self.mesh.failure = tag, KINDS.get(words[0], CollectiveError)(words[1])
+                self.mesh.heed(tag, KINDS.get(words[0], CollectiveError)(words[1]))
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
@@ -388,6 +478,8 @@ class _Peer:
         message.complete = True
 
     def _arrive(self, tag: int, arrival: _Arrival) -> None:
+        if tag >= COLLECTIVE_TAGS and arrival.call:
+            self.mesh.compare(tag, self.rank, arrival.call)
         message = take(self._posted, tag)
         if message is None:
             self._arrived.setdefault(tag, deque()).append(arrival)
@@ -396,29 +488,37 @@ class _Peer:
 
     def _settle(self, message: _Message, arrival: _Arrival) -> None:
         """A receive meets the message that it is for."""
-        expected, got = len(message.view), arrival.nbytes
-        if expected != got:
-            message.error = wrong_length(self.mesh.rank, expected, self.rank, got, message.dtype)
+        collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
+        fits = expected == got and message.call == arrival.call
+        if not fits and not (collective and message.call != arrival.call):  # of which all will hear
+            dtype = message.dtype if collective else dtype_of_code(arrival.call)
+            message.error = wrong_message(self.mesh.rank, (expected, message.dtype), self.rank, (got, dtype))
         if arrival.data is not None:
-            if expected == got:
+            if fits:
                 message.view[:] = arrival.data
                 message.complete = True
             self._taken += got + KEEPING_BYTES
-        elif expected == got:
+        elif fits:
             self._granted[arrival.number] = message
             # Said only to who waits for a grant: it may have closed else, and what it has sent would be thrown away.
             if self._taken:
-                self._queue(_CREDIT, 0, 0, self._taken)
+                self._queue(_CREDIT, 0, 0, self._taken, 0)
                 self._taken = 0
-            self._queue(_GRANT, message.tag, arrival.number, got)
-        else:
-            self._queue(_REFUSE, message.tag, arrival.number, expected)
+            self._queue(_GRANT, message.tag, arrival.number, got, message.call)
+        elif message.error is not None:
+            self._queue(_REFUSE, message.tag, arrival.number, expected, message.call)
+
+
+def _concerns(failed: int, tag: int) -> bool:
+    """Whether the collective of ``tag`` is the one that failed, or came after it; tags go round."""
+    return (tag - failed) % COLLECTIVE_TAGS < COLLECTIVE_TAGS // 2
 
 
 class _Arrival(NamedTuple):
     """A message that came: its bytes, or the number of one that waits for room."""
 
     nbytes: int
+    call: int
     data: memoryview | None
     number: int = 0
 
