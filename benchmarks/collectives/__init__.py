@@ -11,7 +11,8 @@ busbw and #wrong, out of place and in place.  What differs:
   the mean call of a batch otherwise.  The slowest rank counts.
 - ``cpu_us``: for host memory the CPU time of a rank per call (its threads, system calls included), where waiting
   is spinning; on a GPU the time until the call has returned to its caller; in ``graph`` mode that of the replay
-  divided by its operations.  Rows of one rank and 4 bytes show Python's cost of a call.
+  divided by its operations.  One rank (``mpirun -n 1``) and 4 bytes show Python's cost of a call,
+  beside that of the library's own.
 
 Every timed call has its data checked, and cannot be passed over.  A batch has a slot, its own input and output,
 for each of its calls.  Before the batch all outputs are poisoned and all inputs written, with values that follow

@@ -20,7 +20,6 @@ from benchmarks.collectives.plot import plot
 from kos.comm import Communicator
 from kos.comm.rendezvous import default_rendezvous
 from kos.cuda import unavailable
-from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.files import check_picture, check_writable
 from kos.testing import spawn
@@ -67,21 +66,18 @@ class Benchmark:
         self.limits = DeviceLimits(self.job, self.device, self.stream)
         self.figures = self.limits.figures()
 
-    def _wanted(self, name: str, peer: bool) -> bool:
-        chosen: list[str] | None = self.options.backend
-        if chosen is not None:
-            return name in chosen
-        return not (peer and self.options.no_peers) and (peer or name != "tcp")
+    def _wanted(self, name: str) -> bool:
+        return name in self.options.backend if self.options.backend else name != "tcp"
 
     def _implementations(self, control: Communicator) -> Iterator[Implementation]:
         """Everything that was asked for and can run; why the rest cannot is kept."""
         gpu = self.device is not None
         if self.job.threads:
-            if self._wanted("mock", False):
+            if self._wanted("mock"):
                 yield from self._of(control, "mock")
             self.skipped |= dict.fromkeys(set(self.options.backend or ()) - {"mock"}, "needs mpirun")
             return
-        for name in [name for name in OURS if (name in GPU_BACKENDS) == gpu and self._wanted(name, False)]:
+        for name in [name for name in OURS if (name in GPU_BACKENDS) == gpu and self._wanted(name)]:
             if name == "mpi" and control.backend_name != "mpi":
                 self.skipped[name] = "the ranks are not processes of an MPI job (start with mpirun)"
                 continue
@@ -104,9 +100,9 @@ class Benchmark:
     def _host_peers(self, control: Communicator) -> Iterator[Implementation]:
         from benchmarks.collectives.peers import OpenMPI, Torch, torch_world
 
-        if self._wanted("mpi-native", True) and control.rendezvous.mpi_comm is not None:
+        if self._wanted("mpi-native") and control.rendezvous.mpi_comm is not None:
             yield OpenMPI()
-        if self._wanted("gloo", True):
+        if self._wanted("gloo"):
             try:
                 yield Torch("gloo", torch_world(control).group.WORLD)
             except ImportError as error:
@@ -118,21 +114,21 @@ class Benchmark:
 
         assert self.device is not None
         for name, raw in (("nccl", peers_gpu.RawNCCL), ("nccl-window", peers_gpu.NCCLWindows)):
-            if self._wanted(name, True):
+            if self._wanted(name):
                 try:
                     yield raw(control, self.device, self.stream)
                 except KosError as error:
                     self.skipped[name] = str(error)
-        if not any(self._wanted(name, True) for name in ("torch-nccl", "torch-symm")):
+        if not any(self._wanted(name) for name in ("torch-nccl", "torch-symm")):
             return
         try:
             group = peers_gpu.torch_gpu_group(torch_world(control), self.device, self.stream)
         except ImportError as error:
             self.skipped["torch-nccl"] = self.skipped["torch-symm"] = str(error)
             return
-        if self._wanted("torch-nccl", True):
+        if self._wanted("torch-nccl"):
             yield peers_gpu.torch_nccl(group)
-        if self._wanted("torch-symm", True) and self.job.size > 1:
+        if self._wanted("torch-symm") and self.job.size > 1:
             for algorithm in ("one_shot", "two_shot"):
                 try:
                     yield peers_gpu.TorchSymmetric(group, algorithm, self.stream)
@@ -212,7 +208,6 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
                 op = found[0]["op"]
                 print(report.heading(op, control.size), flush=True)
             print("\n".join(report.table(found)), flush=True)
-    rows += python_cost(control, options, benchmark.implementations) if benchmark.device is None else []
     result = None
     if control.rank == 0:
         wrong = sum(row["wrong"] for row in rows)
@@ -230,41 +225,15 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
 
 def all_cases(options: argparse.Namespace, ranks: int) -> list[list[Case]]:
     """What will be measured, by operation and size; what cannot be is refused here."""
-    places = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]
+
+    def places(op: str) -> list[bool]:
+        return [each for each in options.place if not each or op in IN_PLACE]
+
     return [
-        [
-            Case.of(op, nbytes, options.dtype, options.op, ranks, in_place)
-            for in_place in places
-            if not in_place or op in IN_PLACE
-        ]
+        [Case.of(op, nbytes, options.dtype, options.op, ranks, in_place) for in_place in places(op)]
         for op in options.collective
         for nbytes in options.sizes
     ]
-
-
-def python_cost(control: Communicator, options: argparse.Namespace, used: list[Implementation]) -> list[report.Row]:
-    """Rows of groups of one rank and one element: what a call costs where nothing has to move."""
-    if not any(isinstance(implementation, Ours) for implementation in used):
-        return []
-    alone = control.split(control.rank)
-    assert alone is not None
-    job = Job(alone)
-    timer, memory = HostTimer(job), HostMemory()
-    case = Case.of("all_reduce", DTYPES["float32"].itemsize, "float32", "sum", 1, True)
-    space = Space(case, Data(case, 0, options.seed), memory, memory.empty, 1000)
-    ours = next(i for i in used if isinstance(i, Ours))
-    kinds = [Ours(alone, ours.backend), Ours(alone, ours.backend, persistent=True)]
-    runs = []
-    for kind in kinds:
-        calls = [kind.bind(case, slot.send, slot.recv) for slot in space.slots]
-        runs.append(Run(kind, space, [call for call in calls if call is not None]))
-    samples = measure(job, timer, runs, "eager", 10_000, 1000)
-    rows = [report.make_row(case, run.name, "eager", sample, 0.0) for run, sample in zip(runs, samples, strict=True)]
-    if control.rank == 0:
-        print("\n".join(report.table(rows)))
-    job.close()
-    alone.close()
-    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:

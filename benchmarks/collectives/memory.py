@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,29 +18,8 @@ Allocate = Callable[[int, DType], Any]
 """A 1-D array of so many elements, whose slices are views."""
 
 
-class Memory(Protocol):
-    """Moves tables to inputs and compares outputs with them."""
-
-    def empty(self, count: int, dtype: DType) -> Any: ...
-
-    def load(self, period: Any, length: int) -> Any:
-        """The table of ``length`` elements that repeats ``period``, as the other methods read it."""
-
-    def poison(self, array: Any) -> None:
-        """All bits of ``array`` set: NaN for floats, -1 or the largest number for integers."""
-
-    def write(self, array: Any, table: Any, start: int) -> None:
-        """``array`` becomes the elements of ``table`` from ``start`` on."""
-
-    def check(self, array: Any, table: Any, start: int) -> None:
-        """Count the elements of ``array`` whose bits are not those of ``table`` from ``start`` on."""
-
-    def wrong(self) -> int:
-        """Elements that differed since this was asked last."""
-
-
 class HostMemory:
-    """Memory of NumPy."""
+    """Memory of NumPy: moves tables to inputs and compares outputs with them."""
 
     def __init__(self) -> None:
         self._wrong = 0
@@ -49,29 +28,31 @@ class HostMemory:
         return np.empty(count, dtype.numpy)
 
     def load(self, period: Any, length: int) -> Any:
+        """The table of ``length`` elements that repeats ``period``, as the other methods read it."""
         return np.resize(period, length)
 
     def poison(self, array: Any) -> None:
+        """All bits of ``array`` set: NaN for floats, -1 or the largest number for integers."""
         array.view(np.uint8).fill(255)
 
     def write(self, array: Any, table: Any, start: int) -> None:
+        """``array`` becomes the elements of ``table`` from ``start`` on."""
         array[:] = table[start : start + array.size]
 
     def check(self, array: Any, table: Any, start: int) -> None:
+        """Count the elements of ``array`` whose bits are not those of ``table`` from ``start`` on."""
         words = _WORDS[array.dtype.itemsize]
         expected = table[start : start + array.size]
         self._wrong += int(np.count_nonzero(array.view(words) != expected.view(words)))
 
     def wrong(self) -> int:
+        """Elements that differed since this was asked last."""
         wrong, self._wrong = self._wrong, 0
         return wrong
 
 
 class DeviceMemory:
-    """Memory of a GPU.  All work is queued on ``stream``; ``wrong`` waits for it.
-
-    A table is one period: the kernels repeat it.
-    """
+    """The same of a GPU.  All is queued on ``stream``, ``wrong`` waits for it; kernels repeat a table of one period."""
 
     def __init__(self, device: int, stream: Any) -> None:
         from kos.cuda import load_kernel
@@ -106,6 +87,9 @@ class DeviceMemory:
         wrong = int(self._counter.numpy(self.stream)[0])
         self._counter.fill_bytes(0, self.stream)
         return wrong
+
+
+Memory = HostMemory | DeviceMemory
 
 
 class Slot(NamedTuple):

@@ -21,13 +21,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     names = ", ".join
-    add("--collective", "--collectives", default="all_reduce", help=f"all, or some of {names(OPERATIONS)}")
+    add("--collective", default="all_reduce", help=f"all, or some of {names(OPERATIONS)}")
     add("--sizes", default="1K:64M:x4", help="bytes: first:last:xFACTOR, or a list (default %(default)s)")
     add("--dtype", default="float32", choices=DTYPES, metavar="DTYPE", help="element type (default %(default)s)")
     add("--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
-    add("--backend", "--backends", help=f"only these, of {names([*HOST_BACKENDS, *GPU_BACKENDS])}")
-    add("--algorithm", "--algorithms", default="auto", help="of ours, by name, or deterministic (default %(default)s)")
-    add("--mode", "--modes", help="some of graph (GPUs), eager, single_shot (default: all)")
+    add("--backend", help=f"only these, of {names([*HOST_BACKENDS, *GPU_BACKENDS])}")
+    add("--algorithm", default="auto", help="of ours, by name, or deterministic (default %(default)s)")
+    add("--mode", help="some of graph (GPUs), eager, single_shot (default: all)")
     add("--place", choices=("in", "out", "both"), default="both", help="in place, out of place (default %(default)s)")
     add("--device", choices=("host", "gpu"), help="where the arrays lie (default: gpu where there is one)")
     add("--iterations", type=int, default=200, help="timed calls of a row, fewer if large (default %(default)s)")
@@ -35,7 +35,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
     add("--plot", type=Path, metavar="FILE", help="draw latency and bus bandwidth over size")
-    add("--no-peers", action="store_true", help="only our own implementations")
     options = parser.parse_args(arguments)
     try:
         options.sizes = parse_sizes(options.sizes)
@@ -44,6 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
     options.backend = options.backend.split(",") if options.backend else None
     options.algorithm = options.algorithm.split(",")
+    options.place = {"in": (True,), "out": (False,), "both": (False, True)}[options.place]
     options.mode = options.mode.split(",") if options.mode else None
     for what, known in (
         ("collective", OPERATIONS),

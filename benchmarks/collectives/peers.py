@@ -36,24 +36,21 @@ class OpenMPI(Implementation):
         redop: Any = getattr(MPI, case.redop.upper(), None)
         source = MPI.IN_PLACE if case.in_place else x
         root = comm.rank == ROOT
-        if op == "all_reduce":
-            return partial(comm.Allreduce, source, out, redop)
-        if op == "reduce":
-            return partial(comm.Reduce, source if root else x, out if root else None, redop, ROOT)
-        if op == "broadcast":
-            return partial(comm.Bcast, x, ROOT) if case.in_place else None
-        if op == "all_gather":
-            return partial(comm.Allgather, source, out)
-        if op == "reduce_scatter":
-            return None if case.in_place else partial(comm.Reduce_scatter_block, x, out, redop)
-        if op == "all_to_all":
-            return partial(comm.Alltoall, x, out)
-        if op == "gather":
-            return partial(comm.Gather, x, out if root else None, ROOT)
-        if op == "scatter":
-            return partial(comm.Scatter, x if root else None, out, ROOT)
+        if case.in_place == (op == "reduce_scatter") and op in ("reduce_scatter", "broadcast"):
+            return None
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-        return partial(comm.Sendrecv, x, right, 0, out, left, 0)
+        function, *arguments = {
+            "all_reduce": (comm.Allreduce, source, out, redop),
+            "reduce": (comm.Reduce, source if root else x, out if root else None, redop, ROOT),
+            "broadcast": (comm.Bcast, x, ROOT),
+            "all_gather": (comm.Allgather, source, out),
+            "reduce_scatter": (comm.Reduce_scatter_block, x, out, redop),
+            "all_to_all": (comm.Alltoall, x, out),
+            "gather": (comm.Gather, x, out if root else None, ROOT),
+            "scatter": (comm.Scatter, x if root else None, out, ROOT),
+            "send_recv": (comm.Sendrecv, x, right, 0, out, left, 0),
+        }[op]
+        return partial(function, *arguments)
 
     def close(self) -> None:
         self._comm.Free()

@@ -34,29 +34,13 @@ NOTED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_ALGO", "N
 
 
 def make_row(case: Case, implementation: Implementation, mode: str, samples: Samples, limit_us: float) -> Row:
-    algbw, busbw = bandwidths(case.op, case.ranks, case.nbytes, samples.time_us)
-    row = {
-        "op": case.op,
-        "backend": implementation.backend,
-        "algorithm": implementation.algorithm,
-        "dtype": case.dtype.name,
-        "bytes": case.nbytes,
-        "ranks": case.ranks,
-        "mode": mode,
-        "time_us": samples.time_us,
-        "p99_us": samples.p99_us,
-        "cpu_us": samples.cpu_us,
-        "algbw_gbps": algbw,
-        "busbw_gbps": busbw,
-        "wrong": samples.wrong,
-        "limit_us": limit_us,
-        "redop": case.redop,
-        "count": case.count,
-        "in_place": case.in_place,
-        "call": implementation.call,
-        "iterations": samples.iterations,
-    }
-    return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row.items()}
+    values = (
+        case.op, implementation.backend, implementation.algorithm, case.dtype.name, case.nbytes, case.ranks, mode,
+        samples.time_us, samples.p99_us, samples.cpu_us, *bandwidths(case.op, case.ranks, case.nbytes, samples.time_us),
+        samples.wrong, limit_us, case.redop, case.count, case.in_place, implementation.call, samples.iterations,
+    )  # fmt: skip
+    row = zip(ROW_KEYS, values, strict=True)
+    return {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in row}
 
 
 _LEFT = f"{'size':>11} {'count':>11} {'type':>9} {'redop':>5}  {'mode':<11} {'implementation':<22}"
@@ -64,9 +48,10 @@ _SIDE = f" {'time':>10} {'p99':>10} {'algbw':>8} {'busbw':>8} {'#wrong':>6}"
 
 
 def heading(op: str, ranks: int) -> str:
-    """Two lines above the rows of an operation: times in us, bandwidths in GB/s."""
+    """Three lines above the rows of an operation: times in us, bandwidths in GB/s."""
     sides = f"{'out of place (us, GB/s)':^{len(_SIDE)}}{'in place (us, GB/s)':^{len(_SIDE)}}"
-    return f"# {op} on {ranks} ranks\n{' ' * len(_LEFT)}{sides}\n{_LEFT}{_SIDE}{_SIDE} {'cpu us':>8} {'limit us':>9}"
+    title = f"# {op} on {ranks} rank{'s' * (ranks > 1)}"
+    return f"{title}\n{' ' * len(_LEFT)}{sides}\n{_LEFT}{_SIDE}{_SIDE} {'cpu us':>8} {'limit us':>9}"
 
 
 def table(rows: Iterable[Row]) -> list[str]:
@@ -82,15 +67,13 @@ def _line(places: dict[bool, Row]) -> str:
     row = places.get(True) or places[False]
     name = " ".join([row["backend"], *({row["algorithm"], row["call"]} - {"auto", "function"})])
     left = f"{row['bytes']:11} {row['count']:11} {row['dtype']:>9} {row['redop']:>5}  {row['mode']:<11} {name:<22}"
-    sides = "".join(_side(places.get(in_place)) for in_place in (False, True))
-    return f"{left}{sides} {row['cpu_us']:8.2f} {row['limit_us']:9.2f}"
-
-
-def _side(row: Row | None) -> str:
-    if row is None:
-        return f" {'n/a':>10} {'n/a':>10} {'n/a':>8} {'n/a':>8} {'n/a':>6}"
-    times = f" {row['time_us']:10.2f} {row['p99_us']:10.2f}"
-    return f"{times} {row['algbw_gbps']:8.2f} {row['busbw_gbps']:8.2f} {row['wrong']:6}"
+    for side in (places.get(False), places.get(True)):
+        if side is None:
+            left += f" {'n/a':>10} {'n/a':>10} {'n/a':>8} {'n/a':>8} {'n/a':>6}"
+        else:
+            left += f" {side['time_us']:10.2f} {side['p99_us']:10.2f}"
+            left += f" {side['algbw_gbps']:8.2f} {side['busbw_gbps']:8.2f} {side['wrong']:6}"
+    return f"{left} {row['cpu_us']:8.2f} {row['limit_us']:9.2f}"
 
 
 def document(rows: list[Row], device: int | None, limits: dict[str, float], skipped: dict[str, str], ranks: int) -> Row:
