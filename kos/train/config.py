@@ -47,7 +47,7 @@ LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_scalin
 
 
 class TrainConfig(Section):
-    """Everything a run needs to know.  Build one with ``parse``, ``from_preset`` or ``from_json``."""
+    """Everything a run needs to know.  Build one with ``parse`` or ``from_preset``."""
 
     preset: str = option("Run", f"starting point: {', '.join(PRESETS)}", "tiny")
     steps: int = option("Run", "optimizer steps of the whole run", ge=1)
@@ -92,7 +92,6 @@ class TrainConfig(Section):
     )
     warmup_steps: int = option("Optimizer", "steps of linear warm-up", 0, ge=0)
     decay_fraction: float = option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
-    decay_steps: int = option("Optimizer", "steps that wsd decays over; default: from --decay-fraction", ge=0)
     weight_decay: float = option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
     beta1: float = option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
     beta2: float = option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
@@ -145,22 +144,14 @@ class TrainConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Defaults that follow from other values; what is of the wrong type is left to be refused."""
-        derived = dict(values)
-        lr, steps = values.get("lr"), values.get("steps")
-        fraction = values.get("decay_fraction", cls.model_fields["decay_fraction"].default)
-        if isinstance(lr, int | float):
-            derived.setdefault("min_lr", lr / 10)
-        if isinstance(steps, int) and isinstance(fraction, int | float) and 0 <= fraction <= 1:
-            derived.setdefault("decay_steps", round(fraction * steps))
-        return derived
+        """What is of the wrong type is left to be refused."""
+        lr = values.get("lr")
+        return {"min_lr": lr / 10, **values} if isinstance(lr, int | float) else values
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"expected min_lr ≤ lr, got {self.min_lr:g} and {self.lr:g}")
-        if self.schedule == "wsd" and self.decay_steps > self.steps:
-            raise ValueError(f"expected decay_steps ≤ steps, got {self.decay_steps} and {self.steps}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
                 f"expected batch_size divisible by micro_batch_size, got {self.batch_size} and {self.micro_batch_size}"
@@ -176,11 +167,6 @@ class TrainConfig(Section):
     def from_preset(cls, preset: str = "tiny", **changes: Any) -> TrainConfig:
         """A preset with some values changed; ``model={...}`` changes only the keys it names."""
         return build([("preset", preset_values(preset)), ("argument", {"preset": preset, **changes})])
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """The inverse of ``to_json``."""
-        return build([("config.json", values)])
 
     def to_json(self) -> dict[str, Any]:
         """Plain values for a JSON file: every field, resolved."""
@@ -228,7 +214,8 @@ class TrainConfig(Section):
 
     def make_schedule(self) -> Schedule:
         """The learning rate of every step."""
-        return Schedule(self.schedule, self.lr, self.min_lr, self.steps, self.warmup_steps, self.decay_steps)
+        decay = round(self.decay_fraction * self.steps)
+        return Schedule(self.schedule, self.lr, self.min_lr, self.steps, self.warmup_steps, decay)
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
