@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives.cases import bandwidths
+from benchmarks.collectives.implementations import OURS
 from kos.errors import KosError
 from kos.files import check_picture
 
 Row = dict[str, Any]
 
-_OURS = {"mpi": "#c1121f", "kos-nccl": "#c1121f", "peer": "#e85d04", "auto": "#6a040f", "mock": "#c1121f",
-         "tcp": "#e85d04"}  # fmt: skip
-_PEERS = {"mpi-native": "#1d3557", "gloo": "#2a9d8f", "nccl": "#1d3557", "nccl-window": "#457b9d",
-          "torch-nccl": "#2a9d8f", "torch-symm": "#8d99ae"}  # fmt: skip
+_COLORS = {
+    "mpi": "#c1121f", "kos-nccl": "#c1121f", "mock": "#c1121f", "peer": "#e85d04", "tcp": "#e85d04", "auto": "#6a040f",
+    "mpi-native": "#1d3557", "nccl": "#1d3557", "nccl-window": "#457b9d", "gloo": "#2a9d8f", "torch-nccl": "#2a9d8f",
+    "torch-symm": "#8d99ae",
+}  # fmt: skip
 _STYLES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 _MARKERS = "os^Dvx"
 
@@ -41,13 +43,14 @@ def series(rows: list[Row], mode: str) -> dict[str, list[Row]]:
 def plot(result: Row, path: Path) -> None:
     """Draw ``result``, the JSON object of a run.  The format follows from the ending of ``path``."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     ranks = max(row["ranks"] for row in result["rows"])
     rows = [row for row in result["rows"] if row["ranks"] == ranks]
     operations = list(dict.fromkeys(row["op"] for row in rows))
     modes = {row["mode"] for row in rows}
-    left = "graph" if "graph" in modes else "single_shot" if "single_shot" in modes else "eager"
-    right = "graph" if "graph" in modes else "eager" if "eager" in modes else "single_shot"
+    left = next(mode for mode in ("graph", "single_shot", "eager") if mode in modes)
+    right = next(mode for mode in ("graph", "eager", "single_shot") if mode in modes)
     figure = Figure(figsize=(13, 5.4 * len(operations)), layout="constrained")
     panels = figure.subplots(len(operations), 2, squeeze=False)
     for (latency, bandwidth), op in zip(panels, operations, strict=True):
@@ -64,52 +67,38 @@ def plot(result: Row, path: Path) -> None:
             axes.set_xlabel("message size")
             axes.grid(alpha=0.3)
             axes.spines[["top", "right"]].set_visible(False)
-        latency.set_yticks(_ticks(*latency.get_ylim()))
+        latency.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=99))
         latency.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         latency.legend(fontsize=9, frameon=False)
-    dtype = rows[0]["dtype"]
-    figure.suptitle(f"{result['hardware']}, {ranks} ranks, {dtype}, {result['date'][:10]}", fontsize=12)
+    title = f"{result['hardware']}, {ranks} ranks, {rows[0]['dtype']}, {result['date'][:10]}"
+    figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=120)
 
 
 def _panel(axes: Any, lines: dict[str, list[Row]], value: str) -> None:
     limits: dict[int, float] = {}
+    seen: list[str] = []
     for index, (name, rows) in enumerate(lines.items()):
-        backend = rows[0]["backend"]
-        ours = backend in _OURS
-        color = (_OURS | _PEERS).get(backend, "#555555")
-        before = [other for other in list(lines)[:index] if lines[other][0]["backend"] == backend]
-        style = _STYLES[2 if backend == "auto" else len(before) % len(_STYLES)]
+        backend, ours = rows[0]["backend"], rows[0]["backend"] in OURS or rows[0]["backend"] == "mock"
+        style = _STYLES[2 if backend == "auto" else seen.count(backend) % len(_STYLES)]
+        seen.append(backend)
         axes.plot(
-            [row["bytes"] for row in rows], [row[value] for row in rows],
-            label=f"{name} (kos)" if ours else name, color=color, linewidth=2.4 if ours else 1.5,
-            linestyle=style, marker=_MARKERS[index % len(_MARKERS)], markersize=4,
-            zorder=3 if ours else 2,
+            [row["bytes"] for row in rows], [row[value] for row in rows], label=f"{name} (kos)" if ours else name,
+            color=_COLORS.get(backend, "#555555"), linewidth=2.4 if ours else 1.5, linestyle=style,
+            marker=_MARKERS[index % len(_MARKERS)], markersize=4, zorder=3 if ours else 2,
         )  # fmt: skip
         for row in rows:
             limits[row["bytes"]] = min(row["limit_us"], limits.get(row["bytes"], row["limit_us"]))
-    example = next(iter(lines.values()), None)
-    if example is None:
-        return
     sizes = sorted(limits)
     bound = [limits[size] for size in sizes]
-    if value == "busbw_gbps":
-        op, ranks = example[0]["op"], example[0]["ranks"]
-        bound = [bandwidths(op, ranks, size, time)[1] for size, time in zip(sizes, bound, strict=True)]
+    if value == "busbw_gbps" and lines:
+        bound = [bandwidths(rows[0]["op"], rows[0]["ranks"], size, limits[size])[1] for size in sizes]
     axes.plot(sizes, bound, label="physical limit", color="black", linestyle="--", linewidth=1.2, zorder=1)
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between the two."""
-    ticks = [m * 10.0**e for e in range(-4, 9) for m in (1, 2, 5)]
-    return [tick for tick in ticks if low <= tick <= high]
-
-
 def _size(nbytes: int) -> str:
-    for unit, name in ((2**30, "G"), (2**20, "M"), (2**10, "K")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}B"
-    return f"{nbytes} B"
+    power = min((nbytes.bit_length() - 1) // 10, 3)
+    return f"{nbytes / 1024**power:.3g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def main() -> None:
