@@ -89,6 +89,7 @@ class Event:
     def __init__(self, device: int) -> None:
         with driver.on_device(device):
             self._handle = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+        self._destroy = cu.cuEventDestroy  # of the driver that made it
 
     def record(self, stream: Any) -> None:
         """Stand behind what is queued on ``stream`` now."""
@@ -111,4 +112,4 @@ class Event:
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            cu.cuEventDestroy(self._handle)
+            self._destroy(self._handle)
