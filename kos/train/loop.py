@@ -279,9 +279,9 @@ class Trainer:
         if self.comm.rank != 0:
             return
         say, out, shown = self.console.say, self.out, shlex.quote(str(self.out))
-        if stopped:
+        if early := step < self.config.steps:
             say(f"stopped on request after step {step}; go on with the same settings and --out {shown} --resume auto")
-        elif self.config.sample_tokens:
+        elif self.config.sample_tokens and not stopped:
             text = sample_text(
                 model,
                 weights,
@@ -296,7 +296,7 @@ class Trainer:
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")
-        if not stopped:
+        if not early:
             say(f"more text:  {_python()} -m kos.train.sample {shown}")
             say(f"more steps: the same settings and --out {shown} --resume auto --steps {2 * step}")
 

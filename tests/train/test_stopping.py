@@ -127,6 +127,8 @@ MOMENTS = {
     "cpu.CpuEngine.evaluate = lambda self: (go(), last(self))[1]\n",
     "checkpoint": "from kos.train import checkpoint\nsave = checkpoint.save\n"
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
+    "last step": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.start_step\n"
+    "cpu.CpuEngine.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
     "sample": "from kos.train import loop\nlast = loop.sample_text\n"
     "loop.sample_text = lambda *a, **k: (go(), last(*a, **k))[1]\n",
 }
@@ -146,7 +148,7 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     early = "kos: stopped before the first step, nothing to save\n"
     assert done.stderr == (early if moment in ("imports", "loading", "weights", "validation") else "")
-    steps = {"checkpoint": 4, "sample": 6}.get(moment)
+    steps = {"checkpoint": 4, "last step": 6, "sample": 6}.get(moment)
     assert steps is None or checkpoint.find(tmp_path / "run").step == steps
     assert ("go on with the same settings" in done.stdout) == (moment == "checkpoint"), done.stdout
 
