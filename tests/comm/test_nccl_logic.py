@@ -488,6 +488,27 @@ def test_a_stream_lives_as_long_as_its_handle_is_used(fake: FakeNCCL) -> None:
     FakeRanks(1).run(body)
 
 
+def test_nothing_keeps_the_arrays_of_a_call(fake: FakeNCCL) -> None:
+    """Memory of a GPU must not wait for the collector, not even that of the first call of its kind."""
+
+    def body(gpu: Any) -> None:
+        comm, gone = gpu.comm, []
+        gc.collect()
+        gc.disable()
+        try:
+            for count in (5, 5, 700):
+                x = Array.zeros(count, np.float32, 0)
+                comm.all_reduce(x)
+                gone.append(weakref.ref(x))
+            x = None
+            comm.barrier()
+            assert [array() for array in gone] == [None] * 3
+        finally:
+            gc.enable()
+
+    FakeRanks(1).run(body)
+
+
 def test_arrays_of_a_batch_live_until_it_is_over(fake: FakeNCCL) -> None:
     """Beside the caller's stream: what is freed in the order of that may still be in use."""
     over = [0]

@@ -434,9 +434,9 @@ class _First:
         if self.kind not in backend._met:
             backend.bounded(lambda: launch(stream), self._what.timeout, str(self._what))
             backend._met.add(self.kind)
-            return
-        self._what.launch = launch  # of a persistent operation: without this detour from now on
-        launch(stream)
+        else:
+            launch(stream)
+        self._what.launch = launch  # without this detour from now on, and without a cycle that keeps its arrays
 
 
 def cut(pointer: int, counts: Sequence[int], itemsize: int) -> list[Piece]:
