@@ -18,7 +18,7 @@ from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch
 from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.operations import Operations
-from kos.comm.recorder import Group, Recorder, failed
+from kos.comm.recorder import Group, failed
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Work
 from kos.errors import CollectiveError, InvalidArgument, RankLost, RendezvousError
@@ -60,7 +60,8 @@ class Communicator(Operations):
         timeout: float,
         group: Group | None = None,
     ) -> None:
-        self.backend = backend
+        self.backend, self.backend_name = backend, backend.name
+        self.device = getattr(backend, "device", None)
         self.rendezvous = rendezvous
         self.probes = probes
         self._timeout = timeout
@@ -72,7 +73,7 @@ class Communicator(Operations):
         self._closed = False
         self._depth = 5  # frames from ``Recorder.record`` up to the caller of an operation
         self._group = group or Group.world(self.rank, self.size, backend.name)
-        self._recorder = self._group.recorder
+        self.recorder = self._group.recorder  # of the communicators split from this one too
         self.name = self._group.name
         _made.add(self)
 
@@ -90,21 +91,6 @@ class Communicator(Operations):
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._timeout = self.rendezvous.timeout = self.backend.timeout = check_timeout(seconds)
-
-    @property
-    def backend_name(self) -> str:
-        """Name of the backend in use."""
-        return self.backend.name
-
-    @property
-    def device(self) -> int | None:
-        """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
-        return getattr(self.backend, "device", None)
-
-    @property
-    def recorder(self) -> Recorder:
-        """The last operations of this rank, on this communicator and those split from it."""
-        return self._recorder
 
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """All ranks' ``data``, of any lengths, in rank order: for small things that steer a program."""
@@ -196,7 +182,7 @@ class Communicator(Operations):
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         mine = str(self._group.ranks[self.rank]).encode()
         ranks = [int(rank) for rank in rendezvous.allgather(mine)]
-        group = Group(self._recorder, name, ranks, rendezvous.rank, backend.name)
+        group = Group(self.recorder, name, ranks, rendezvous.rank, backend.name)
         return Communicator(backend, rendezvous, self.probes, self._timeout, group)
 
     def synchronize(self, timeout: float | None = None, stream: Any = None) -> None:
@@ -241,7 +227,7 @@ class Communicator(Operations):
             self._give_up(str(self.backend.broken))  # ranks out of step cannot close together
             self.rendezvous.abandon(None)
             return
-        self._recorder.close(self._group)
+        self.recorder.close(self._group)
         self.synchronize()
         self._closed = True
         self.backend.close()
@@ -264,7 +250,7 @@ class Communicator(Operations):
         for work in self.backend.engine.outstanding():
             if self.backend.owns(work):
                 work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
-        self._recorder.close(self._group, f"given up: {reason}")
+        self.recorder.close(self._group, f"given up: {reason}")
 
     def __enter__(self) -> Communicator:
         return self
@@ -335,7 +321,7 @@ class Communicator(Operations):
             operation.sequence = self._messages
             self._messages += 1
             ends = operation.dst, operation.src, operation.tag, operation.recv_tag
-        self._recorder.record(self._group, operation, depth, ends)
+        self.recorder.record(self._group, operation, depth, ends)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -37,12 +37,9 @@ class Operations(ABC):
 
     rank: int
     size: int
+    device: int | None
+    """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
     _batch: Batch | None
-
-    @property
-    @abstractmethod
-    def device(self) -> int | None:
-        """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
 
     @abstractmethod
     def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = "auto",
