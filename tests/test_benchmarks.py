@@ -63,7 +63,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests(op: str, factor: float) -> None:
 def test_sizes() -> None:
     assert parse_sizes("1K:64K:x4") == [1024, 4096, 16384, 65536]
     assert parse_sizes("512,1M,1G") == [512, 2**20, 2**30]
-    for wrong in ("", "1K:2K", "0", "1T", "4:8:2", "4:8:x1", "-1", "1.5K"):
+    for wrong in ("", "1K:2K", "0", "1T", "4:8:2", "4K:1K:x2", "4:8:x1", "-1", "1.5K"):
         with pytest.raises(ValueError, match="expected"):
             parse_sizes(wrong)
 

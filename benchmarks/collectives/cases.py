@@ -137,26 +137,19 @@ class Data:
         periods = [values(case, r, seed) for r in range(case.ranks)]
         self.tables: dict[int, Array] = {}
         for table in self.lengths:
-            period = reduced(case, periods) if table == REDUCED else periods[table]
+            period = _REDUCE[case.redop](np.stack(periods), axis=0) if table == REDUCED else periods[table]
             self.tables[table] = period.astype(case.dtype.numpy)
 
 
 def _output(case: Case, rank: int) -> list[Segment]:
     op, part = case.op, case.part
-    if op == "all_reduce":
-        return [Segment(REDUCED, 0, case.count)]
-    if op == "reduce":
-        return [Segment(REDUCED, 0, case.count)] if rank == ROOT else []
-    if op == "reduce_scatter":
-        return [Segment(REDUCED, rank * part, part)]
-    if op == "broadcast":
-        return [Segment(ROOT, 0, case.count)]
-    if op == "scatter":
-        return [Segment(ROOT, rank * part, part)]
-    if op == "send_recv":
-        return [Segment((rank - 1) % case.ranks, 0, case.count)]
-    if op == "gather" and rank != ROOT:
+    if op in ("reduce", "gather") and rank != ROOT:
         return []
+    whole = {"all_reduce": REDUCED, "reduce": REDUCED, "broadcast": ROOT, "send_recv": (rank - 1) % case.ranks}
+    if op in whole:
+        return [Segment(whole[op], 0, case.count)]
+    if op in ("reduce_scatter", "scatter"):
+        return [Segment(REDUCED if op == "reduce_scatter" else ROOT, rank * part, part)]
     phase = rank * part if op == "all_to_all" else 0
     return [Segment(r, phase, part) for r in range(case.ranks)]
 
@@ -182,12 +175,6 @@ def values(case: Case, rank: int, seed: int) -> Array:
     return np.random.default_rng([seed, rank]).integers(*value_range(case), PERIOD).astype(np.float64)
 
 
-def reduced(case: Case, periods: list[Array]) -> Array:
-    """One period of the reduction of all ranks' values."""
-    result: Array = _REDUCE[case.redop](np.stack(periods), axis=0)
-    return result
-
-
 def parse_size(text: str) -> int:
     """Bytes from "64", "1K", "64M" or "1G" (powers of 1024)."""
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
@@ -205,9 +192,9 @@ def parse_sizes(text: str) -> list[int]:
     parts = text.split(":")
     if len(parts) != 3 or not parts[2].startswith("x") or not parts[2][1:].isdigit() or int(parts[2][1:]) < 2:
         raise ValueError(f"expected first:last:xFACTOR such as 1K:64M:x2, got {text!r}")
-    size, last, factor = parse_size(parts[0]), parse_size(parts[1]), int(parts[2][1:])
-    sizes = []
-    while size <= last:
-        sizes.append(size)
-        size *= factor
+    sizes, last = [parse_size(parts[0])], parse_size(parts[1])
+    if last < sizes[0]:
+        raise ValueError(f"expected sizes that grow, got {text!r}")
+    while (larger := sizes[-1] * int(parts[2][1:])) <= last:
+        sizes.append(larger)
     return sizes

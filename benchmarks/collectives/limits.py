@@ -1,16 +1,10 @@
-"""The physical limits that rows are held against, measured in the same run.
+"""The physical limits that rows are held against (``__init__.py`` says which), measured in the same run.
 
-Host: limit = time of a plain copy of (input + output) / 2 bytes, by every rank at once, in as many slots, in the
-batches and mode of the row (each byte of the input is read once, each byte of the output written once: the
-traffic of that copy) + round trip of a flag between two ranks (each rank says that its input is there, and
-hears that of another).  For an all_reduce in place the copy is one pass that reads and writes its array.  Where
-ranks are threads the flag counts nothing.
-
-GPU: limit = launch + round trip of a flag / 2 + busbw factor x bytes / bandwidth of a pair, where launch is an
-empty kernel's share of a CUDA graph of them, the flag travels between two GPUs by release stores and acquire
-loads of one thread on each, and the bandwidth is what one GPU's copy engine sends to another while all other
-links are idle.  The factor x bytes is what must leave and enter each GPU (without multicast or reductions in the
-switch).
+Host: (input + output) / 2 bytes are copied by every rank at once, in slots, batches and mode of the row: each byte
+of the input is read once, each of the output written once.  For an all_reduce in place the copy is one pass that
+reads and writes its array.  GPU: flags travel by release stores and acquire loads of one thread on each of two
+GPUs; the bandwidth is what one copy engine sends while all other links are idle; factor x bytes is what must leave
+and enter each GPU, without multicast or reductions in the switch.
 """
 
 from __future__ import annotations

@@ -54,9 +54,6 @@ class HostTimer:
     def __init__(self, job: Job) -> None:
         self._job = job
 
-    def capture(self, calls: Sequence[Call]) -> Call:
-        raise NotImplementedError("graphs are for GPUs")
-
     def eager(self, calls: Sequence[Call], lead: Call) -> tuple[Times, float]:
         """Mean time of back-to-back ``calls``, and the CPU time of each, in us."""
         cpu_ns, now = self._job.cpu_ns, time.perf_counter_ns
