@@ -160,7 +160,7 @@ class Backend(ABC):
         elif isinstance(error, CollectiveMismatch | RankLost) and f"{operation.name} #" not in str(error):
             error = type(error)(f"{operation}: {error}")  # a transport does not know whose message it was
         if operation.collective and self.broken is None:
-            self.broken = error
+            self.broken = type(error)(str(error))  # no traceback: its frames hold arrays
         return error
 
     # How operations are carried.

@@ -509,6 +509,23 @@ def test_nothing_keeps_the_arrays_of_a_call(fake: FakeNCCL) -> None:
     FakeRanks(1).run(body)
 
 
+def test_a_failure_keeps_no_frames(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their arrays would live as long as the communicator."""
+
+    def fail(*arguments: Any) -> None:
+        raise CollectiveError("a test")
+
+    monkeypatch.setattr(fake, "all_reduce", fail)
+
+    def body(gpu: Any) -> None:
+        with pytest.raises(CollectiveError, match="a test"):
+            gpu.all_reduce(np.ones(3, np.float32))
+        failure = gpu.comm.backend.broken
+        assert "a test" in str(failure) and failure.__traceback__ is None and failure.__context__ is None
+
+    FakeRanks(1).run(body)
+
+
 def test_arrays_of_a_batch_live_until_it_is_over(fake: FakeNCCL) -> None:
     """Beside the caller's stream: what is freed in the order of that may still be in use."""
     over = [0]

@@ -300,7 +300,7 @@ class DeviceBackend(HostBackend):
         if not known:
             record_failure(operation, failure)
             for each in self.together:
-                each.broken = each.broken or failure
+                each.broken = each.broken or type(failure)(str(failure))
                 each.halt()
         return failure
 
