@@ -49,6 +49,7 @@ _SHORT, _ASK, _GRANT, _REFUSE, _LONG, _CREDIT, _CALL, _FAILED, _LEFT, _BYE = ran
 _RECENT = 1024  # collectives of which a rank knows what it called
 _PATIENCE = 0.05  # seconds of waiting in a collective before a rank tells what it called
 _LAST_WORDS = 1000  # characters
+_FAREWELL_SECONDS = 0.2  # for what was begun, and last words behind it, when a rank leaves
 _NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
 
 
@@ -272,8 +273,15 @@ class _Mesh:
                 raise type(error)(str(error))
 
     def leave(self, kind: int, why: str) -> None:
+        """Close all connections, after a last word for whose way there is a moment."""
         for peer in self.peers.values():
-            peer.hang_up(kind, why)
+            peer.say(kind, 0, why[:_LAST_WORDS])
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while any(peer.busy for peer in self.peers.values()) and time.monotonic() < deadline:
+            self.poller.pause(seconds=0.001)
+            self.poller.progress()
+        for peer in self.peers.values():
+            peer.hang_up()
 
 
 class _Peer:
@@ -301,6 +309,7 @@ class _Peer:
         """Raise if what is not complete by now cannot become so."""
         self.mesh.check(tag)
         if (why := self.mesh.lost or self.gone) is not None:
+            self.mesh.check(0)  # a rank that failed in a later collective left for that
             raise RankLost(why)
 
     def send(self, array: Array, tag: int) -> _Message:
@@ -370,10 +379,13 @@ class _Peer:
             data = json.dumps(words).encode()
             self._queue(kind, tag, 0, len(data), 0, data=memoryview(data))
 
-    def hang_up(self, kind: int, why: str) -> None:
-        """Close, with a last word if there is room for it."""
+    @property
+    def busy(self) -> bool:
+        """Whether something is still to be sent, to a peer that is there."""
+        return self.gone is None and bool(self._outgoing)
+
+    def hang_up(self) -> None:
         if self.gone is None:
-            self.say(kind, 0, why[:_LAST_WORDS])
             self._lose("this rank closed the communicator", orderly=True)
 
     def _lose(self, why: str, orderly: bool = False) -> None:
