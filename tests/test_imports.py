@@ -27,7 +27,9 @@ FLOORS = {
     "interop": 3,
     "train": 3,
 }
-SAME_FLOOR = {("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing")}
+SAME_FLOOR = {
+    ("memory", "cuda"), ("dtypes", "errors"), ("files", "errors"), ("", "comm"), ("errors", ""), ("doctor", "testing")
+}  # fmt: skip
 
 ALLOWED_BY_CORE = {"numpy", "ml_dtypes", "kos"}
 ADDED_BY_TRAIN = {"pydantic", "pydantic_core", "rich", "safetensors", "threadpoolctl"}

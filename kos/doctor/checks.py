@@ -18,3 +18,241 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
 from itertools import groupby
+from pathlib import Path
+
+import kos
+from kos import cuda
+from kos.comm import nccl_binding
+from kos.comm.rendezvous import host_id
+from kos.cuda import compile_kernels, devices, driver
+from kos.cuda.driver import call, cu
+from kos.cuda.kernels import KernelCache
+from kos.errors import KosError
+from kos.memory.ipc import Origin
+
+OK, NO, BAD = "ok", "no", "bad"
+"""Verdicts: it works; it does not, which training can do without; training will not work."""
+
+CHECK_SECONDS = 30.0
+SMALL_SHM = 1 << 30
+_EXTRAS = {
+    "": ("numpy", "ml_dtypes", "mpi4py"),
+    "train": ("pydantic", "rich", "safetensors", "threadpoolctl"),
+    "tokenizers": ("tokenizers",),
+    "cuda": ("cuda-core", "cuda-bindings", "cuda-pathfinder", "nccl4py", "nvmath-python"),
+    "plot": ("matplotlib",),
+}
+_OPTIONAL = ("tokenizers", "cuda", "plot")
+_LIBRARIES = ("nvrtc", "cudart", "nccl", "cublasLt")
+_MPI_PROBE = """
+import json, mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+lines = open("/proc/self/maps").read().splitlines()
+paths = sorted({line.split()[-1] for line in lines if "/libmpi." in line or "/libmpi_" in line})
+print(json.dumps([MPI.Get_library_version().split(",")[0].splitlines()[0].strip(), paths[:1]]))
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at: the verdict, what was found or why not, and what to do about it."""
+
+    name: str
+    verdict: str
+    found: str
+    remedy: str = ""
+
+
+def bounded(name: str, function: Callable[[], Check | Iterable[Check]], seconds: float = CHECK_SECONDS) -> list[Check]:
+    """What ``function`` found; its error, or its silence after ``seconds``, is a finding too."""
+    found: list[Check] = []
+
+    def run() -> None:
+        try:
+            result = function()
+            found.extend([result] if isinstance(result, Check) else result)
+        except Exception as error:
+            found.append(Check(name, NO, in_words(error)))
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        return [*found, Check(name, NO, f"did not answer within {seconds:g} s")]
+    return found
+
+
+def in_words(error: Exception) -> str:
+    """An error on one line."""
+    text = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0-2, 5"."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
+    words = [f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"
+
+
+def local_checks() -> list[Check]:
+    """Everything that needs no other rank."""
+    checks: dict[str, Callable[[], Check | Iterable[Check]]] = {
+        "Python": python, "packages": packages, "MPI": mpi, "shared memory": shared_memory, "CUDA": cuda_driver,
+        "CUDA libraries": libraries, "NVRTC": nvrtc, "GPUs": gpus, "RDMA": rdma,
+    }  # fmt: skip
+    return [check for name, function in checks.items() for check in bounded(name, function)]
+
+
+def facts() -> dict[str, object]:
+    """What ranks compare with each other."""
+    return {
+        **asdict(Origin.here()),
+        "host_id": host_id(),
+        "kos": kos.__version__,
+        "numpy": _version("numpy"),
+        "NCCL": _or_none(nccl_binding.version),
+        "CUDA driver": _or_none(lambda: call(cu.cuDriverGetVersion)),  # that needs no GPU
+        "gpus": [device.uuid for device in cuda.visible_devices()],
+    }
+
+
+def python() -> Check:
+    found = f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
+    return Check("Python", OK, found)
+
+
+def packages() -> Iterable[Check]:
+    for extra, names in _EXTRAS.items():
+        versions = {name: _version(name) for name in names}
+        missing = [name for name, version in versions.items() if version is None]
+        title, what = f"packages ({extra or 'core'})", f"kos[{extra}]" if extra else "kos"
+        if missing:
+            remedy = f"pip install '{what}'" if extra != "cuda" or _kernel_driver() else ""
+            yield Check(title, NO if extra in _OPTIONAL else BAD, f"not installed: {', '.join(missing)}", remedy)
+        else:
+            yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def mpi() -> Check:
+    """In a process of its own: an MPI that does not fit may end the process that loads it."""
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=CHECK_SECONDS)
+    done = run([sys.executable, "-c", _MPI_PROBE])
+    if done.returncode != 0:
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Check("MPI", NO, why, "pip install 'kos[mpi]', or install the system's MPI; torchrun needs none")
+    library, paths = json.loads(done.stdout.splitlines()[-1])
+    found = f"{library} ({paths[0] if paths else 'linked into mpi4py'}), mpi4py {_version('mpi4py')}"
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    if launcher is None:
+        return Check("MPI", NO, f"{found}, but no mpirun", "install the mpirun of that library, or use torchrun")
+    said = run([launcher, "--version"]).stdout
+    flavour = next((name for name in ("Open MPI", "Intel") if name in said), "MPICH" if "HYDRA" in said else "")
+    if flavour and flavour not in library:
+        remedy = "start with the mpirun of the library that mpi4py loads, or pip install --no-binary mpi4py mpi4py"
+        return Check("MPI", NO, f"{found}, but {launcher} is of {flavour}", remedy)
+    return Check("MPI", OK, f"{found}, {launcher}")
+
+
+def shared_memory() -> Check:
+    """Of the container: NCCL and MPI put their buffers there (kos itself does not)."""
+    space = shutil.disk_usage("/dev/shm")
+    found = f"/dev/shm: {space.free / 2**20:,.0f} of {space.total / 2**20:,.0f} MiB free"
+    if space.free < SMALL_SHM:
+        remedy = "docker run --shm-size=1g, or --ipc=host"
+        return Check("shared memory", NO, f"{found}, little for NCCL and MPI", remedy)
+    return Check("shared memory", OK, found)
+
+
+def cuda_driver() -> Check:
+    reason = driver.unavailable()
+    if reason is not None:
+        remedy = ""
+        if "not installed" not in reason and _kernel_driver():
+            remedy = "the kernel has NVIDIA's driver: start the container with --gpus all"
+        if "CUDA_VISIBLE_DEVICES" in os.environ:
+            remedy = "CUDA_VISIBLE_DEVICES must name GPUs that nvidia-smi -L lists; unset, all are visible"
+        return Check("CUDA", NO, reason, remedy)
+    version, bindings = int(call(cu.cuDriverGetVersion)), _version("cuda-bindings") or "13"
+    from cuda.core import system
+
+    said = bounded("NVML", lambda: Check("", OK, ".".join(map(str, system.get_kernel_mode_driver_version()))))[0].found
+    found = f"driver {said}, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {bindings}"
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        found += f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
+    if version // 1000 < int(bindings.split(".")[0]):
+        remedy = f"a driver of CUDA {bindings.split('.')[0]} (580 for 13), or older bindings"
+        return Check("CUDA", NO, f"{found}: the driver is too old for the bindings", remedy)
+    return Check("CUDA", OK, found)
+
+
+def libraries() -> Iterable[Check]:
+    try:
+        from cuda.pathfinder import load_nvidia_dynamic_lib
+    except ImportError:
+        return
+    missing = []
+    for name in _LIBRARIES:
+        try:
+            found = load_nvidia_dynamic_lib(name)
+            version = f" {nccl_binding.version()}" if name == "nccl" else ""
+            yield Check(f"lib{name}", OK, f"{found.abs_path}{version} (by {found.found_via})")
+        except Exception:
+            missing.append(f"lib{name}")
+    if missing:
+        remedy = "pip install 'kos[cuda]'" if _kernel_driver() else ""
+        yield Check("CUDA libraries", NO, f"not found: {', '.join(missing)}", remedy)
+
+
+def nvrtc() -> Check:
+    found = cuda.visible_devices()
+    arch = found[0].arch if found else "sm_90a"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = compile_kernels(Path(__file__).with_name("ping.cu"), arch, cache=KernelCache(Path(folder)))
+    return Check("NVRTC", OK, f"compiled a kernel for {arch}, {len(cubin):,} bytes")
+
+
+def gpus() -> Iterable[Check]:
+    for info in cuda.visible_devices():
+        major, minor = info.compute_capability
+        found = (
+            f"{info.name}{' (MIG)' if info.mig else ''}, compute capability {major}.{minor}, "
+            f"{info.memory / 2**30:.0f} GiB, {info.multiprocessors} SMs, {info.pci_address}, "
+            f"NUMA node {_or_unknown(info.numa_node)}, {_or_unknown(devices.nvlinks(info.index))} NVLinks"
+        )
+        yield Check(f"GPU {info.index}", OK, found)
+
+
+def rdma() -> Check:
+    nics, reason = devices.rdma_nics(), devices.gpu_direct_rdma()
+    if not nics:
+        return Check("RDMA", NO, "no RDMA network card (/sys/class/infiniband is empty)")
+    said = ", ".join(f"{nic.name} {nic.state} {nic.rate} on NUMA node {_or_unknown(nic.numa_node)}" for nic in nics)
+    if reason is not None and cuda.visible_devices():
+        return Check("RDMA", NO, f"{said}; not to GPU memory: {reason}", "modprobe nvidia_peermem")
+    return Check("RDMA", OK, said + ("; reaches GPU memory" if reason is None else ""))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _kernel_driver() -> str:
+    """What NVIDIA's kernel module says of itself; "" where there is none, and so no GPU to be had."""
+    return devices.read(Path("/proc/driver/nvidia/version"))
+
+
+def _or_none(function: Callable[[], object]) -> object:
+    try:
+        return function()
+    except Exception:
+        return None
+
+
+def _or_unknown(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
