@@ -7,6 +7,7 @@ NCCL become errors of kos by ``error_of``.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,8 @@ def revoke(comm: Any) -> None:
     """End everything that ``comm`` has in flight; only ``shrink`` and ``abort`` come after it."""
     require("revoke")
     library().comm_revoke(comm, 0)
+    while int(library().comm_get_async_error(comm)) == _IN_PROGRESS:  # as nccl.h allows
+        time.sleep(0.001)
 
 
 def shrink(comm: Any, excluded: Sequence[int], name: str) -> Any:

@@ -509,6 +509,14 @@ def test_nothing_keeps_the_arrays_of_a_call(fake: FakeNCCL) -> None:
     FakeRanks(1).run(body)
 
 
+def test_revoke_returns_when_nothing_is_in_flight_any_more(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = [7, 7, 6]  # in progress, then what it ended with
+    monkeypatch.setattr(fake, "comm_revoke", lambda comm, flags: None, raising=False)
+    monkeypatch.setattr(fake, "comm_get_async_error", lambda comm: states.pop(0))
+    nccl_binding.revoke(object())
+    assert not states
+
+
 def test_a_failure_keeps_no_frames(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their arrays would live as long as the communicator."""
 
