@@ -22,8 +22,9 @@ from kos.errors import CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 
+_BYTES = np.dtype(np.uint8)
 _DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # a tag of MPI is a tag of ours and, above it, a dtype's code
-TAGS = 32 << _DTYPE_SHIFT
+_TAG, TAGS = (1 << _DTYPE_SHIFT) - 1, 32 << _DTYPE_SHIFT
 _LAST_WORDS = 2000  # characters
 
 
@@ -64,7 +65,7 @@ class Messages:
 
     def __init__(self, MPI: Any, comm: Any, calls: Calls | None, news: News | None, name: str) -> None:
         self._MPI, self._comm, self._calls, self._status = MPI, comm, calls, MPI.Status()
-        self._news, self._name = news, name
+        self._news, self._name, self._any_tag = news, name, MPI.ANY_TAG
         if news is not None:
             news.readers[name] = self
             ranks = MPI.Group.Translate_ranks(comm.Get_group(), list(range(comm.size)), news.comm.Get_group())
@@ -72,15 +73,14 @@ class Messages:
         self.flying: set[_Message] = set()
         self._posted: dict[tuple[int, int], deque[_Message]] = {}  # receives that nothing has met, by peer and tag
         self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # what nobody has asked for yet
-        self.looks, self._look_at = 0, 0.0
+        self.looks, self.look_at = 0, 0.0
         self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
         self.calls: dict[tuple[int, int], bytes] = {}  # of a collective and a rank, where ranks do not agree
         self.gone: dict[int, tuple[int, str]] = {}  # rank -> the first collective that it does not begin, and why
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         message = _Message(self, array, peer, tag)
-        wire_tag = tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
-        message.fly(self._comm.Isend(as_bytes(array, self._MPI), peer, wire_tag))
+        message.fly(self._comm.Isend(as_bytes(array, self._MPI), peer, message.wire_tag))
         return message
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
@@ -96,22 +96,22 @@ class Messages:
             return
         arrival = take(self._arrived, key) if self._arrived else None
         while arrival is None:
-            came = self._comm.Improbe(peer, self._MPI.ANY_TAG, self._status)
+            came = self._comm.Improbe(peer, self._any_tag, self._status)
             if came is None:
                 return
-            code, its_tag = divmod(self._status.Get_tag(), 1 << _DTYPE_SHIFT)
-            arrival = came, self._status.Get_count(), code
-            if its_tag != tag:
-                self._arrived.setdefault((peer, its_tag), deque()).append(arrival)
+            wire_tag = self._status.Get_tag()
+            arrival = came, self._status.Get_count(), wire_tag
+            if wire_tag & _TAG != tag:
+                self._arrived.setdefault((peer, wire_tag & _TAG), deque()).append(arrival)
                 arrival = None
         take(self._posted, key)
-        came, nbytes, code = arrival
+        came, nbytes, wire_tag = arrival
         array = message.array
-        if nbytes == array.nbytes and code == DTYPE_CODES[array.dtype]:
+        if wire_tag == message.wire_tag and nbytes == array.nbytes:
             message.fly(came.Irecv(as_bytes(array, self._MPI)))
         else:
             mpi_job.keep_unfinished(came.Irecv([np.empty(nbytes, np.uint8), self._MPI.BYTE]))
-            expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(code))
+            expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> _DTYPE_SHIFT))
             message.error = wrong_message(self._comm.rank, expected, peer, got)
 
     def tell(self, kind: str, sequence: int, why: str) -> None:
@@ -120,11 +120,8 @@ class Messages:
             self._news.tell(self._others, [self._name, self._comm.rank, kind, sequence, why[:_LAST_WORDS]])
 
     def hear(self) -> None:
-        """Look now and then for what other ranks told."""
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at, self.looks = now + LOOK_EVERY, self.looks + 1
+        """Look for what other ranks told, after ``look_at``."""
+        self.look_at, self.looks = time.monotonic() + LOOK_EVERY, self.looks + 1
         if self._news is not None:
             self._news.hear()
 
@@ -157,17 +154,18 @@ class Messages:
             if sequence <= o.sequence:
                 raise RankLost(f"{o}: rank {rank} is gone: {why}")
 
-    def departed(self, peer: int) -> str | None:
-        """Why that rank sends nothing more, or None; raises what the group failed of."""
+    def end_of(self, peer: int) -> KosError | None:
+        """Why a message to or from that rank is waited for in vain, if it is: the group failed, or the rank is gone."""
         if self.failure is not None:
-            raise type(self.failure[1])(str(self.failure[1]))
-        if peer in self.gone:
-            return self.gone[peer][1]
-        calls = self._calls
-        if calls is None or peer not in calls.segment.ranks:
-            return None
-        calls.raise_failure(sys.maxsize)
-        return calls.departed(calls.segment.ranks.index(peer))
+            return type(self.failure[1])(str(self.failure[1]))
+        why, calls = self.gone.get(peer, (0, None))[1], self._calls
+        if calls is not None and peer in calls.segment.ranks:
+            try:
+                calls.raise_failure(sys.maxsize)
+            except KosError as error:
+                return error
+            why = why or calls.departed(calls.segment.ranks.index(peer))
+        return None if why is None else RankLost(f"rank {peer} is gone: {why}")
 
     def awaited(self, tag: int) -> list[int]:
         """Peers of the messages in flight with that tag."""
@@ -183,15 +181,15 @@ class Messages:
 
 
 class _Message:
-    __slots__ = ("_looks", "_transport", "array", "complete", "error", "peer", "request", "tag", "waits_in_vain")
+    __slots__ = ("_looks", "_transport", "array", "complete", "error", "peer", "request", "tag", "wire_tag")
 
     def __init__(self, transport: Messages, array: Array, peer: int, tag: int) -> None:
         self._transport, self.array, self.peer, self.tag = transport, array, peer, tag
+        self.wire_tag = tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
         self.request: Any = None  # while MPI has it
         self.complete = False
         self.error: CollectiveMismatch | None = None
-        self._looks = transport.looks
-        self.waits_in_vain = False
+        self._looks = transport.looks  # -1 once there was an ``end_of`` it
 
     def fly(self, request: Any) -> None:
         self.request = request
@@ -213,22 +211,23 @@ class _Message:
                 self.request = None
                 transport.flying.discard(self)
         if not self.complete:
-            transport.hear()
+            if time.monotonic() >= transport.look_at:
+                transport.hear()
             if self._looks != transport.looks:
                 self._look()
         return self.complete
 
     def _look(self) -> None:
-        """Raise if this waits for a rank that is gone."""
-        self._looks = self._transport.looks
-        if (why := self._transport.departed(self.peer)) is not None:
-            if self.waits_in_vain:
-                raise RankLost(f"rank {self.peer} is gone: {why}")
-            self.waits_in_vain = True  # what it did last may have come after this poll: the next one decides
+        """Raise if this is waited for in vain."""
+        error, known = self._transport.end_of(self.peer), self._looks < 0
+        if error is not None and known:
+            raise error
+        # What came before may have been seen after this poll: the next one decides.
+        self._looks = -1 if error is not None else self._transport.looks
 
     def forget(self) -> None:
         self._transport.forget(lambda message: message is self)
 
 
 def as_bytes(array: Array, MPI: Any) -> list[Any]:
-    return [array.view(np.uint8), MPI.BYTE]
+    return [array.view(_BYTES), MPI.BYTE]
