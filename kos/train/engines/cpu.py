@@ -21,7 +21,6 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.optimizer import AdamW, clip_coefficient, global_norm
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parameters import Parameters
-from kos.train.stopping import Stopped
 
 LONG = 1e10
 """Flops of a layer, forward and backward, from which on a stop is asked for between layers: some tenths of a second."""
@@ -107,11 +106,7 @@ class CpuEngine:
         """All of it."""
         began = time.perf_counter()
         config = self.config
-        try:
-            losses = [self._round(step, index) for index in range(len(self.rounds))]
-        except Stopped:
-            self.parallel.settle()
-            raise
+        losses = [self._round(step, index) for index in range(len(self.rounds))]
         answers = self.comm.all_gather(np.array([stop, *losses], np.float64))
         micro_batches = answers[:, 1:].size
         loss = math.fsum(answers[:, 1:].flat) / micro_batches

@@ -89,13 +89,9 @@ class DataParallel:
             if self._carry is not None and round_index + 1 < rounds:
                 self.ops.copy(flat, self._carry)
         elif round_index + 1 == rounds:
-            self.settle()
-
-    def settle(self) -> None:
-        """Wait for what ``gradient_ready`` has started."""
-        for work in self._in_flight:
-            work.wait()
-        self._in_flight.clear()
+            for work in self._in_flight:
+                work.wait()
+            self._in_flight.clear()
 
     # ZeRO-1.
 
