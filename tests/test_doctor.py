@@ -145,7 +145,7 @@ def test_what_nobody_expected_is_a_finding() -> None:
 
 
 def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
-    def fails() -> Check:
+    def fails() -> list[Check]:
         raise OSError("the disk is on fire")
 
     assert checks.bounded("it", fails) == [Check("it", NO, "OSError: the disk is on fire")]
@@ -170,6 +170,32 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "beside", "verdict", "found"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "mpirun", OK, "{mpirun}"),
+        ("HYDRA build details:", "mpirun", NO, "{mpirun}, which is of MPICH"),
+        ("", "no", NO, "no mpirun"),
+    ],
+)
+def test_mpirun_of_another_mpi(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str, beside: str, verdict: str, found: str
+) -> None:
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        library = '["Open MPI v5", ["/lib/libmpi.so.40"]]'
+        return SimpleNamespace(returncode=0, stdout=said if "--version" in command else library)
+
+    (tmp_path / beside).touch()
+    monkeypatch.setattr(checks.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(checks.subprocess, "run", run)
+    monkeypatch.setattr(checks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(checks, "_version", lambda name: "4")
+    (check,) = checks.mpi()
+    everything = "Open MPI v5 (/lib/libmpi.so.40), mpi4py 4, " + found.format(mpirun=tmp_path / "mpirun")
+    assert (check.verdict, check.found) == (verdict, everything)
+    assert bool(check.remedy) == (verdict == NO)
+
+
+@pytest.mark.parametrize(
     ("reason", "kernel", "visible", "remedy"),
     [
         ("no CUDA driver (libcuda.so.1) on this machine", "", None, ""),
@@ -184,7 +210,7 @@ def test_no_cuda(monkeypatch: pytest.MonkeyPatch, reason: str, kernel: str, visi
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    check = checks.cuda_driver()
+    (check,) = checks.cuda_driver()
     assert (check.verdict, check.found) == (NO, reason)
     assert remedy in check.remedy and bool(check.remedy) == bool(remedy)
 

@@ -111,22 +111,21 @@ class Doctor:
 
     def show(self) -> int:
         """Print the report, on rank 0, and draw it if asked to; returns the exit status."""
-        status, report, picture, problem = int(bool(self.report.bad)), self.report, self.options.plot, ""
+        report, status, problem = self.report, int(bool(self.report.bad)), ""
         if self.rank != 0:
             return status
-        if self.options.measure and not report.matrices and not report.bad:
+        if self.options.measure and not report.matrices and not status:
             problem = "nothing to measure: expected two ranks or more, or two GPUs, got one"
             report.add([[Check("--measure", NO, problem)]])
-        elif picture is not None and report.matrices:
-            try:
-                draw(report.matrices[0], picture)
-            except (OSError, ValueError) as error:
-                problem = in_words(error)
         print(json.dumps(report.to_json(), indent=1) if self.options.json else report.to_text(), flush=True)
-        if picture is not None and problem:
-            print(f"kos: error: --plot: {problem}", file=sys.stderr)
-            return status or 2
-        return status
+        if self.options.plot is None:
+            return status
+        try:
+            if report.matrices:
+                draw(report.matrices[0], self.options.plot)
+        except (OSError, ValueError) as error:
+            problem = in_words(error)
+        return complain(problem) if problem else status
 
     def fail(self, what: str) -> None:
         """The stage that has been reached went wrong; rank 0 may never hear of it."""
@@ -141,6 +140,12 @@ class Doctor:
         os._exit(1)
 
 
+def complain(problem: str) -> int:
+    """There is no picture; returns the exit status."""
+    print(f"kos: error: --plot: {problem}", file=sys.stderr)
+    return 2
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m kos.doctor", description=(__doc__ or "").partition("\n")[2])
@@ -152,12 +157,11 @@ def main(arguments: list[str] | None = None) -> int:
     if not 1 <= options.timeout <= 1e5:
         parser.error(f"--timeout: expected 1 to 100000 seconds, got {options.timeout:g}")
     options.measure |= options.plot is not None
-    if options.plot is not None:
-        try:
+    try:
+        if options.plot is not None:
             check_picture(options.plot)  # on every rank: mpirun may hang where one alone exits this early
-        except KosError as error:
-            print(f"kos: error: --plot: {error}", file=sys.stderr)
-            return 2
+    except KosError as error:
+        return complain(str(error))
     return Doctor(options).examine()
 
 

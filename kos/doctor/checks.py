@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -64,23 +64,21 @@ class Check:
     remedy: str = ""
 
 
-def bounded(name: str, function: Callable[[], Check | Iterable[Check]], seconds: float = CHECK_SECONDS) -> list[Check]:
+def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float = CHECK_SECONDS) -> list[Check]:
     """What ``function`` found; its error, or its silence after ``seconds``, is a finding too."""
     found: list[Check] = []
 
     def run() -> None:
         try:
-            result = function()
-            found.extend([result] if isinstance(result, Check) else result)
+            found.extend(function())
         except Exception as error:
             found.append(Check(name, NO, in_words(error)))
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     thread.join(seconds)
-    if thread.is_alive():
-        return [*found, Check(name, NO, f"did not answer within {seconds:g} s")]
-    return found
+    late = [Check(name, NO, f"did not answer within {seconds:g} s")] if thread.is_alive() else []
+    return [*found, *late]
 
 
 def in_words(error: Exception) -> str:
@@ -98,11 +96,8 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def local_checks() -> list[Check]:
     """Everything that needs no other rank."""
-    checks: dict[str, Callable[[], Check | Iterable[Check]]] = {
-        "Python": python, "packages": packages, "MPI": mpi, "shared memory": shared_memory, "CUDA": cuda_driver,
-        "CUDA libraries": libraries, "NVRTC": nvrtc, "GPUs": gpus, "RDMA": rdma,
-    }  # fmt: skip
-    return [check for name, function in checks.items() for check in bounded(name, function)]
+    checks = (python, packages, mpi, shared_memory, cuda_driver, cuda_libraries, nvrtc, gpus, rdma)
+    return [check for each in checks for check in bounded(each.__name__.replace("_", " "), each)]
 
 
 def facts() -> dict[str, object]:
@@ -118,12 +113,12 @@ def facts() -> dict[str, object]:
     }
 
 
-def python() -> Check:
+def python() -> Iterator[Check]:
     found = f"{platform.python_version()} at {sys.executable}, kos {kos.__version__} at {kos.__path__[0]}"
-    return Check("Python", OK, found)
+    yield Check("Python", OK, found)
 
 
-def packages() -> Iterable[Check]:
+def packages() -> Iterator[Check]:
     for extra, names in _EXTRAS.items():
         versions = {name: _version(name) for name in names}
         missing = [name for name, version in versions.items() if version is None]
@@ -135,60 +130,58 @@ def packages() -> Iterable[Check]:
             yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
 
 
-def mpi() -> Check:
+def mpi() -> Iterator[Check]:
     """In a process of its own: an MPI that does not fit may end the process that loads it."""
     run = partial(subprocess.run, capture_output=True, text=True, timeout=CHECK_SECONDS)
     done = run([sys.executable, "-c", _MPI_PROBE])
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Check("MPI", NO, why, "pip install 'kos[mpi]', or install the system's MPI; torchrun needs none")
+        yield Check("MPI", NO, why, "pip install 'kos[mpi]', or install the system's MPI; torchrun needs none")
+        return
     library, paths = json.loads(done.stdout.splitlines()[-1])
     found = f"{library} ({paths[0] if paths else 'linked into mpi4py'}), mpi4py {_version('mpi4py')}"
     beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    if launcher is None:
-        return Check("MPI", NO, f"{found}, but no mpirun", "install the mpirun of that library, or use torchrun")
-    said = run([launcher, "--version"]).stdout
+    launcher, remedy = str(beside) if beside.exists() else shutil.which("mpirun"), ""
+    said = run([launcher, "--version"]).stdout if launcher else ""
     flavour = next((name for name in ("Open MPI", "Intel") if name in said), "MPICH" if "HYDRA" in said else "")
-    if flavour and flavour not in library:
+    if launcher is None:
+        remedy = "install the mpirun of that library, or use torchrun"
+    elif flavour and flavour not in library:
         remedy = "start with the mpirun of the library that mpi4py loads, or pip install --no-binary mpi4py mpi4py"
-        return Check("MPI", NO, f"{found}, but {launcher} is of {flavour}", remedy)
-    return Check("MPI", OK, f"{found}, {launcher}")
+    found += f", {launcher or 'no mpirun'}" + (f", which is of {flavour}" if remedy and launcher else "")
+    yield Check("MPI", NO if remedy else OK, found, remedy)
 
 
-def shared_memory() -> Check:
+def shared_memory() -> Iterator[Check]:
     """Of the container: NCCL and MPI put their buffers there (kos itself does not)."""
     space = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm: {space.free / 2**20:,.0f} of {space.total / 2**20:,.0f} MiB free"
-    if space.free < SMALL_SHM:
-        remedy = "docker run --shm-size=1g, or --ipc=host"
-        return Check("shared memory", NO, f"{found}, little for NCCL and MPI", remedy)
-    return Check("shared memory", OK, found)
+    remedy = "" if space.free >= SMALL_SHM else "little for NCCL and MPI: docker run --shm-size=1g, or --ipc=host"
+    yield Check("shared memory", NO if remedy else OK, found, remedy)
 
 
-def cuda_driver() -> Check:
-    reason = driver.unavailable()
+def cuda_driver() -> Iterator[Check]:
+    reason, visible = driver.unavailable(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if reason is not None:
         remedy = ""
         if "not installed" not in reason and _kernel_driver():
             remedy = "the kernel has NVIDIA's driver: start the container with --gpus all"
-        if "CUDA_VISIBLE_DEVICES" in os.environ:
+        if visible is not None:
             remedy = "CUDA_VISIBLE_DEVICES must name GPUs that nvidia-smi -L lists; unset, all are visible"
-        return Check("CUDA", NO, reason, remedy)
-    version, bindings = int(call(cu.cuDriverGetVersion)), _version("cuda-bindings") or "13"
+        yield Check("CUDA", NO, reason, remedy)
+        return
     from cuda.core import system
 
-    said = bounded("NVML", lambda: Check("", OK, ".".join(map(str, system.get_kernel_mode_driver_version()))))[0].found
-    found = f"driver {said}, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {bindings}"
-    if "CUDA_VISIBLE_DEVICES" in os.environ:
-        found += f", CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']}"
-    if version // 1000 < int(bindings.split(".")[0]):
-        remedy = f"a driver of CUDA {bindings.split('.')[0]} (580 for 13), or older bindings"
-        return Check("CUDA", NO, f"{found}: the driver is too old for the bindings", remedy)
-    return Check("CUDA", OK, found)
+    version, bindings = int(call(cu.cuDriverGetVersion)), _version("cuda-bindings") or "13"
+    kernel = _or_none(lambda: ".".join(map(str, system.get_kernel_mode_driver_version()))) or "unknown to NVML"
+    found = f"driver {kernel}, CUDA {version // 1000}.{version % 1000 // 10}, cuda-bindings {bindings}"
+    found += "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}"
+    old = version // 1000 < int(bindings.split(".")[0])
+    remedy = f"a driver of CUDA {bindings.split('.')[0]} (580 for 13), or older bindings" if old else ""
+    yield Check("CUDA", NO if old else OK, found, remedy)
 
 
-def libraries() -> Iterable[Check]:
+def cuda_libraries() -> Iterator[Check]:
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError:
@@ -206,15 +199,15 @@ def libraries() -> Iterable[Check]:
         yield Check("CUDA libraries", NO, f"not found: {', '.join(missing)}", remedy)
 
 
-def nvrtc() -> Check:
+def nvrtc() -> Iterator[Check]:
     found = cuda.visible_devices()
     arch = found[0].arch if found else "sm_90a"
     with tempfile.TemporaryDirectory() as folder:
         cubin = compile_kernels(Path(__file__).with_name("ping.cu"), arch, cache=KernelCache(Path(folder)))
-    return Check("NVRTC", OK, f"compiled a kernel for {arch}, {len(cubin):,} bytes")
+    yield Check("NVRTC", OK, f"compiled a kernel for {arch}, {len(cubin):,} bytes")
 
 
-def gpus() -> Iterable[Check]:
+def gpus() -> Iterator[Check]:
     for info in cuda.visible_devices():
         major, minor = info.compute_capability
         found = (
@@ -225,14 +218,15 @@ def gpus() -> Iterable[Check]:
         yield Check(f"GPU {info.index}", OK, found)
 
 
-def rdma() -> Check:
+def rdma() -> Iterator[Check]:
     nics, reason = devices.rdma_nics(), devices.gpu_direct_rdma()
+    found = ", ".join(f"{nic.name} {nic.state} {nic.rate} on NUMA node {_or_unknown(nic.numa_node)}" for nic in nics)
     if not nics:
-        return Check("RDMA", NO, "no RDMA network card (/sys/class/infiniband is empty)")
-    said = ", ".join(f"{nic.name} {nic.state} {nic.rate} on NUMA node {_or_unknown(nic.numa_node)}" for nic in nics)
-    if reason is not None and cuda.visible_devices():
-        return Check("RDMA", NO, f"{said}; not to GPU memory: {reason}", "modprobe nvidia_peermem")
-    return Check("RDMA", OK, said + ("; reaches GPU memory" if reason is None else ""))
+        yield Check("RDMA", NO, "no RDMA network card (/sys/class/infiniband is empty)")
+    elif reason is not None and cuda.visible_devices():
+        yield Check("RDMA", NO, f"{found}; not to GPU memory: {reason}", "modprobe nvidia_peermem")
+    else:
+        yield Check("RDMA", OK, found + ("; reaches GPU memory" if reason is None else ""))
 
 
 def _version(package: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import defaultdict
@@ -55,15 +56,10 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
 
     hosts = list(grouped("host_id").values())
     yield Check("hosts", OK, "; ".join(f"{everybody[ranks[0]]['host']}: {ranks_in_words(ranks)}" for ranks in hosts))
-    for what, verdict, remedy in (
-        ("kos", BAD, "install one version of kos on all hosts"),
-        ("numpy", NO, "install one version of numpy: deterministic runs need it"),
-        ("NCCL", NO, "install one version of nvidia-nccl-cu13 on all hosts; look at LD_LIBRARY_PATH"),
-        ("CUDA driver", NO, "one driver on all hosts"),
-    ):
+    for what, verdict in (("kos", BAD), ("numpy", NO), ("NCCL", NO), ("CUDA driver", NO)):
         if len(versions := grouped(what)) > 1:
             differ = "; ".join(f"{version or 'none'} on {ranks_in_words(ranks)}" for version, ranks in versions.items())
-            yield Check(f"{what} of the ranks", verdict, f"they differ: {differ}", remedy)
+            yield Check(f"{what} of the ranks", verdict, f"they differ: {differ}", "one version on all hosts")
     for ranks in hosts:
         where = f"{ranks_in_words(ranks)} of {everybody[ranks[0]]['host']}"
         for kind in ("pid", "ipc"):
@@ -143,37 +139,27 @@ def _copy_speed(memory: SymmetricMemory, other: int, stream: int) -> float:
 
 
 def measure_host(comm: Communicator) -> Matrix:
-    """Messages between host memory of every two ranks: 8 MiB one way, and 8 bytes there and back."""
-    rank, size = comm.rank, comm.size
-    bandwidth, latency = np.full((2, size), np.nan)
-    for reader in range(size):
-        for other in range(size):
-            comm.rendezvous.barrier()
-            if reader != other and rank in (reader, other):
-                peer = other if rank == reader else reader
-                small = _pingpong(comm, peer, rank == reader, 8, 8, 200)
-                large = _pingpong(comm, peer, rank == reader, 8, _HOST_BYTES, _REPEATS)
-                if rank == reader:
-                    latency[other] = small / 2 * 1e6
-                    bandwidth[other] = _HOST_BYTES / large / 1e9
-    labels = [f"rank {r}" for r in range(size)]
+    """Messages between host memory of every two ranks, there and back: 8 MiB for bandwidth, 8 bytes for latency."""
+    bandwidth, latency = np.full((2, comm.size), np.nan)
+    for pair in itertools.combinations(range(comm.size), 2):
+        comm.rendezvous.barrier()
+        if comm.rank in pair:
+            other = sum(pair) - comm.rank
+            latency[other] = _one_way(comm, other, 8, 200) * 1e6
+            bandwidth[other] = _HOST_BYTES / _one_way(comm, other, _HOST_BYTES, _REPEATS) / 1e9
+    labels = [f"rank {r}" for r in range(comm.size)]
     return Matrix("host", labels, _gather(comm.rendezvous, bandwidth), _gather(comm.rendezvous, latency))
 
 
-def _pingpong(comm: Communicator, peer: int, asks: bool, request: int, answer: int, rounds: int) -> float:
-    """Seconds of one round: ``request`` bytes there, ``answer`` bytes back."""
-    ask, reply = np.zeros(request, np.uint8), np.zeros(answer, np.uint8)
-    begin = 0.0
+def _one_way(comm: Communicator, other: int, nbytes: int, rounds: int) -> float:
+    """Seconds that a message takes, the first round left out."""
+    message, begin = np.zeros(nbytes, np.uint8), 0.0
     for turn in range(rounds + 1):
         if turn == 1:
             begin = time.perf_counter()
-        if asks:
-            comm.send(ask, peer)
-            comm.recv(reply, peer)
-        else:
-            comm.recv(ask, peer)
-            comm.send(reply, peer)
-    return (time.perf_counter() - begin) / rounds
+        for sends in (comm.rank < other, comm.rank > other):
+            (comm.send if sends else comm.recv)(message, other)
+    return (time.perf_counter() - begin) / rounds / 2
 
 
 def _gather(rendezvous: Rendezvous, row: np.ndarray[Any, Any]) -> list[list[float | None]]:
@@ -186,14 +172,15 @@ def trial(comm: Communicator) -> Check:
     pattern = (np.arange(_COUNT) % 1013).astype(np.float32)
     expected = comm.size * pattern + comm.size * (comm.size - 1) / 2
     mine = pattern + np.float32(comm.rank)
-    for place in ("the host", "the GPUs") if comm.device is not None else ("the host",):
+    places = ["host"] if comm.device is None else ["host", "GPUs"]
+    for place in places:
         try:
-            array = Array.from_numpy(mine, comm.device or 0) if place == "the GPUs" else mine.copy()
+            array = Array.from_numpy(mine, comm.device or 0) if place == "GPUs" else mine.copy()
             result = comm.all_reduce(array)
-            wrong = int(np.sum((result.numpy() if place == "the GPUs" else result) != expected))
+            wrong = int(np.sum((result.numpy() if place == "GPUs" else result) != expected))
         except Exception as error:
-            return Check("all_reduce", BAD, f"in memory of {place}: {in_words(error)}")
+            return Check("all_reduce", BAD, f"in memory of the {place}: {in_words(error)}")
         if wrong:
-            return Check("all_reduce", BAD, f"in memory of {place}: {wrong} of {_COUNT} elements are wrong")
-    where = "in memory of the host" + " and the GPUs" * (comm.device is not None)
-    return Check("all_reduce", OK, f"exact on {comm.size} rank{'s' * (comm.size > 1)}, {where}")
+            return Check("all_reduce", BAD, f"in memory of the {place}: {wrong} of {_COUNT} elements are wrong")
+    ranks = f"{comm.size} rank{'s' * (comm.size > 1)}"
+    return Check("all_reduce", OK, f"exact on {ranks}, in memory of the {' and the '.join(places)}")
