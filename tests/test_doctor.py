@@ -144,6 +144,13 @@ def test_what_nobody_expected_is_a_finding() -> None:
     assert "ZeroDivisionError: division" in said and "backend  usable" in said
 
 
+def test_a_wrong_sum_ends_training() -> None:
+    code = "from kos.comm import Communicator as C\nf = C.all_reduce\nC.all_reduce = lambda self, x: f(self, x) + 1"
+    status, said, _ = run(code=code)
+    assert status == 1 and "in memory of the host: 1000003 of 1000003 elements are wrong" in said
+    assert said.splitlines()[-1] == "This rank cannot train, see: all_reduce."
+
+
 def test_a_check_that_fails_or_hangs_is_a_finding() -> None:
     def fails() -> list[Check]:
         raise OSError("the disk is on fire")
