@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,17 @@ with kos.init(timeout=20) as comm:
     part.close()
     print(f"rank {comm.rank} of {comm.size} on {socket.gethostname()}, local {comm.local_rank} of "
           f"{comm.local_size}, on {comm.backend_name}: {x[-1]:g}, {y[0]:g}", flush=True)
+"""
+
+
+MISMATCH = """
+import kos, numpy as np
+comm = kos.init(timeout=30)
+comm.all_reduce(np.ones(4))
+try:
+    comm.all_reduce(np.ones(4, np.int32 if comm.rank == 1 else np.float32))
+except kos.errors.CollectiveMismatch as error:
+    print(" ".join(str(error).split()[-3:]), flush=True)
 """
 
 
@@ -124,6 +136,18 @@ def test_environment(hosts: Hosts, master: str) -> None:
         (0, f"rank {rank} of 4 on {HOSTS[rank % 2]}, local {rank // 2} of 2, on tcp: 10, 2\n")
         for rank in range(4)
     ]
+
+
+def test_mismatch(hosts: Hosts, tmp_path: Path) -> None:
+    """Of the one rank on the second host with two that share memory, and of two and two."""
+    began = time.monotonic()
+    lines = hosts.mpirun(tmp_path, 3, sys.executable, "-c", MISMATCH).splitlines()
+    results = hosts.start([0, 1, 0, 1], sys.executable, "-c", MISMATCH)
+    assert time.monotonic() - began < 30
+    differing = {"float32 against int32", "int32 against float32"}
+    assert len(lines) == 3 and set(lines) <= differing
+    assert [code for code, _ in results] == [0] * 4
+    assert {output.strip() for _, output in results} <= differing, results
 
 
 def test_environment_without_a_secret(hosts: Hosts) -> None:

@@ -103,7 +103,8 @@ class TCPBackend(HostBackend):
             if time.monotonic() > tell_at:
                 tell_at = math.inf
                 mesh.announce(tag)
-            mesh.check(tag)
+            if mesh.failure is not None:
+                mesh.check(tag)
             return here is None or here()
 
         return go_on
