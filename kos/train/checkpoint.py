@@ -27,7 +27,6 @@ from kos.files import replace_file, sync
 from kos.train import huggingface
 from kos.train.model import LlamaConfig
 from kos.train.optimizer import AdamW
-from kos.train.parameters import Parameters
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -64,17 +63,9 @@ class Checkpoint:
 
 
 def save(
-    folder: Path,
-    *,
-    step: int,
-    weights: Parameters,
-    optimizer: AdamW,
-    model: LlamaConfig,
-    tokenizer: Mapping[str, Any],
-    config: Mapping[str, Any],
-    keep: int,
-    went_on_from: int | None = None,
-) -> Path:
+    folder: Path, *, step: int, optimizer: AdamW, model: LlamaConfig, tokenizer: Mapping[str, Any],
+    config: Mapping[str, Any], keep: int, went_on_from: int | None = None,
+) -> Path:  # fmt: skip
     """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it.
 
     Later steps are deleted too, and at the first save of a run all above the step ``went_on_from``: the run
@@ -86,7 +77,7 @@ def save(
         sync(folder.parent)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        _write_tensors(temporary / "model.safetensors", huggingface.tensors_of(weights))
+        _write_tensors(temporary / "model.safetensors", huggingface.tensors_of(optimizer.weights))
         _write_tensors(temporary / "optimizer.safetensors", _moments(optimizer))
         write_json(temporary / "config.json", huggingface.to_huggingface(model))
         write_json(temporary / TOKENIZER, tokenizer)

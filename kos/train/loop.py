@@ -254,16 +254,10 @@ class Trainer:
     def _write(self, step: int, state: AdamW) -> None:
         if self.comm.rank == 0:
             checkpoint.save(
-                self.checkpoints,
-                step=step,
-                weights=state.weights,
-                optimizer=state,
-                model=self.model_config,
-                tokenizer=self.data.tokenizer.to_json(),
-                config=self.description,
-                keep=self.config.keep,
+                self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
+                tokenizer=self.data.tokenizer.to_json(), keep=self.config.keep,
                 went_on_from=None if self._has_saved else self.start,
-            )
+            )  # fmt: skip
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config
@@ -282,17 +276,11 @@ class Trainer:
         if early := step < self.config.steps:
             say(f"stopped on request after step {step}; go on with the same settings and --out {shown} --resume auto")
         elif self.config.sample_tokens and not stopped:
+            config = self.config
             text = sample_text(
-                model,
-                weights,
-                self.data.tokenizer,
-                self.config.prompt,
-                self.config.sample_tokens,
-                seed=self.config.seed,
-                temperature=self.config.temperature,
-                top_k=self.config.top_k,
-                cut=lambda: self.stop.asked,
-            )
+                model, weights, self.data.tokenizer, config.prompt, config.sample_tokens, seed=config.seed,
+                temperature=config.temperature, top_k=config.top_k, cut=lambda: self.stop.asked,
+            )  # fmt: skip
             say(f"--- a sample ---\n{text}\n----------------")
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")

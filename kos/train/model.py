@@ -75,15 +75,9 @@ class Llama:
     # --- whole passes --------------------------------------------------------------------------------
 
     def loss_and_gradients(
-        self,
-        weights: Weights,
-        tokens: Array,
-        targets: Array,
-        gradients: Weights,
-        *,
-        accumulate: bool,
+        self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, *, accumulate: bool,
         on_gradient: Callable[[str], object] | None = None,
-    ) -> float:
+    ) -> float:  # fmt: skip
         """The mean loss over the targets, its gradients written to (``accumulate``: added to) ``gradients``.
 
         ``on_gradient(name)`` is called when a gradient is final, in the order of ``parameter_shapes``.
@@ -97,16 +91,9 @@ class Llama:
             return float(self.ops.to_host(loss)[0])
 
     def queue_loss_and_gradients(
-        self,
-        weights: Weights,
-        tokens: Array,
-        targets: Array,
-        gradients: Weights,
-        loss: Array,
-        *,
-        accumulate: bool,
+        self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, loss: Array, *, accumulate: bool,
         on_gradient: Callable[[str], object] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """As ``loss_and_gradients``, inside ``ops.step`` of the caller: the loss goes to ``loss`` (1,), float64.
 
         Waits for nothing, so that a dialect that queues its work may have the pass captured.
@@ -274,15 +261,9 @@ class Llama:
             self._norm_backward(weights, names.input_norm, d_normed_ND, kept.x_ND, kept.rstd_in_N, dx_ND, into)
 
     def head_loss_and_gradients(
-        self,
-        weights: Weights,
-        x_ND: Array,
-        targets_N: Array,
-        count: Array,
-        losses_N: Array,
-        dx_ND: Array,
+        self, weights: Weights, x_ND: Array, targets_N: Array, count: Array, losses_N: Array, dx_ND: Array,
         into: Gradients,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Forward and backward in one, so that only ``head_rows`` rows of logits exist.  Writes ``dx_ND``."""
         ops, arena, name, norm = self.ops, self.arena, self.config.head, self.config.final_norm
         with arena.scope():

@@ -32,11 +32,10 @@ def _state(seed: int) -> tuple[Parameters, AdamW]:
 
 
 def _save(folder: Path, step: int, seed: int = 0, keep: int = 99) -> Path:
-    weights, optimizer = _state(seed)
+    _, optimizer = _state(seed)
     return checkpoint.save(
         folder,
         step=step,
-        weights=weights,
         optimizer=optimizer,
         model=MODEL,
         tokenizer={"name": "bytes"},

@@ -83,7 +83,6 @@ def _save(folder: Path, step: int) -> Path:
     return checkpoint.save(
         folder,
         step=step,
-        weights=weights,
         optimizer=AdamW(weights),
         model=MODEL,
         tokenizer={"name": "bytes"},
