@@ -58,7 +58,6 @@ class Backend(ABC):
     """One way to carry collectives.  Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
 
     name: str
-    sees_all = False  # whether ``agree`` compares this rank's call with those of all others
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size = rendezvous.rank, rendezvous.size
@@ -298,7 +297,7 @@ class Backend(ABC):
         requests += [transport.isend(send[peer], peer, tag) for peer in self._peers()]
         np.copyto(recv[self.rank], send[self.rank].copy())
         yield from self._wait_for(*requests)
-        if o.name == "all_to_all_v" or not self.sees_all:
+        if o.name == "all_to_all_v":
             # Two ranks alone know whether their counts agree: nobody goes on before all have found that they do.
             yield from self._meet(tag)
 

@@ -32,14 +32,14 @@ class HostBackend(Backend):
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
-        self.crowded = False
+        self.crowded, self.one_host = False, self.size == 1
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
             self._calls = Calls(self._segment)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
-            self.sees_all = self._segment.size == self.size
-            if self.sees_all:
+            self.one_host = self._segment.size == self.size
+            if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded)
 
     def share_calls(self, host: HostBackend) -> None:

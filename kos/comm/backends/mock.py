@@ -38,7 +38,6 @@ class MockBackend(Backend):
     """Carries a group whose ranks are threads of this process, or a group of one."""
 
     name = "mock"
-    sees_all = True
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)

@@ -59,16 +59,13 @@ class MPIBackend(HostBackend):
         self._MPI = mpi_job.load_mpi()
         # A communicator of our own: our tags and our order of collectives never meet anybody else's.
         self._comm = self._duplicate(rendezvous)
-        self._one_host, self.sees_all = self.sees_all or self.size == 1, True
         self._begun = 0  # the number of the next collective
         self._asked = self._agreed = 0  # collectives that are compared, and those known to be alike
-        name, self._comms = "", [self._comm]
-        if not self._one_host:
+        self._comms, news, name = [self._comm], None, ""
+        if not self.one_host:
             self._comms.append(self._duplicate(rendezvous))  # where calls are compared: before what they do, or after
-            if rendezvous.news is None:
-                rendezvous.news = News(self._MPI, self._duplicate(rendezvous))
+            news = rendezvous.news = rendezvous.news or News(self._MPI, self._duplicate(rendezvous))
             name = rendezvous.allgather(os.urandom(8))[0].hex()
-        news = None if self._one_host else rendezvous.news
         self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
@@ -117,7 +114,7 @@ class MPIBackend(HostBackend):
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         """Where the group spans hosts, an MPI_Allreduce of fingerprints compares them, and says that all have come."""
         here = super().agree(operation)
-        if self._one_host:
+        if self.one_host:
             return here
         self._begun = operation.sequence + 1
         turn, self._asked = self._asked, self._asked + 1

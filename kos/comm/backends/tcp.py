@@ -93,7 +93,7 @@ class TCPBackend(HostBackend):
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         """Between hosts nobody waits for that: messages of another call raise, or the words of who waits."""
         here, mesh = super().agree(operation), self._mesh
-        if self.sees_all or self.size == 1:
+        if self.one_host:
             return here
         tag, tell_at = self._tag(operation), time.monotonic() + _PATIENCE
         mesh.begin(operation, tag, self._fingerprints)
