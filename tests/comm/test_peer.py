@@ -173,7 +173,8 @@ def test_messages_of_a_batch_wait_for_none_of_it(ranks: GPURanks, seed: int) -> 
     ranks.run(body)
 
 
-def test_a_send_recv_meets_a_recv_and_then_a_send(ranks: GPURanks, seed: int) -> None:
+@pytest.mark.parametrize("first", ["recv", "send"])
+def test_a_send_recv_meets_the_two_one_after_the_other(ranks: GPURanks, seed: int, first: str) -> None:
     """Of more bytes than the slots hold: each way goes on without the other."""
 
     def body(gpu: Any) -> None:
@@ -184,9 +185,12 @@ def test_a_send_recv_meets_a_recv_and_then_a_send(ranks: GPURanks, seed: int) ->
         out = on_gpu(comm, poison(count, np.uint8))
         if gpu.rank < other:
             comm.send_recv(x, out, other, other)
-        else:
+        elif first == "recv":
             comm.recv(out, other)
             comm.send(x, other)
+        else:
+            comm.send(x, other)
+            comm.recv(out, other)
         comm.synchronize()
         assert_bits(out.numpy(), inputs(seed + other, 1, count, np.uint8)[0], "what came")
 

@@ -154,7 +154,8 @@ def test_without_waits_the_storm_is_wrong(ranks: ThreadRanks, seed: int, kind: s
     assert sum(ranks.run_bare(lambda r: storm(r, HostMemory, seed, [kind], 40, BROKEN=1))) > 0
 
 
-def test_a_send_recv_meets_a_recv_and_then_a_send(ranks: ThreadRanks) -> None:
+@pytest.mark.parametrize("first", ["recv", "send"])
+def test_a_send_recv_meets_the_two_one_after_the_other(ranks: ThreadRanks, first: str) -> None:
     """Of more batches than there are slots, in one channel: the emulation runs blocks one after another."""
 
     def body(rendezvous: Rendezvous) -> None:
@@ -163,7 +164,8 @@ def test_a_send_recv_meets_a_recv_and_then_a_send(ranks: ThreadRanks) -> None:
         send, recv = ([none] * SIZE, [none] * SIZE)
         if rank < 2:
             send[1 - rank], recv[1 - rank] = (x.pointer, x.nbytes), (out.pointer, out.nbytes)
-        for each in [(send, recv)] if rank == 0 else [([none] * SIZE, recv), (send, [none] * SIZE)]:
+        apart = [([none] * SIZE, recv), (send, [none] * SIZE)]
+        for each in [(send, recv)] if rank == 0 else apart if first == "recv" else apart[::-1]:
             engine.bind_exchange(*each)(0)
         engine.check("exchange")
         assert rank == 2 or (out.numpy() == 1 - rank).all()

@@ -9,7 +9,7 @@
 //
 // A block waits until it can send the next batch to every rank and take the one before from every rank, but not for
 // long: then it goes on with what is ready, since either way between two ranks may have to come to its end first (a
-// receive and then a send there, both at once here).
+// receive and then a send there, or a send and then a receive, both at once here).
 #include "channel.cuh"
 
 #ifndef THREADS
@@ -118,16 +118,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // What can be done with rank t now; 0 when nothing is left to do.
     auto turn = [&]() {
         const bool sends = length(pieces[t].sending, out[t]), takes = length(pieces[t].receiving, in[t]);
-        const unsigned wanted = sends * SENDS | (takes && (!sends || in[t] < out[t])) * TAKES;
+        const unsigned wanted = sends * SENDS | takes * TAKES;
 #ifdef BROKEN
         return wanted;
 #else
+        // What comes is not waited for before as much has gone: the other rank may wait for that.
+        const unsigned enough = sends && in[t] >= out[t] ? unsigned(SENDS) : wanted;
         const u64 counters = own + line + 4 * t;
         unsigned ready = 0;
-        for (unsigned looks = 0; ready != wanted && looks < PATIENCE && !dead; looks++) {
+        for (unsigned looks = 0; (ready & enough) != enough && looks < PATIENCE && !dead; looks++) {
             for (unsigned phase = 0; phase < 2; phase++) {
                 const unsigned way = phase ? TAKES : SENDS, count = phase ? got[t] + 1 : sent[t] - 1;
-                if (!(wanted & ~ready & way)) continue;
+                if (!(wanted & ~ready & way) || (ready & enough) == enough) continue;
                 const unsigned seen = load_acquire(counters + (phase ? ARRIVED_BATCHES : TAKEN_BATCHES));
                 if (int(seen - count) >= 0) ready |= way;
                 else wait.again(context, rank, dead, t, count, seen, phase);
