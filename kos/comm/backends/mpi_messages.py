@@ -73,7 +73,7 @@ class Messages:
         self.flying: set[_Message] = set()
         self._posted: dict[tuple[int, int], deque[_Message]] = {}  # receives that nothing has met, by peer and tag
         self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # what nobody has asked for yet
-        self.looks, self.look_at = 0, 0.0
+        self.looks, self.look_at = 1, 0.0
         self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
         self.calls: dict[tuple[int, int], bytes] = {}  # of a collective and a rank, where ranks do not agree
         self.gone: dict[int, tuple[int, str]] = {}  # rank -> the first collective that it does not begin, and why
@@ -189,7 +189,7 @@ class _Message:
         self.request: Any = None  # while MPI has it
         self.complete = False
         self.error: CollectiveMismatch | None = None
-        self._looks = transport.looks  # -1 once there was an ``end_of`` it
+        self._looks = transport.looks  # negative once there was an ``end_of`` it
 
     def fly(self, request: Any) -> None:
         self.request = request
@@ -213,17 +213,17 @@ class _Message:
         if not self.complete:
             if time.monotonic() >= transport.look_at:
                 transport.hear()
-            if self._looks != transport.looks:
+            if abs(self._looks) != transport.looks:
                 self._look()
         return self.complete
 
     def _look(self) -> None:
         """Raise if this is waited for in vain."""
-        error, known = self._transport.end_of(self.peer), self._looks < 0
-        if error is not None and known:
+        error, looks = self._transport.end_of(self.peer), self._transport.looks
+        if error is not None and self._looks < 0:
             raise error
-        # What came before may have been seen after this poll: the next one decides.
-        self._looks = -1 if error is not None else self._transport.looks
+        # MPI may need some polls to see what came before: the next look decides.
+        self._looks = looks if error is None else -looks
 
     def forget(self) -> None:
         self._transport.forget(lambda message: message is self)
