@@ -21,6 +21,8 @@ _NO_COLOR = -1
 _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _HOST_IMMEDIATE = 1
+_REVOKE_LOOKS = 10_000
+"""A millisecond apart: less than callers wait for it."""
 _VERSIONED_NAMES = {"revoke": 22807, "window": 22700}
 """The version of NCCL, as 22809 for 2.28.9, that brought what older ones lack."""
 
@@ -88,8 +90,11 @@ def revoke(comm: Any) -> None:
     """End everything that ``comm`` has in flight; only ``shrink`` and ``abort`` come after it."""
     require("revoke")
     library().comm_revoke(comm, 0)
-    while int(library().comm_get_async_error(comm)) == _IN_PROGRESS:  # as nccl.h allows
+    for _ in range(_REVOKE_LOOKS):
+        if int(library().comm_get_async_error(comm)) != _IN_PROGRESS:  # as nccl.h allows
+            return
         time.sleep(0.001)
+    raise CollectiveError("revoke: still in progress")  # and ``comm`` may be aborted: nobody looks at it any more
 
 
 def shrink(comm: Any, excluded: Sequence[int], name: str) -> Any:

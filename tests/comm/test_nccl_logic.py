@@ -515,6 +515,11 @@ def test_revoke_returns_when_nothing_is_in_flight_any_more(fake: FakeNCCL, monke
     monkeypatch.setattr(fake, "comm_get_async_error", lambda comm: states.pop(0))
     nccl_binding.revoke(object())
     assert not states
+    monkeypatch.setattr(nccl_binding, "_REVOKE_LOOKS", 3)
+    states.extend([7] * 3)
+    with pytest.raises(CollectiveError, match="still in progress"):
+        nccl_binding.revoke(object())
+    assert not states
 
 
 def test_a_failure_keeps_no_frames(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
