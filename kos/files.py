@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import threading
 from pathlib import Path
 
 from kos.errors import BackendUnavailable, InvalidArgument
 
 PICTURES = (".png", ".svg")
+_drafts = itertools.count()
 
 
 def cache_folder() -> Path:
@@ -18,14 +19,14 @@ def cache_folder() -> Path:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file to a temporary name, fsync it, and rename it.  A failure leaves what was there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+    # A name of its own and no lock: a signal may ask for the same file in the midst of this.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_drafts)}.tmp")
     try:
         temporary.write_bytes(content)
         sync(temporary)
         os.replace(temporary, path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     sync(path.parent)
 
 

@@ -107,19 +107,16 @@ def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:
     ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps([wanted, ballot]).encode())]
     for rank, (theirs, _) in enumerate(ballots):
         if theirs != wanted:
-            raise RendezvousError(
-                f"init: rank {rendezvous.rank} asked for backend {wanted!r}, rank {rank} for {theirs!r}"
-            )
+            asked = f"rank {rendezvous.rank} asked for backend {wanted!r}"
+            raise RendezvousError(f"init: {asked}, rank {rank} for {theirs!r}")
     agreed = dict(mine)
     for name in BACKENDS:
+        holders: dict[str, int] = {}  # of each claim, the first rank
         for rank, (_, votes) in enumerate(ballots):
-            usable, reason, _ = votes[name]
+            usable, reason, claim = votes[name]
             if not usable:
                 agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
                 break
-        claims: dict[str, int] = {}
-        for rank, (_, votes) in enumerate(ballots):
-            claim = votes[name][2]
-            if agreed[name].usable and claim and claims.setdefault(claim, rank) != rank:
-                agreed[name] = Probe(False, f"ranks {claims[claim]} and {rank} share {claim}")
+            if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
+                agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
     return agreed

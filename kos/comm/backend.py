@@ -218,7 +218,7 @@ class Backend(ABC):
 
     def _reduce_scatter(self, o: Operation) -> Steps:
         x, out, reduction = _reducing(o)
-        staged = x if reduction.is_plain and not _overlap(x, out) else reduction.stage(x, None)
+        staged = x if reduction.is_plain and not np.may_share_memory(x, out) else reduction.stage(x, None)
         part = out if out.dtype == reduction.carrier else np.empty(out.shape, reduction.carrier)
         yield from self._carry(o, "reduce_scatter", input=staged, output=part)
         reduction.finish(part, out)
@@ -233,7 +233,7 @@ class Backend(ABC):
         """Also gather, scatter and all_to_all: what this rank has goes in, what it gets comes out."""
         spaces = {"input": o.send, "output": o.recv}
         flat = {space: buffer.flat for space, buffer in spaces.items() if buffer is not None}
-        if len(flat) == 2 and _overlap(flat["input"], flat["output"]):
+        if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
             flat["input"] = flat["input"].copy()
         yield from self._carry(o, o.name, **flat)
 
@@ -293,17 +293,14 @@ class Backend(ABC):
         Empty pieces travel too: the other side may expect something.
         """
         tag, transport = self._tag(o), self.transport
-        requests = [transport.irecv(recv[peer], peer, tag) for peer in self._peers()]
-        requests += [transport.isend(send[peer], peer, tag) for peer in self._peers()]
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # from the right on: they spread
+        requests = [transport.irecv(recv[peer], peer, tag) for peer in peers]
+        requests += [transport.isend(send[peer], peer, tag) for peer in peers]
         np.copyto(recv[self.rank], send[self.rank].copy())
         yield from self._wait_for(*requests)
         if o.name == "all_to_all_v":
             # Two ranks alone know whether their counts agree: nobody goes on before all have found that they do.
             yield from self._meet(tag)
-
-    def _peers(self) -> list[int]:
-        """The other ranks, each rank starting with its right neighbour so that they spread."""
-        return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     @staticmethod
     def _wait_for(*requests: Request) -> Steps:
@@ -315,10 +312,6 @@ class Backend(ABC):
 def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:
     assert o.send is not None and o.reduction is not None
     return o.send.flat, (o.recv or o.send).flat, o.reduction
-
-
-def _overlap(a: Array, b: Array) -> bool:
-    return np.may_share_memory(a, b)
 
 
 def _pieces(x: Array, counts: Sequence[int] | None) -> list[Array]:

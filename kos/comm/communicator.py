@@ -6,7 +6,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -53,13 +52,9 @@ class Communicator(Operations):
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        rendezvous: Rendezvous,
-        probes: Mapping[str, Probe],
-        timeout: float,
+        self, backend: Backend, rendezvous: Rendezvous, probes: Mapping[str, Probe], timeout: float,
         group: Group | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.backend, self.backend_name = backend, backend.name
         self.device = getattr(backend, "device", None)
         self.rendezvous = rendezvous
@@ -99,13 +94,8 @@ class Communicator(Operations):
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
         if isinstance(self.backend, DeviceBackend):  # which does not carry bytes of the host
-            rendezvous, usual = self.rendezvous, self.rendezvous.timeout
-            rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
-            try:
-                with self._meeting():
-                    return rendezvous.allgather(bytes(data))
-            finally:
-                rendezvous.timeout = usual
+            with self._meeting(timeout):
+                return self.rendezvous.allgather(bytes(data))
         x = np.frombuffer(bytes(data), np.uint8)
         self._depth += 1  # the call site is our caller
         try:
@@ -172,12 +162,16 @@ class Communicator(Operations):
         return self._descendant(f"{name}:shrunk", rendezvous, backend)
 
     @contextmanager
-    def _meeting(self) -> Iterator[None]:
+    def _meeting(self, timeout: float | None = None) -> Iterator[None]:
         """Errors of the rendezvous, which knows no names, with this communicator's."""
+        rendezvous, usual = self.rendezvous, self.rendezvous.timeout
+        rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
         try:
             yield
         except (RendezvousError, RankLost) as error:
             raise type(error)(f"{self.name}: {error}") from error
+        finally:
+            rendezvous.timeout = usual
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         mine = str(self._group.ranks[self.rank]).encode()
@@ -255,9 +249,7 @@ class Communicator(Operations):
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         if value is None or (isinstance(value, SystemExit) and not value.code):
             self.close()
         else:
@@ -275,12 +267,11 @@ class Communicator(Operations):
             async_op = truth("async_op", async_op)
         if type(algorithm) is not str or algorithm != "auto":
             check_algorithm(algorithm, o)
-        if self._batch is not None:
-            if async_op:
-                raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
-            self.backend.prepare(o)
-            return self._batch.add(o)
+        if self._batch is not None and async_op:
+            raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
         self.backend.prepare(o)
+        if self._batch is not None:
+            return self._batch.add(o)
         o.overlap = async_op
         work = self._launch(o, self._depth)
         return work if async_op else work.wait()

@@ -212,9 +212,10 @@ class TCPRendezvous(Rendezvous):
             self._failure = FAILURES[kind](answer.decode(errors="replace"))
         raise self._failure
 
-    def _host_group(self) -> tuple[int, int]:
-        local_rank, local_size = super()._host_group()
-        return (local_rank if self._told_local_rank is None else self._told_local_rank), local_size
+    @property
+    def local_rank(self) -> int:
+        counted = super().local_rank  # collective, so also where it was told
+        return counted if self._told_local_rank is None else self._told_local_rank
 
 
 class EnvRendezvous(TCPRendezvous):

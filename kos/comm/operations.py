@@ -6,8 +6,7 @@ Every call goes one way: arguments → buffers → ``Operation`` → ``_go``, wh
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kos.comm.arguments import (
@@ -32,7 +31,7 @@ from kos.memory import Buffer, as_buffer
 Op = ReduceOp | PremulSum
 
 
-class Operations(ABC):
+class Operations:
     """Every operation, and its persistent form."""
 
     rank: int
@@ -40,11 +39,8 @@ class Operations(ABC):
     device: int | None
     """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
     _batch: Batch | None
-
-    @abstractmethod
-    def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = "auto",
-            deterministic: bool = False) -> Any:
-        """Launch ``o`` with the options of its caller, or keep it for a batch."""
+    _go: Callable[..., Any]
+    """Launches an operation with the options of its caller, or keeps it for a batch."""
 
     # Collectives that reduce.
 

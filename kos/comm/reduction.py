@@ -132,9 +132,10 @@ class Reduction:
 
 def resolve(op: Any, dtype: DType, size: int) -> Reduction:
     """Check that ``op`` makes sense for ``dtype``; raises InvalidArgument naming both if it does not."""
-    return _known(op, dtype, size) if type(op) is ReduceOp else _resolve(op, dtype, size)
+    return (_resolve if type(op) is ReduceOp else _resolve.__wrapped__)(op, dtype, size)
 
 
+@lru_cache
 def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
     factor = 1.0
     if isinstance(op, PremulSum):
@@ -153,6 +154,3 @@ def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
     combine = _complex_product if op is ReduceOp.PROD and dtype.kind == "complex" else _COMBINE[op]
     plain = carrier == dtype.numpy and op is not ReduceOp.PREMUL_SUM
     return Reduction(op, dtype, size, factor, carrier, combine, plain)
-
-
-_known = lru_cache(_resolve)

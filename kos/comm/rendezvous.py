@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -38,8 +38,7 @@ class Rendezvous(ABC):
     network: Any = None
     device: int | None = None
     """The GPU that this rank was told to use, by its number in this process."""
-    _local: tuple[int, int] | None = None
-    _nodes: list[int | None]
+    _near: dict[int, int | None] | None = None
 
     @abstractmethod
     def allgather(self, data: bytes) -> list[bytes]:
@@ -52,14 +51,13 @@ class Rendezvous(ABC):
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
 
+    @abstractmethod
     def check_shrink(self) -> None:
         """Raise BackendUnavailable, with the reason, if a rank that is gone is the end of this group."""
-        raise BackendUnavailable(f"shrink: {type(self).__name__} cannot go on without all of its ranks")
 
+    @abstractmethod
     def shrink(self) -> Rendezvous:
         """The group of the ranks that are not gone, in their order; all of them call it."""
-        self.check_shrink()
-        raise NotImplementedError
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
@@ -77,18 +75,17 @@ class Rendezvous(ABC):
     @property
     def local_rank(self) -> int:
         """Index of this rank among the group's ranks on the same host.  Collective on first use."""
-        return self._host_group()[0]
+        return list(self._neighbours).index(self.rank)
 
     @property
     def local_size(self) -> int:
         """Number of the group's ranks on the same host.  Collective on first use."""
-        return self._host_group()[1]
+        return len(self._neighbours)
 
     @property
     def local_nodes(self) -> list[int | None]:
         """The NUMA node that each of the group's ranks on the same host is bound to.  Collective on first use."""
-        self._host_group()
-        return self._nodes
+        return list(self._neighbours.values())
 
     def _alike(self, color: int | None, key: int) -> list[int]:
         """The ranks of the same color, in the order of a split."""
@@ -96,14 +93,14 @@ class Rendezvous(ABC):
         ranks = [r for r in range(self.size) if color is not None and wishes[r][0] == color]
         return sorted(ranks, key=lambda r: (wishes[r][1], r))
 
-    def _host_group(self) -> tuple[int, int]:
-        if self._local is None:
+    @property
+    def _neighbours(self) -> dict[int, int | None]:
+        """The group's ranks on this host, and the NUMA node of each."""
+        if self._near is None:  # no cached_property, whose lock ranks that are threads would share in Python 3.11
             mine = json.dumps([host_id(), process_numa_node()])
             ranks = [json.loads(data) for data in self.allgather(mine.encode())]
-            here = [rank for rank, (host, _) in enumerate(ranks) if host == ranks[self.rank][0]]
-            self._nodes = [ranks[rank][1] for rank in here]
-            self._local = here.index(self.rank), len(here)
-        return self._local
+            self._near = {rank: node for rank, (host, node) in enumerate(ranks) if host == ranks[self.rank][0]}
+        return self._near
 
 
 def host_id() -> str:
@@ -152,8 +149,7 @@ class ThreadGroup:
         with self.world.lock:
             if key not in self._shared:
                 self._shared[key] = make()
-            value: T = self._shared[key]
-            return value
+            return cast(T, self._shared[key])
 
     def fail(self, kind: type[KosError], message: str) -> None:
         """Make every rank that waits in this group, now or later, raise ``kind(message)``."""
@@ -280,9 +276,6 @@ class MPIRendezvous(Rendezvous):
         self._wait(request, "allgather")
         ends = np.cumsum(sizes)
         return [gathered[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
-
-    def barrier(self) -> None:
-        self._wait(self.mpi_comm.Ibarrier(), "barrier")
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         # MPI_Comm_split blocks without a limit, so all ranks first meet where a timeout applies.

@@ -6,7 +6,9 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from kos.errors import RendezvousError
 
@@ -40,23 +42,15 @@ def _users_own(environ: Mapping[str, str]) -> bytes:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            draft = folder / f".secret-{secrets.token_hex(8)}"
-            file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.write(file, secrets.token_hex(32).encode())
-                os.fsync(file)
-            finally:
-                os.close(file)
-            try:
-                os.link(draft, path)  # complete from its first moment; of many at once, one wins
-            except FileExistsError:
-                pass
-            finally:
-                draft.unlink()
+            with NamedTemporaryFile(dir=folder, prefix=".secret-") as draft:  # of mode 0600
+                draft.write(secrets.token_hex(32).encode())
+                draft.flush()
+                os.fsync(draft.fileno())
+                with suppress(FileExistsError):
+                    os.link(draft.name, path)  # complete from its first moment; of many at once, one wins
     except OSError as error:
-        raise RendezvousError(
-            f"secret: expected {folder} to be writable, or KOS_SECRET to be set, got: {error}"
-        ) from error
+        expected = f"expected {folder} to be writable, or KOS_SECRET to be set"
+        raise RendezvousError(f"secret: {expected}, got: {error}") from error
     return _read(path, "secret")
 
 
@@ -71,9 +65,7 @@ def _read(path: Path, what: str) -> bytes:
     if mode & 0o077:
         raise RendezvousError(f"{what}: expected {path} to be its owner's alone, got mode {mode:04o}")
     if status.st_uid not in (os.geteuid(), 0):
-        raise RendezvousError(
-            f"{what}: expected {path} to belong to user {os.geteuid()}, got user {status.st_uid}"
-        )
+        raise RendezvousError(f"{what}: expected {path} to belong to user {os.geteuid()}, got user {status.st_uid}")
     if len(text) > MAX_BYTES:
         raise RendezvousError(f"{what}: expected at most {MAX_BYTES} bytes in {path}, got more")
     return _not_empty(text.strip(), f"{what}: {path}")

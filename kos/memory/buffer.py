@@ -64,15 +64,6 @@ class Buffer:
             and other.pointer < self.pointer + self.nbytes
         )
 
-    def same_memory(self, other: Buffer) -> bool:
-        """Whether the two are exactly the same run of elements."""
-        return (
-            self.count == other.count
-            and self.dtype is other.dtype
-            and self.device == other.device
-            and self.address == other.address
-        )
-
     def __str__(self) -> str:
         return f"{self.dtype.name}{list(self.shape)}"
 

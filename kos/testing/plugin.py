@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +36,4 @@ def spawn_ranks(world_size: int) -> Callable[..., list[Any]]:
     fails on a rank fails the test, with that rank named.
     """
 
-    def run(fn: Callable[..., Any], timeout: float = 60.0, **keywords: Any) -> list[Any]:
-        return spawn(fn, world_size, timeout, **keywords)
-
-    return run
+    return partial(spawn, world_size=world_size)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
+from kos.files import replace_file
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ SLOTS = 1024  # a power of two
 
 _LAST = SLOTS - 1
 COMPLETED, _ERROR = -2, -1
-_dumps = itertools.count()
-
 
 Ends = tuple[int | None, int | None, int, int]
 """Of a message: dst, src, and the tags to the one and from the other."""
@@ -151,13 +150,7 @@ class Recorder:
         """
         path = Path(path or Path(self._directory or ".") / f"rank_{self.rank}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A name of its own and no lock: a signal may ask for another dump in the midst of this one.
-        part = path.with_name(f".{path.name}.{os.getpid()}.{next(_dumps)}")
-        try:
-            part.write_text(json.dumps(self.to_dict(reason)))
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        replace_file(path, json.dumps(self.to_dict(reason)).encode())
         return path
 
     def leave_dump(self, reason: str, *, always: bool = False) -> None:

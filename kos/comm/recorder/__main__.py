@@ -3,6 +3,7 @@
 Joins the dumps of a job's ranks (files, or folders of them) and says which rank did not arrive at which
 operation, which ranks called different operations, and where each rank stands.  Exit status: 0 where all
 ranks agree and nothing is left undone, 1 where something was found, 2 for dumps that cannot be read.
+The trace is for Perfetto and chrome://tracing: one track per rank.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from kos.comm.recorder.analysis import absent, analyze, counted, load
-from kos.comm.recorder.trace import to_trace
+from kos.comm.recorder.analysis import Dump, absent, analyze, counted, load
 from kos.errors import DataError
+
+_TRACED = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dtypes", "output_sizes", "reduce_op",
+           "root", "tag", "error")  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,6 +41,30 @@ def main(arguments: list[str] | None = None) -> int:
     wrong = "where each rank stands:" if findings else f"nothing is wrong{missing}; the last operation of each rank:"
     print(*findings, wrong, *(f"  {dump.standing()}" for dump in dumps), sep="\n")
     return 1 if findings else 0
+
+
+def to_trace(dumps: list[Dump]) -> dict[str, Any]:
+    """Complete events of the "Trace Event Format", in microseconds.
+
+    Operations of a rank that overlap in time lie in lanes below each other; one that was not completed lasts
+    until the dump.
+    """
+    start = min((call.created for dump in dumps for call in dump.calls), default=0)
+    events: list[dict[str, Any]] = []
+    for dump in dumps:
+        events.append({"ph": "M", "name": "process_name", "pid": dump.rank, "args": {"name": f"rank {dump.rank}"}})
+        lanes: list[int] = []  # when the last operation of each lane ended
+        for call in dump.calls:
+            ended = max(call.created, call.entry.get("time_discovered_completed_ns") or dump.time)
+            lane = next((i for i, free in enumerate(lanes) if free <= call.created), len(lanes))
+            lanes[lane : lane + 1] = [ended]
+            arguments = {key: call.entry[key] for key in _TRACED if call.entry.get(key) is not None}
+            events.append({
+                "ph": "X", "name": call.operation, "cat": call.group, "pid": dump.rank, "tid": lane,
+                "ts": (call.created - start) / 1000, "dur": (ended - call.created) / 1000,
+                "args": arguments | {"called": call.where.strip()},
+            })  # fmt: skip
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 if __name__ == "__main__":

@@ -39,15 +39,8 @@ class Call:
         """Raises KeyError, TypeError or ValueError for what is no entry."""
         group, _ = entry["process_group"]
         operation = entry["profiling_name"].partition(":")[2]
-        shape, output, dtype = (
-            next(iter(some), None)
-            for some in (
-                entry["input_sizes"] or entry["output_sizes"],
-                entry["output_sizes"],
-                entry["input_dtypes"] or entry["output_dtypes"],
-            )
-        )
-        common = None if operation.endswith("_v") else output if operation in ("scatter", "reduce_scatter") else shape
+        shapes, dtypes = (entry[f"input_{what}"] or entry[f"output_{what}"] for what in ("sizes", "dtypes"))
+        common = entry["output_sizes"] if operation in ("scatter", "reduce_scatter") else shapes
         return cls(
             entry,
             group,
@@ -55,9 +48,9 @@ class Call:
             is_message=entry["is_p2p"],
             number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
             state=entry["state"],
-            dtype=dtype,
-            shape=shape,
-            elements=None if common is None else math.prod(common),
+            dtype=dtypes[0] if dtypes else None,
+            shape=shapes[0] if shapes else None,
+            elements=math.prod(common[0]) if common and not operation.endswith("_v") else None,
             created=int(entry["time_created_ns"]),
             where="".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1]),
         )
@@ -135,16 +128,9 @@ def _load(file: Path) -> Dump:
         groups = {name: [int(r) for r in json.loads(g["ranks"])] for name, g in data["pg_config"].items()}
         calls = [Call.parse(entry) for entry in data["entries"]]
         return Dump(int(data["rank"]), int(data["world_size"]), groups, calls, int(data.get("time_dumped_ns", 0)))
-    except OSError as error:
-        got = (error.strerror or str(error)).lower()
-    except UnicodeDecodeError:
-        got = "a file that is no text"
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        got = f"text that is no JSON, or was cut off ({where})" if error.doc else "nothing"
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        got = f"JSON of another kind ({type(error).__name__}: {error})"
-    raise DataError(f"{file}: expected a flight record of version 2, got {got}")
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:  # no file, no JSON, or of another kind
+        got = f"{type(error).__name__}: {error}"
+        raise DataError(f"{file}: expected a flight record of version 2, got {got}") from error
 
 
 def counted(number: int, what: str) -> str:
