@@ -2,7 +2,7 @@
 
 Where ranks share memory their calls are compared, their absence and death is seen, and if the whole group
 is on one host its collectives go through that memory.  A group that spans hosts keeps the first two for the
-ranks of each host; between hosts there is what the transport says.
+ranks of each host; between hosts the transport compares and tells.
 """
 
 from __future__ import annotations

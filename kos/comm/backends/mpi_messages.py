@@ -25,6 +25,7 @@ Array = np.ndarray[Any, Any]
 _BYTES = np.dtype(np.uint8)
 _DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # a tag of MPI is a tag of ours and, above it, a dtype's code
 _TAG, TAGS = (1 << _DTYPE_SHIFT) - 1, 32 << _DTYPE_SHIFT
+_LAST_POLLS = 100  # in which MPI sees what came from a rank before it went
 _LAST_WORDS = 2000  # characters
 
 
@@ -189,7 +190,7 @@ class _Message:
         self.request: Any = None  # while MPI has it
         self.complete = False
         self.error: CollectiveMismatch | None = None
-        self._looks = transport.looks  # negative once there was an ``end_of`` it
+        self._looks = transport.looks  # the polls left, as a negative number, once there was an ``end_of`` it
 
     def fly(self, request: Any) -> None:
         self.request = request
@@ -213,17 +214,19 @@ class _Message:
         if not self.complete:
             if time.monotonic() >= transport.look_at:
                 transport.hear()
-            if abs(self._looks) != transport.looks:
+            if self._looks != transport.looks:
                 self._look()
         return self.complete
 
     def _look(self) -> None:
         """Raise if this is waited for in vain."""
-        error, looks = self._transport.end_of(self.peer), self._transport.looks
-        if error is not None and self._looks < 0:
+        self._looks += self._looks < 0
+        if self._looks < 0:
+            return
+        error = self._transport.end_of(self.peer)
+        if error is not None and self._looks == 0:
             raise error
-        # MPI may need some polls to see what came before: the next look decides.
-        self._looks = looks if error is None else -looks
+        self._looks = self._transport.looks if error is None else -_LAST_POLLS
 
     def forget(self) -> None:
         self._transport.forget(lambda message: message is self)
