@@ -15,7 +15,7 @@ COLLECTIVE_TAGS = 1 << 20
 """Tags below are the users'; collectives use as many above, by sequence number."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Operation:
     """What the Communicator checked and hands to one backend.
 

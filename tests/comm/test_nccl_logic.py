@@ -500,9 +500,15 @@ def test_nothing_keeps_the_arrays_of_a_call(fake: FakeNCCL) -> None:
                 x = Array.zeros(count, np.float32, 0)
                 comm.all_reduce(x)
                 gone.append(weakref.ref(x))
+            for _ in range(2):
+                with comm.batch():
+                    for count in (6, 800):
+                        x = Array.zeros(count, np.float32, 0)
+                        comm.broadcast(x, 0)
+                        gone.append(weakref.ref(x))
             x = None
             comm.barrier()
-            assert [array() for array in gone] == [None] * 3
+            assert [array() for array in gone] == [None] * 7
         finally:
             gc.enable()
 

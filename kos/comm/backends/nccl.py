@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -427,16 +428,18 @@ class _First:
     __slots__ = ("_backend", "_what", "kind", "launch")
 
     def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: _Kind) -> None:
-        self._backend, self._what, self.launch, self.kind = backend, o, launch, kind
+        # Not the operation itself, which has this: its arrays would live until the collector comes.
+        self._backend, self._what, self.launch, self.kind = backend, weakref.ref(o), launch, kind
 
     def __call__(self, stream: int) -> None:
-        backend, launch = self._backend, self.launch
+        backend, launch, o = self._backend, self.launch, self._what()
+        assert o is not None  # who calls this has it from there
         if self.kind not in backend._met:
-            backend.bounded(lambda: launch(stream), self._what.timeout, str(self._what))
+            backend.bounded(lambda: launch(stream), o.timeout, str(o))
             backend._met.add(self.kind)
         else:
             launch(stream)
-        self._what.launch = launch  # without this detour from now on, and without a cycle that keeps its arrays
+        o.launch = launch  # without this detour from now on
 
 
 def cut(pointer: int, counts: Sequence[int], itemsize: int) -> list[Piece]:
