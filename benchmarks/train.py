@@ -24,7 +24,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -55,18 +55,6 @@ ROW_KEYS = (
 
 
 # --- one rank of one implementation, a process of its own -------------------------------------------------
-
-
-class Training(Protocol):
-    """A training run, as it is measured."""
-
-    layout: str
-
-    def run(self, first: int, count: int) -> tuple[list[float], list[float]]:
-        """The seconds and losses of steps ``first`` …, ``count`` of them."""
-
-    def peak_memory(self) -> int | None:
-        """Bytes of device memory that its allocator has handed out at once; None on CPUs."""
 
 
 def model_of(config: TrainConfig) -> LlamaConfig:
@@ -100,6 +88,7 @@ class KosTraining:
         self.layout = f"dp{comm.size}" + " zero1" * bool(config.zero)
 
     def run(self, first: int, count: int) -> tuple[list[float], list[float]]:
+        """The seconds and losses of steps ``first`` …, ``count`` of them."""
         self.comm.all_gather_bytes(b"")
         started, end, results = first, first + count, []
         for step in range(first, end):
@@ -110,6 +99,7 @@ class KosTraining:
         return [result.seconds for result in results], [result.loss for result in results]
 
     def peak_memory(self) -> int | None:
+        """Bytes of device memory that were in use at once; None on CPUs."""
         from kos.memory.pool import pool_of
 
         ops = getattr(self.engine, "ops", None)  # of a GPU
@@ -122,7 +112,7 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     config = config.for_world(int(os.environ["WORLD_SIZE"]), options.device)
     model = model_of(config)
     data = random_tokens(config, model)
-    training: Training
+    training: Any
     if options.worker == "kos":
         training = KosTraining(config, model, data, options.threads)
     else:

@@ -25,7 +25,7 @@ import numpy as np
 from kos.errors import CheckpointError
 from kos.files import replace_file, sync
 from kos.train import huggingface
-from kos.train.model import LlamaConfig
+from kos.train.llama_config import LlamaConfig
 from kos.train.optimizer import AdamW
 
 FORMAT = 1

@@ -13,17 +13,15 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
 from kos.errors import ConfigError
+from kos.train.llama_config import LlamaConfig
 from kos.train.model_section import ModelSection, Section, option
 from kos.train.optimizer import Schedule
 from kos.train.presets import PRESETS
-
-if TYPE_CHECKING:
-    from kos.train.model import LlamaConfig
 
 DETERMINISTIC_MICRO_BATCHES = 8
 """``--deterministic`` cuts the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
@@ -34,7 +32,6 @@ MICRO_BATCH_TOKENS = 2048
 
 CUDA_MICRO_BATCH_TOKENS = 32_768
 """The same on a GPU, whose matrix products gain nothing from more rows."""
-
 
 ON_CPU: dict[str, tuple[Any, ...]] = {
     "dtype": ("auto", "float32"), "master_weights": ("float32",), "attention": ("auto", "flash"), "zero": (0,),
@@ -60,9 +57,7 @@ class TrainConfig(Section):
         None,
         strict=False,
     )
-    resume: str | None = option(
-        "Run", "go on from checkpoint DIR, or 'auto': the newest good one", None, min_length=1
-    )
+    resume: str | None = option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None, min_length=1)
     init_from: str | None = option("Run", "take weights of this model's shape from a Hugging Face folder", None)
     debug: bool = option("Run", "show tracebacks", False)
 
@@ -231,7 +226,6 @@ KEYS = {
     **{f"model.{name}": field for name, field in ModelSection.model_fields.items()},
 }
 """Every key of a configuration; those of the nested section as ``model.hidden_size``."""
-
 
 _FIELD = re.compile(rf"\b({'|'.join(key.rpartition('.')[2] for key in KEYS)})\b")
 

@@ -1,24 +1,35 @@
-"""Where training data comes from: what ``--data`` names, as texts or as token files."""
+"""Where training data comes from: what ``--data`` names, as texts or as token files.
+
+Token files are llm.c's: a header of 256 little-endian int32 (magic, version, count of tokens, zeros) and the tokens,
+uint16 for GPT-2's vocabulary, uint32 for LLaMA-3's.  Source: karpathy/llm.c, dev/data/data_common.py.
+"""
 
 from __future__ import annotations
 
 import glob
 import logging
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kos.errors import DataError
 from kos.train import download
 from kos.train.stdlib import read_stdlib
-from kos.train.token_files import VOCAB_SIZES, is_token_file, map_tokens
 
 _log = logging.getLogger(__name__)
 
 HELD_OUT = 10
 """One part in this many is for validation: of a text or a token file, of the files of a folder."""
+
+HEADER_BYTES = 256 * 4
+FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, what a token is
+VOCAB_SIZES = {2: 50_257, 4: 128_256}  # by the bytes of a token
 
 
 @dataclass(frozen=True)
@@ -57,14 +68,14 @@ def _read(data: str) -> Corpus:
     if path.is_dir():
         return _read_folder(path)
     if path.is_file():
-        return _cut(path.name, map_tokens(path) if is_token_file(path) else _read_text(path))
+        return _cut(path.name, _map_tokens(path) if _is_token_file(path) else _read_text(path))
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     matches = [Path(match) for match in sorted(glob.glob(data))] if glob.has_magic(data) else []
     if not matches:
         names = f"stdlib, {download.NAME}, or the path of a file or folder"
         raise DataError(f"--data: expected {names}, got {data!r} (no such file)")
-    if other := next((match for match in matches if not is_token_file(match)), None):
+    if other := next((match for match in matches if not _is_token_file(match)), None):
         raise DataError(f"--data: expected a pattern of token files, got {data!r} ({other} is none)")
     return _token_corpus(data, matches)
 
@@ -77,7 +88,7 @@ def _cut(name: str, whole: Any) -> Corpus:
 
 def _read_folder(folder: Path) -> Corpus:
     paths = _visible_files(folder)
-    if tokens := [path for path in paths if path.suffix == ".bin" and is_token_file(path)]:
+    if tokens := [path for path in paths if path.suffix == ".bin" and _is_token_file(path)]:
         return _token_corpus(str(folder), tokens)
     texts = []
     for path in paths:
@@ -114,7 +125,7 @@ def _token_corpus(name: str, paths: Sequence[Path]) -> Corpus:
     if not train or not val:
         names = ", ".join(path.name for path in paths[:4])
         raise DataError(f"--data {name}: expected token files named *train* and *val*, got {names}")
-    shards = {path: map_tokens(path) for path in (*train, *val)}
+    shards = {path: _map_tokens(path) for path in (*train, *val)}
     size = shards[train[0]].itemsize
     if other := next((path for path, tokens in shards.items() if tokens.itemsize != size), None):
         raise DataError(f"--data {other}: expected the token format of {train[0].name}, got another")
@@ -133,3 +144,24 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         got = f"byte 0x{content[error.start]:02x} at {error.start}"
         raise DataError(f"--data {path}: expected UTF-8 text or an llm.c token file, got {got}") from None
+
+
+def _is_token_file(path: Path) -> bool:
+    """Whether a file starts with one of the format's magic numbers."""
+    with path.open("rb") as file:
+        return int.from_bytes(file.read(4), "little") in FORMATS
+
+
+def _map_tokens(path: Path) -> NDArray[Any]:
+    """The tokens of a file, memory-mapped.  DataError: another version, empty, not as long as its header says."""
+    with path.open("rb") as file:
+        magic, version, count = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
+    known, dtype = FORMATS[magic]
+    if version != known:
+        raise DataError(f"--data {path}: expected version {known} of token file {magic}, got {version}")
+    if count < 1:
+        raise DataError(f"--data {path}: expected a token file with tokens, got a count of {count}")
+    expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
+    if (size := path.stat().st_size) != expected:
+        raise DataError(f"--data {path}: expected {expected} bytes ({count} tokens after the header), got {size}")
+    return np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r", offset=HEADER_BYTES, shape=(count,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import time
 import urllib.request
 from http.client import HTTPException
@@ -15,7 +14,6 @@ from kos.files import cache_folder, replace_file
 
 NAME = "tinyshakespeare"
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-VARIABLE = "KOS_TINYSHAKESPEARE_URL"  # of the environment: another place to get it from
 SIZE = 1_115_394
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 CHUNK = 1 << 16
@@ -57,20 +55,19 @@ def _fault(content: bytes) -> str | None:
 
 
 def _fetch() -> bytes:
-    url = os.environ.get(VARIABLE) or URL
     deadline = time.monotonic() + TOTAL_SECONDS
     content = b""
     try:
-        with urllib.request.urlopen(url, timeout=SOCKET_SECONDS) as response:
+        with urllib.request.urlopen(URL, timeout=SOCKET_SECONDS) as response:
             while len(content) <= SIZE and (chunk := response.read1(CHUNK)):
                 content += chunk
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{len(content)} bytes after {TOTAL_SECONDS:g} s")
     except (OSError, HTTPException, ValueError) as error:
         raise DataError(
-            f"--data {NAME}: expected to download it from {url}, got {' '.join(str(error).split())}; "
+            f"--data {NAME}: expected to download it from {URL}, got {' '.join(str(error).split())}; "
             "without a network, give a text of your own by --data PATH"
         ) from None
     if fault := _fault(content):
-        raise DataError(f"--data {NAME}: {fault} from {url}")
+        raise DataError(f"--data {NAME}: {fault} from {URL}")
     return content

@@ -57,15 +57,6 @@ class LayerNames(NamedTuple):
     down: str
 
 
-def default_head_dim(hidden_size: int, num_attention_heads: int) -> int:
-    """The width of a head where none is given.  ConfigError where the heads do not share the hidden size evenly."""
-    if hidden_size % num_attention_heads:
-        raise ConfigError(
-            f"hidden_size: expected a multiple of num_attention_heads = {num_attention_heads}, got {hidden_size}"
-        )
-    return hidden_size // num_attention_heads
-
-
 @dataclass(frozen=True)
 class LlamaConfig:
     """The shape of a model, in Hugging Face's field names.  ConfigError where it cannot be."""

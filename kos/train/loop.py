@@ -102,19 +102,16 @@ class Trainer:
 
     def _fill(self, state: AdamW | None, found: checkpoint.Checkpoint | None) -> int:
         """From a checkpoint, a Hugging Face folder or the seed; the step that the state is of."""
-        with self.stop.at_once():
-            return 0 if state is None else self._read_state(state, found)
-
-    def _read_state(self, state: AdamW, found: checkpoint.Checkpoint | None) -> int:
         source = self.config.init_from if found is None else found.path
-        if source is None:
-            self.model_config.init_weights(state.weights, self.config.seed)
-            return 0
-        _check_same_model(Path(source), huggingface.read_config(Path(source)), self.model_config)
-        if found is not None:
-            self._compare_runs(found)
-            found.load_optimizer(state)
-        huggingface.read_weights(Path(source), state.weights)
+        with self.stop.at_once():
+            if state is not None and source is None:
+                self.model_config.init_weights(state.weights, self.config.seed)
+            elif state is not None and source is not None:
+                _check_same_model(Path(source), huggingface.read_config(Path(source)), self.model_config)
+                if found is not None:
+                    self._compare_runs(found)
+                    found.load_optimizer(state)
+                huggingface.read_weights(Path(source), state.weights)
         return 0 if found is None else found.step
 
     def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
@@ -193,7 +190,9 @@ class Trainer:
                     except Stopped:
                         self.console.say("the validation is left unfinished")
                         stopped = last = True
-                self._record(row, log=step % config.log_every == 0 or last)
+                self.console.step(row, log=step % config.log_every == 0 or last)
+                if self.metrics is not None:
+                    self.metrics.write(row)
                 if not last and _every(config.save_every, step):
                     self._save(step)
             self._save(step)
@@ -237,11 +236,6 @@ class Trainer:
             "step_seconds": result.seconds,
         }
         return row | engine.measures(row["tokens_per_second"]), result.stop
-
-    def _record(self, row: dict[str, Any], *, log: bool) -> None:
-        self.console.step(row, log=log)
-        if self.metrics is not None:
-            self.metrics.write(row)
 
     def _save(self, step: int) -> None:
         """Collective, like all that asks the engine."""

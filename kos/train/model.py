@@ -16,10 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.errors import InvalidArgument
-from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.llama_config import LlamaConfig
 from kos.train.ops import Array, Ops
-
-__all__ = ["BlockActivations", "Gradients", "Llama", "LlamaConfig", "RopeScaling"]
 
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 

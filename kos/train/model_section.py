@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kos.errors import ConfigError
 from kos.train.gpt2 import GPT2Config
-from kos.train.llama_config import LlamaConfig, RopeScaling, default_head_dim
+from kos.train.llama_config import LlamaConfig, RopeScaling
 
 
 def option(group: str, about: str, default: Any = ..., **constraints: Any) -> Any:
@@ -20,7 +21,7 @@ class Section(BaseModel):
 
 
 class RopeScalingSection(Section):
-    """LLaMA-3's RoPE scaling, with Hugging Face's key names."""
+    """LLaMA-3's RoPE scaling, with Hugging Face's key names and LLaMA-3's values."""
 
     rope_type: Literal["llama3"] = "llama3"
     factor: float = Field(gt=0)
@@ -49,13 +50,14 @@ class ModelSection(Section):
 
     def resolve(self, vocab_size: int, context: int) -> LlamaConfig:
         """The model's shape; what was left open is the tokenizer's vocabulary and the run's context."""
-        values = self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
-        values = {
-            "vocab_size": vocab_size,
-            "max_position_embeddings": context,
-            "num_key_value_heads": self.num_attention_heads,
-            "head_dim": self.head_dim or default_head_dim(self.hidden_size, self.num_attention_heads),
-        } | values
+        width, heads = self.hidden_size, self.num_attention_heads
+        if self.head_dim is None and width % heads:
+            raise ConfigError(f"hidden_size: expected a multiple of num_attention_heads = {heads}, got {width}")
+        values: dict[str, Any] = {
+            "vocab_size": vocab_size, "max_position_embeddings": context,
+            "num_key_value_heads": heads, "head_dim": width // heads,
+        }  # fmt: skip
+        values |= self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
         if self.rope_scaling is not None:
             values["rope_scaling"] = RopeScaling(**self.rope_scaling.model_dump(exclude={"rope_type"}))
         return (GPT2Config if self.model_type == "gpt2" else LlamaConfig)(**values)

@@ -16,13 +16,6 @@ class Preset(NamedTuple):
     values: dict[str, Any]
 
 
-def _llama3(factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-
-
 _GPT2_RUN: dict[str, Any] = {"steps": 20_000, "batch_size": 32, "seq_len": 1024, "lr": 6e-4, "warmup_steps": 700}
 _GPT2: dict[str, Any] = {
     "vocab_size": 50_304, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -73,7 +66,7 @@ PRESETS: dict[str, Preset] = {
             **_LLAMA3_RUN, "seq_len": 4096,
             "model": {
                 **_LLAMA3, "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192,
-                "rope_scaling": _llama3(32.0), "tie_word_embeddings": True,
+                "rope_scaling": {"factor": 32.0}, "tie_word_embeddings": True,
             },
         },
     ),
@@ -83,7 +76,7 @@ PRESETS: dict[str, Preset] = {
             **_LLAMA3_RUN, "seq_len": 8192,
             "model": {
                 **_LLAMA3, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336,
-                "rope_scaling": _llama3(8.0), "tie_word_embeddings": False,
+                "rope_scaling": {"factor": 8.0}, "tie_word_embeddings": False,
             },
         },
     ),

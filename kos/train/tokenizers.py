@@ -161,8 +161,7 @@ def _pieces(text: str) -> list[str]:
     return re.findall(rf"(?s).{{0,{PIECE - 1}}}(?:\n|\Z)|.{{{PIECE}}}", text)
 
 
-_CLASSES = (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)
-KINDS: dict[str, type[Tokenizer]] = {kind.kind: kind for kind in _CLASSES}
+KINDS = {kind.kind: kind for kind in (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)}
 
 
 def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:

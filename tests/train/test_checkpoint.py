@@ -22,26 +22,19 @@ from tests.train.models import small
 MODEL = small(tie_word_embeddings=True)
 
 
-def _state(seed: int) -> tuple[Parameters, AdamW]:
+def _state(seed: int) -> AdamW:
     rng = np.random.default_rng(seed)
-    weights = Parameters(MODEL.parameter_shapes(), groups=MODEL.fused_groups())
-    optimizer = AdamW(weights)
-    for state in (weights, optimizer.exp_avg, optimizer.exp_avg_sq):
+    optimizer = AdamW(Parameters(MODEL.parameter_shapes(), groups=MODEL.fused_groups()))
+    for state in (optimizer.weights, optimizer.exp_avg, optimizer.exp_avg_sq):
         state.flat[:] = rng.standard_normal(state.flat.size)
-    return weights, optimizer
+    return optimizer
 
 
 def _save(folder: Path, step: int, seed: int = 0, keep: int = 99) -> Path:
-    _, optimizer = _state(seed)
     return checkpoint.save(
-        folder,
-        step=step,
-        optimizer=optimizer,
-        model=MODEL,
-        tokenizer={"name": "bytes"},
-        config={"seed": seed},
+        folder, step=step, optimizer=_state(seed), model=MODEL, tokenizer={"name": "bytes"}, config={"seed": seed},
         keep=keep,
-    )
+    )  # fmt: skip
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -49,14 +42,12 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.config == {"seed": 3}
     assert huggingface.read_config(found.path) == MODEL and found.tokenizer() == {"name": "bytes"}
-    expected_weights, expected = _state(3)
-    weights, optimizer = _state(4)
-    huggingface.read_weights(found.path, weights)
-    found.load_optimizer(optimizer)
-    assert optimizer.step_count == 7
-    assert weights.flat.tobytes() == expected_weights.flat.tobytes()
-    assert optimizer.exp_avg.flat.tobytes() == expected.exp_avg.flat.tobytes()
-    assert optimizer.exp_avg_sq.flat.tobytes() == expected.exp_avg_sq.flat.tobytes()
+    expected, got = _state(3), _state(4)
+    huggingface.read_weights(found.path, got.weights)
+    found.load_optimizer(got)
+    assert got.step_count == 7
+    for state in ("weights", "exp_avg", "exp_avg_sq"):
+        assert getattr(got, state).flat.tobytes() == getattr(expected, state).flat.tobytes()
 
 
 def test_transformers_layout(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 from kos.errors import ConfigError
 from kos.train.config import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of, parse
 from kos.train.presets import PRESETS
+from tests.train.refusal import refused
 
 REQUIRED_FLAGS = """
 --preset --data --tokenizer --steps --batch-size --micro-batch-size --seq-len --lr --seed --out --resume
@@ -24,49 +26,34 @@ REQUIRED_FLAGS = """
 """
 
 
-def refusal(*argv: str) -> str:
-    """The one line that a command line is refused with."""
-    with pytest.raises(ConfigError) as caught:
-        parse(list(argv))
-    line = str(caught.value)
-    assert "\n" not in line and "expected" in line and "got" in line, line
-    return line
-
-
 def write(path: Path, content: str) -> str:
     path.write_text(content, "utf-8")
     return str(path)
 
 
 @pytest.mark.parametrize(
-    ("preset", "layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "batch", "tied"),
+    ("preset", "shape", "heads", "vocab", "context", "batch", "tied", "scaling"),
     [
-        ("tiny", 4, 128, 4, 2, 384, None, 128, 16, True),
-        ("baby", 6, 384, 6, None, 1024, None, 256, 64, True),
-        ("124m", 12, 768, 12, None, 2048, 50_304, 1024, 32, True),
-        ("1b", 16, 2048, 32, 8, 8192, 128_256, 4096, 16, True),
-        ("8b", 32, 4096, 32, 8, 14_336, 128_256, 8192, 16, False),
+        ("tiny", (4, 128, 384), (4, 2), None, 128, 16, True, None),
+        ("baby", (6, 384, 1024), (6, None), None, 256, 64, True, None),
+        ("124m", (12, 768, 2048), (12, None), 50_304, 1024, 32, True, None),
+        ("1b", (16, 2048, 8192), (32, 8), 128_256, 4096, 16, True, (32.0, 1.0, 4.0, 8192)),
+        ("8b", (32, 4096, 14_336), (32, 8), 128_256, 8192, 16, False, (8.0, 1.0, 4.0, 8192)),
     ],
 )
 def test_presets_have_the_published_shapes(
-    preset: str, layers: int, width: int, heads: int, kv_heads: int | None, ffn: int, vocab: int | None,
-    context: int, batch: int, tied: bool,
+    preset: str, shape: tuple[int, ...], heads: tuple[int | None, ...], vocab: int | None, context: int, batch: int,
+    tied: bool, scaling: tuple[float, ...] | None,
 ) -> None:  # fmt: skip
     config = parse(["--preset", preset])
-    shape = config.model
-    assert (shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size) == (layers, width, ffn)
-    assert (shape.num_attention_heads, shape.num_key_value_heads) == (heads, kv_heads)
-    assert (shape.vocab_size, shape.tie_word_embeddings) == (vocab, tied)
-    assert (config.preset, config.seq_len, config.batch_size) == (preset, context, batch)
-    assert config.out is None
-
-
-def test_rope_scaling_of_llama_3() -> None:
-    for preset, factor in (("1b", 32.0), ("8b", 8.0)):
-        shape = parse(["--preset", preset]).model
-        assert shape.rope_theta == 500_000.0
-        assert shape.rope_scaling is not None and shape.rope_scaling.factor == factor
-        assert shape.rope_scaling.original_max_position_embeddings == 8192
+    model = config.model
+    assert (model.num_hidden_layers, model.hidden_size, model.intermediate_size) == shape
+    assert (model.num_attention_heads, model.num_key_value_heads) == heads
+    assert (model.vocab_size, model.tie_word_embeddings) == (vocab, tied)
+    assert (config.preset, config.seq_len, config.batch_size, config.out) == (preset, context, batch, None)
+    assert model.rope_theta == (500_000.0 if scaling else 10_000.0)
+    resolved = config.model_config_for(65).rope_scaling
+    assert (resolved and dataclasses.astuple(resolved)) == scaling
 
 
 def test_baby_is_nanogpts_setting() -> None:
@@ -92,10 +79,8 @@ def test_help_has_a_line_for_each_field_but_the_nested_ones() -> None:
 
 
 def test_a_flag_beats_the_file_which_beats_the_preset(tmp_path: Path) -> None:
-    file = write(
-        tmp_path / "run.toml",
-        'preset = "baby"\nsteps = 70\nlr = 0.5\n[model]\nhidden_size = 96\nnum_hidden_layers = 3\n',
-    )
+    toml = 'preset = "baby"\nsteps = 70\nlr = 0.5\n[model]\nhidden_size = 96\nnum_hidden_layers = 3\n'
+    file = write(tmp_path / "run.toml", toml)
     config = parse(["--steps", "7", "--config", file, "--num-hidden-layers", "2"])
     assert (config.preset, config.steps, config.lr, config.batch_size) == ("baby", 7, 0.5, 64)
     assert (config.model.hidden_size, config.model.num_hidden_layers) == (96, 2)
@@ -172,10 +157,7 @@ def test_a_config_is_frozen() -> None:
         (["--hidden-size", "130"], ["--hidden-size: expected a multiple of --num-attention-heads = 4", "got 130"]),
         (["--model-type=gpt2", "--num-key-value-heads=2"], ["--num-key-value-heads: expected 4 in a GPT-2, got 2"]),
         (["--head-dim", "33"], ["--head-dim:", "even number", "got 33"]),
-        (
-            ["--batch-size", "32", "--micro-batch-size", "5"],
-            ["--batch-size divisible by --micro-batch-size", "got 32 and 5"],
-        ),
+        (["--batch-size=32", "--micro-batch-size=5"], ["--batch-size divisible by --micro-batch-size", "got 32 and 5"]),
         (["--lr", "0.1", "--min-lr", "0.2"], ["--min-lr ≤ --lr", "got 0.2 and 0.1"]),
         (["--seq-len", "9", "--max-position-embeddings", "8"], ["--seq-len ≤ --max-position-embeddings, got 9 and 8"]),
         (["--init-from", "hf", "--resume", "run"], ["--init-from or --resume", "got 'hf' and 'run'"]),
@@ -184,19 +166,15 @@ def test_a_config_is_frozen() -> None:
     ],
 )
 def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: list[str]) -> None:
-    line = refusal(*argv)
-    assert all(part in line for part in parts), line
+    with refused(ConfigError, *parts):
+        parse(argv)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "parts"),
     [
         ("run.toml", "stpes = 3", ["run.toml", "closest: steps", "got 'stpes'"]),
-        (
-            "run.toml",
-            "[model]\nhiden_size = 3",
-            ["run.toml", "closest: model.hidden_size", "'model.hiden_size'"],
-        ),
+        ("run.toml", "[model]\nhiden_size = 3", ["run.toml", "closest: model.hidden_size", "'model.hiden_size'"]),
         ("run.toml", "steps = '3'", ["run.toml: steps", "integer", "got '3'"]),
         ("run.toml", "steps = true", ["run.toml: steps", "integer", "got True"]),
         ("run.toml", "steps = 0", ["run.toml: steps", "got 0"]),
@@ -204,11 +182,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: lis
         ("run.toml", "model = 3", ["run.toml: model", "table", "got 3"]),
         ("run.toml", "[model]\nrms_norm_eps = 'x'", ["run.toml: model.rms_norm_eps", "number", "got 'x'"]),
         ("run.toml", "[model.rope_scaling]\nfactr = 2", ["model.rope_scaling", "got none"]),
-        (
-            "run.toml",
-            "[model.rope_scaling]\nfactor = 2\nx = 1",
-            ["model.rope_scaling", "known key", "got 'x'"],
-        ),
+        ("run.toml", "[model.rope_scaling]\nfactor = 2\nx = 1", ["model.rope_scaling", "known key", "got 'x'"]),
         ("run.toml", "preset = 'huge'", ["tiny, baby", "got 'huge'"]),
         ("run.toml", "steps = = 3", ["TOML", "run.toml"]),
         ("run.json", "{steps: 3}", ["JSON", "run.json"]),
@@ -216,17 +190,16 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: lis
         ("run.json", '{"steps": null}', ["run.json: steps", "integer", "got None"]),
     ],
 )
-def test_a_wrong_file_is_refused_by_file_and_key(
-    tmp_path: Path, name: str, content: str, parts: list[str]
-) -> None:
-    line = refusal("--config", write(tmp_path / name, content))
-    assert all(part in line for part in parts), line
+def test_a_wrong_file_is_refused_by_file_and_key(tmp_path: Path, name: str, content: str, parts: list[str]) -> None:
+    with refused(ConfigError, *parts):
+        parse(["--config", write(tmp_path / name, content)])
 
 
 def test_a_config_file_that_is_not_text(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe")
-    assert "run.toml" in refusal("--config", str(path))
+    with refused(ConfigError, "run.toml"):
+        parse(["--config", str(path)])
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 32])
@@ -262,14 +235,11 @@ def test_deterministic_micro_batches_do_not_depend_on_the_ranks() -> None:
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(argv: list[str], size: int, parts: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, *parts):
         parse(argv).for_world(size)
-    line = str(caught.value)
-    assert "\n" not in line and "expected" in line and all(part in line for part in parts), line
 
 
 def test_the_models_vocabulary_is_the_tokenizers_unless_set() -> None:
-    pytest.importorskip("kos.train.model")
     assert parse([]).model_config_for(65).vocab_size == 65
     model = parse(["--preset", "8b"]).model_config_for(128_000)
     assert (model.vocab_size, model.head_dim, model.num_key_value_heads) == (128_256, 128, 8)

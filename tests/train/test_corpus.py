@@ -18,26 +18,19 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from kos.errors import DataError, KosError
+from kos.errors import DataError
 from kos.files import cache_folder
 from kos.train import download
 from kos.train.corpus import Corpus, read_corpus
 from kos.train.stdlib import TRAIN, VAL, read_stdlib
+from tests.train.refusal import refused
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
-VARIABLE = "KOS_TINYSHAKESPEARE_URL"
-
-
-def one_line(error: KosError, *parts: str) -> None:
-    line = str(error)
-    assert "\n" not in line and "expected" in line and "got" in line, line
-    assert all(part in line for part in parts), line
 
 
 def refusal(data: Any, *parts: str) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, *parts):
         read_corpus(str(data))
-    one_line(caught.value, *parts)
 
 
 def token_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
@@ -60,9 +53,8 @@ def test_the_last_tenth_of_a_text_is_held_out(tmp_path: Path) -> None:
 
 def test_text_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "dos.txt"
-    path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n" * 1)
+    path.write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n")
     got = read_corpus(str(path))
-    assert got.vocab_size is None
     assert "".join([*got.train, *got.val]) == "a\r\nb\rc\n"
 
 
@@ -73,18 +65,14 @@ def test_every_tenth_file_of_a_folder_is_held_out(tmp_path: Path, count: int) ->
     for name in reversed(names):
         (tmp_path / name).write_text(name)
     got = read_corpus(str(tmp_path))
-    assert got.vocab_size is None
-    assert len(got.val) == max(1, count // 10)
     order = sorted(names)
-    assert sorted([*got.train, *got.val]) == order, "every file once"
-    assert list(got.train) == sorted(got.train) and list(got.val) == sorted(got.val)
-    assert list(got.val) == (order[9::10] or order[-1:])
+    val = order[9::10] or order[-1:]
+    assert (list(got.train), list(got.val)) == ([name for name in order if name not in val], val)
 
 
 def test_a_folder_with_one_text_is_cut(tmp_path: Path) -> None:
     (tmp_path / "only.txt").write_text("0123456789" * 10)
     got = read_corpus(str(tmp_path))
-    assert got.vocab_size is None
     assert (len(got.train[0]), len(got.val[0])) == (90, 10)
 
 
@@ -99,7 +87,6 @@ def test_hidden_files_are_skipped_and_binary_ones_with_a_note(tmp_path: Path, ca
     os.mkfifo(tmp_path / "pipe")
     with caplog.at_level(logging.WARNING):
         got = read_corpus(str(tmp_path))
-    assert got.vocab_size is None
     assert (list(got.train), list(got.val)) == (["a"], ["b"])
     noted = " ".join(record.getMessage() for record in caplog.records)
     assert all(name in noted for name in ("image.png", "latin1.txt", "empty")) and ".hidden" not in noted
@@ -157,11 +144,7 @@ def test_token_files_are_mapped(tmp_path: Path, magic: int, version: int, vocab_
 
 @pytest.mark.parametrize("pattern", ["", "*.bin", "shakes_*"])
 def test_a_folder_or_pattern_of_token_files(tmp_path: Path, pattern: str) -> None:
-    for name, tokens in {
-        "shakes_train_001": [1, 2],
-        "shakes_train_000": [0],
-        "shakes_val_000": [9, 8],
-    }.items():
+    for name, tokens in {"shakes_train_001": [1, 2], "shakes_train_000": [0], "shakes_val_000": [9, 8]}.items():
         (tmp_path / f"{name}.bin").write_bytes(token_bytes(tokens))
     got = read_corpus(str(tmp_path / pattern) if pattern else str(tmp_path))
     assert got.vocab_size == 50_257
@@ -209,9 +192,8 @@ def test_the_standard_librarys_own_sources() -> None:
 
 
 def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError) as caught:
+    with refused(DataError, "sources", str(tmp_path), "--data PATH"):
         read_stdlib(tmp_path)
-    one_line(caught.value, "sources", str(tmp_path), "--data PATH")
 
 
 # The download
@@ -277,7 +259,6 @@ def test_tinyshakespeare_is_the_published_file() -> None:
     assert download.SIZE == 1_115_394
     assert download.SHA256 == "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
     assert download.URL.endswith("karpathy/char-rnn/master/data/tinyshakespeare/input.txt")
-    assert download.VARIABLE == VARIABLE
 
 
 @pytest.mark.parametrize("path", ["/good", "/redirect"])
@@ -285,30 +266,19 @@ def test_download_once_then_from_the_cache(
     tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     url, requests = server
-    monkeypatch.setenv(VARIABLE, url + path)
+    monkeypatch.setattr(download, "URL", url + path)
     got = read_corpus("tinyshakespeare")
-    assert got.vocab_size is None
     text = PLAY.decode()
     at = int(len(text) * 0.9)  # nanoGPT
     assert (got.train, got.val) == ([text[:at]], [text[at:]])
-    assert (tmp_path / "cache" / "kos" / "tinyshakespeare.txt").read_bytes() == PLAY
-    assert requests["/good"] == 1
-    monkeypatch.setenv(VARIABLE, "http://127.0.0.1:9/")
+    file = tmp_path / "cache" / "kos" / "tinyshakespeare.txt"
+    assert file.read_bytes() == PLAY and requests["/good"] == 1
+    monkeypatch.setattr(download, "URL", "http://127.0.0.1:9/")
     assert read_corpus("tinyshakespeare") == got
-    assert requests["/good"] == 1
-    assert not list((tmp_path / "cache" / "kos").glob("*.partial"))
-
-
-def test_a_damaged_file_in_the_cache_is_replaced(
-    tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url, requests = server
-    monkeypatch.setenv(VARIABLE, url + "/good")
-    path = tmp_path / "cache" / "kos" / "tinyshakespeare.txt"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(PLAY[:-1] + b"?")
-    assert download.tinyshakespeare().read_bytes() == PLAY
-    assert requests["/good"] == 1
+    assert {entry.name for entry in file.parent.iterdir()} == {"tinyshakespeare.txt", "tinyshakespeare.lock"}
+    monkeypatch.setattr(download, "URL", url + path)
+    file.write_bytes(PLAY[:-1] + b"?")
+    assert read_corpus("tinyshakespeare") == got and requests["/good"] == 2, "a damaged file is replaced"
 
 
 @pytest.mark.timeout(20)  # the stalled server lets go after 30
@@ -329,7 +299,7 @@ def test_a_wrong_download_is_refused_and_leaves_nothing(
     tmp_path: Path, server: Any, play: None, monkeypatch: pytest.MonkeyPatch, path: str, parts: list[str]
 ) -> None:
     url, requests = server
-    monkeypatch.setenv(VARIABLE, url + path)
+    monkeypatch.setattr(download, "URL", url + path)
     monkeypatch.setattr(download, "SOCKET_SECONDS", 0.3 if path == "/stall" else 20.0)
     refusal("tinyshakespeare", "--data tinyshakespeare", url + path, *parts)
     assert requests[path] == 1
@@ -339,12 +309,12 @@ def test_a_wrong_download_is_refused_and_leaves_nothing(
 def test_without_a_network_one_line_names_the_way_out(play: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "*")
     refusal("tinyshakespeare", download.URL, "refused", "without a network", "--data PATH")
-    monkeypatch.setenv(VARIABLE, "not a url")
+    monkeypatch.setattr(download, "URL", "not a url")
     refusal("tinyshakespeare", "not a url", "--data PATH")
 
 
 def test_a_download_as_a_whole_has_a_deadline(server: Any, play: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, server[0] + "/good")
+    monkeypatch.setattr(download, "URL", server[0] + "/good")
     monkeypatch.setattr(download, "TOTAL_SECONDS", -1.0)
     refusal("tinyshakespeare", "after -1 s", "--data PATH")
 

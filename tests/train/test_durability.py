@@ -11,16 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kos.train import checkpoint
 from kos.train.metrics import MetricsLog, read_metrics
-from kos.train.optimizer import AdamW
-from kos.train.parameters import Parameters
-from tests.train.models import small
-
-MODEL = small()
+from tests.train.test_checkpoint import _save
 
 
 def _content(path: Path | str) -> Any:
@@ -56,39 +51,20 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     disk = Disk()
-    fsync, rename, replace = os.fsync, os.rename, os.replace
+    fsync = os.fsync
 
     def logged_fsync(handle: Any) -> None:
         fsync(handle)
         disk.synced(handle if isinstance(handle, int) else handle.fileno())
 
-    def logged_rename(source: Any, target: Any, **folders: Any) -> None:
-        disk.about_to_rename(source, target)
-        rename(source, target, **folders)
-
-    def logged_replace(source: Any, target: Any, **folders: Any) -> None:
-        disk.about_to_rename(source, target)
-        replace(source, target, **folders)
+    def logged(move: Any) -> Any:
+        return lambda *paths, **folders: (disk.about_to_rename(*paths), move(*paths, **folders))[1]
 
     monkeypatch.setattr(os, "fsync", logged_fsync)
-    monkeypatch.setattr(os, "rename", logged_rename)
-    monkeypatch.setattr(os, "replace", logged_replace)
+    monkeypatch.setattr(os, "rename", logged(os.rename))
+    monkeypatch.setattr(os, "replace", logged(os.replace))
     yield disk
     monkeypatch.undo()
-
-
-def _save(folder: Path, step: int) -> Path:
-    weights = Parameters(MODEL.parameter_shapes(), groups=MODEL.fused_groups())
-    weights.flat[:] = np.random.default_rng(step).standard_normal(weights.flat.size)
-    return checkpoint.save(
-        folder,
-        step=step,
-        optimizer=AdamW(weights),
-        model=MODEL,
-        tokenizer={"name": "bytes"},
-        config={},
-        keep=99,
-    )
 
 
 @pytest.mark.parametrize("there", ["nothing", "a whole one", "a damaged one"])

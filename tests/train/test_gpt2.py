@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,7 @@ from kos.train.gpt2 import POSITIONS, GPT2Config, make_model
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
 
-SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 CONFIG = GPT2Config(37, 24, 29, 3, 4, 4, 6, 20, 1e-3, tie_word_embeddings=True)
-
-
-@pytest.fixture
-def rng() -> np.random.Generator:
-    print(f"KOS_TEST_SEED={SEED}")
-    return np.random.default_rng(SEED)
 
 
 def make_weights(rng: np.random.Generator, dtype: Any = np.float64) -> Parameters:

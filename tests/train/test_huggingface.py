@@ -11,7 +11,7 @@ import pytest
 
 from kos.errors import CheckpointError
 from kos.train.huggingface import from_huggingface, read_config, read_weights, to_huggingface
-from kos.train.model import LlamaConfig
+from kos.train.llama_config import LlamaConfig
 from kos.train.parameters import Parameters
 from tests.train.models import SCALING, small
 

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from kos.errors import ConfigError, InvalidArgument
-from kos.train.model import Llama, LlamaConfig
+from kos.errors import InvalidArgument
+from kos.train.config import TrainConfig
+from kos.train.model import Llama
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
 from tests.train.models import SCALING, small
@@ -100,11 +101,7 @@ def torch_reference(config, weights, tokens, targets):
         logits.flatten(0, 1), torch.tensor(targets, dtype=torch.int64).flatten(), ignore_index=-1
     )
     loss.backward()
-    return (
-        logits.detach().numpy(),
-        loss.item(),
-        {name: tensor.grad.numpy() for name, tensor in tensors.items()},
-    )
+    return logits.detach().numpy(), loss.item(), {name: tensor.grad.numpy() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -149,21 +146,7 @@ def test_accumulate_adds_to_what_is_there(variant):
     model.loss_and_gradients(weights, *batches[0], gradients, accumulate=False)
     model.loss_and_gradients(weights, *batches[1], gradients, accumulate=True)
     np.testing.assert_allclose(gradients.flat, alone[0] + alone[1], rtol=1e-12, atol=1e-15)
-    assert np.abs(alone[1]).min(initial=1) >= 0 and not np.allclose(alone[0], alone[1])
-
-
-def test_gradients_match_finite_differences():
-    config, model, weights, gradients = make("tied", np.float64)
-    tokens, targets = make_batch(config, 2, 7, seed=5, ignored=0.2)
-    model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False)
-    rng = np.random.default_rng(6)
-    direction = rng.normal(size=weights.flat.size)
-    start, h = weights.flat.copy(), 1e-6
-    weights.flat[:] = start + h * direction
-    above = model.loss(weights, tokens, targets)
-    weights.flat[:] = start - h * direction
-    below = model.loss(weights, tokens, targets)
-    assert gradients.flat @ direction == pytest.approx((above - below) / (2 * h), rel=1e-6)
+    assert not np.allclose(alone[0], alone[1])
 
 
 def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
@@ -227,28 +210,8 @@ def test_wrong_inputs_are_named():
     assert math.isfinite(model.loss(weights, tokens, targets))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_key_value_heads": 3}, "num_attention_heads: expected a multiple of .* 3, got 4"),
-        ({"head_dim": 5}, "head_dim: expected an even number.* got 5"),
-    ],
-)
-def test_impossible_shapes_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        small(**change)
-
-
 def test_counts_of_llama_3_8b():
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-    )
+    config = TrainConfig.from_preset("8b").model_config_for(256)
     assert config.num_parameters() == 8_030_261_248  # as published
     matmul = 8_030_261_248 - 128256 * 4096 - 65 * 4096
     attention = 32 * 32 * 128 * 8192

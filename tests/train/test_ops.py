@@ -8,7 +8,6 @@ f(x - h u)) / 2h must be dx . u.
 from __future__ import annotations
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -17,17 +16,9 @@ from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.train.ops import numpy as ops
 
-SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
-
 
 def poisoned_slab(nbytes):
     return np.full(-(-nbytes // 8), np.nan).view(np.uint8)
-
-
-@pytest.fixture
-def rng():
-    print(f"KOS_TEST_SEED={SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.fixture

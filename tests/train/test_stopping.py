@@ -25,14 +25,14 @@ from kos.train.metrics import read_metrics
 from kos.train.parallel.data import DataParallel
 from kos.train.stopping import Stop, Stopped
 from tests.train.test_cli import ENVIRONMENT, MPIRUN, SECONDS, SHAPE
-from tests.train.test_loop import SMALL, _train, _weights, text
+from tests.train.test_loop import SMALL, _config, _train, _weights, text
 
 __all__ = ["text"]
 
 
 def _stopped(text: Path, out: Path, ranks: int, when: Any, **changes: Any) -> None:
     """A run in which the last rank is asked to stop where ``when(what, calls before)`` says so."""
-    config = TrainConfig.from_preset("tiny", data=str(text), out=out, **{**SMALL, "save_every": 0, **changes})
+    config = _config(text, out, save_every=0, **changes)
 
     def run(comm: Communicator) -> None:
         stop, calls = Stop(), 0
@@ -124,7 +124,7 @@ def test_what_one_rank_may_leave_at_once_all_leave(monkeypatch: Any) -> None:
 MOMENTS = {
     "imports": "from kos.train import config\nparse = config.parse\nconfig.parse = lambda a: (go(), parse(a))[1]\n",
     "loading": "from kos.train import loop\nloop.load_data = lambda config: go()\n",
-    "weights": "from kos.train import loop\nloop.Trainer._read_state = lambda self, state, found: go()\n",
+    "weights": "from kos.train.llama_config import LlamaConfig\nLlamaConfig.init_weights = lambda *a: go()\n",
     "validation": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.evaluate\n"
     "cpu.CpuEngine.evaluate = lambda self: (go(), last(self))[1]\n",
     "checkpoint": "from kos.train import checkpoint\nsave = checkpoint.save\n"

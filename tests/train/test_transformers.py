@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ REASON = "the reference needs transformers and torch (pip install transformers t
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 STRETCHED = RopeScaling(8.0, 1.0, 4.0, 64)
 CASES = {  # with 8 query heads: groups of 1, 4 and 8
     "multi-head, untied": LlamaConfig(83, 72, 104, 2, 8, 8, 10),
@@ -39,12 +37,6 @@ V4 = ("rope_theta", "rope_scaling", "torch_dtype")
 V5 = ("rope_parameters", "dtype")
 each_llama = pytest.mark.parametrize("config", CASES.values(), ids=list(CASES))
 each_case = pytest.mark.parametrize("config", (CASES | GPT2).values(), ids=list(CASES | GPT2))
-
-
-@pytest.fixture
-def rng():
-    print(f"KOS_TEST_SEED={SEED}")
-    return np.random.default_rng(SEED)
 
 
 @pytest.fixture(params=["numpy", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -76,13 +76,10 @@ Between = Callable[[str, float], None]
 """Called on all ranks between the parts of what takes long, with what it is and the share that is done; may raise."""
 
 
-def no_pause(what: str, share: float) -> None:
-    """A ``Between`` that goes on."""
-
-
 def make_engine(
-    config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator, between: Between = no_pause
-) -> Engine:
+    config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator,
+    between: Between = lambda what, share: None,
+) -> Engine:  # fmt: skip
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
         from kos.train.engines.cuda import CudaEngine

@@ -10,7 +10,7 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset, eval_shape
-from kos.train.engines import Between, StepResult, no_pause
+from kos.train.engines import Between, StepResult
 from kos.train.engines.memory_plan import GIB, MemoryPlan
 from kos.train.failures import together
 from kos.train.gpt2 import make_model
@@ -60,7 +60,7 @@ class CpuEngine:
     lag = 0
 
     def __init__(
-        self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator, between: Between = no_pause
+        self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator, between: Between
     ) -> None:
         self.config, self.data, self.comm, self.between = config, data, comm, between
         self.plan = together(comm, plan_memory(config, model, comm).check)

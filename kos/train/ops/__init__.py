@@ -70,14 +70,7 @@ class Ops(Protocol):
         """out (N, F) = x (N, D) weight^T + residual (N, F) + bias (F,), weight (F, D)."""
 
     def linear_backward(
-        self,
-        d_out: Array,
-        x: Array,
-        weight: Array,
-        dx: Array,
-        d_weight: Array,
-        accumulate: bool,
-        arena: Arena,
+        self, d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
     ) -> None:
         """dx (N, D) = d_out (N, F) weight; d_weight (F, D) = d_out^T x."""
 
@@ -88,33 +81,18 @@ class Ops(Protocol):
         """out (N, D) = x rstd weight, with rstd (N,) = 1 / sqrt(mean(x^2) + eps) kept for the backward."""
 
     def rms_norm_backward(
-        self,
-        d_out: Array,
-        x: Array,
-        weight: Array,
-        rstd: Array,
-        dx: Array,
-        d_weight: Array,
-        accumulate: bool,
+        self, d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool,
         arena: Arena,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight (D,).  Overwrites ``d_out``."""
 
     def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
         """out (N, D) = (x - mean) rstd weight + bias; ``statistics`` (2, N): rstd, mean, kept for the backward."""
 
     def layer_norm_backward(
-        self,
-        d_out: Array,
-        x: Array,
-        weight: Array,
-        statistics: Array,
-        dx: Array,
-        d_weight: Array,
-        d_bias: Array,
-        accumulate: bool,
-        arena: Arena,
-    ) -> None:
+        self, d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
+        accumulate: bool, arena: Arena,
+    ) -> None:  # fmt: skip
         """ADDS to dx (N, D), the gradient of the residual stream; d_weight, d_bias (D,).  Overwrites ``d_out``."""
 
     def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
@@ -134,16 +112,9 @@ class Ops(Protocol):
         """
 
     def attention_backward(
-        self,
-        d_out: Array,
-        qkv: Array,
-        out: Array,
-        log_sum_exp: Array,
-        heads: int,
-        kv_heads: int,
-        d_qkv: Array,
+        self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
         arena: Arena,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """d_qkv (N, W) from d_out (N, H d); the probabilities are computed again, not kept."""
 
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:

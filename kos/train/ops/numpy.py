@@ -82,6 +82,15 @@ def _columns(x: Array) -> Array:
     return memory
 
 
+def _product(a: Array, b: Array, out: Array, accumulate: bool, arena: Arena) -> None:
+    """out = a b, or added to it."""
+    with arena.scope():
+        fresh = arena.take(out.shape, out.dtype) if accumulate else out
+        np.matmul(a, b, out=fresh)
+        if accumulate:
+            np.add(out, fresh, out=out)
+
+
 # --- embedding ---------------------------------------------------------------------------------------
 
 
@@ -124,46 +133,33 @@ def linear_backward(
     d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
 ) -> None:
     np.matmul(d_out, weight, out=dx)
-    if accumulate:
-        with arena.scope():
-            fresh = arena.take(d_weight.shape, d_weight.dtype)
-            np.matmul(d_out.T, x, out=fresh)
-            np.add(d_weight, fresh, out=d_weight)
-    else:
-        np.matmul(d_out.T, x, out=d_weight)
+    _product(d_out.T, x, d_weight, accumulate, arena)
 
 
 def sum_rows(x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
-    with arena.scope():
-        fresh = arena.take(out.shape, out.dtype) if accumulate else out
-        np.matmul(_ones(len(x), x.dtype), x, out=fresh[None])  # a sum, at BLAS's speed
-        if accumulate:
-            np.add(out, fresh, out=out)
+    _product(_ones(len(x), x.dtype), x, out[None], accumulate, arena)  # a sum, at BLAS's speed
 
 
-# --- rms_norm ----------------------------------------------------------------------------------------
+# --- norms -------------------------------------------------------------------------------------------
+
+
+def _reciprocal_rms(x: Array, eps: float, out: Array) -> None:
+    np.vecdot(x, x, out=out)
+    out *= 1 / x.shape[-1]
+    out += eps
+    np.sqrt(out, out=out)
+    np.reciprocal(out, out=out)
 
 
 def rms_norm(x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
-    np.vecdot(x, x, out=rstd)
-    rstd *= 1 / x.shape[-1]
-    rstd += eps
-    np.sqrt(rstd, out=rstd)
-    np.reciprocal(rstd, out=rstd)
+    _reciprocal_rms(x, eps, rstd)
     for rows in _blocks(*x.shape):
         np.multiply(x[rows], weight, out=out[rows])
         out[rows] *= rstd[rows, None]
 
 
 def rms_norm_backward(
-    d_out: Array,
-    x: Array,
-    weight: Array,
-    rstd: Array,
-    dx: Array,
-    d_weight: Array,
-    accumulate: bool,
-    arena: Arena,
+    d_out: Array, x: Array, weight: Array, rstd: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
 ) -> None:
     """With p = d_out x: d_weight = rstd^T p, and mean(d_out weight x rstd) = rstd (p weight) / D."""
     rows_count, width = x.shape
@@ -175,12 +171,7 @@ def rms_norm_backward(
         slope *= rstd
         slope *= rstd
         slope *= -1 / width
-        if accumulate:
-            fresh = arena.take(d_weight.shape, d_weight.dtype)
-            np.matmul(rstd, product, out=fresh)
-            np.add(d_weight, fresh, out=d_weight)
-        else:
-            np.matmul(rstd, product, out=d_weight)
+        _product(rstd, product, d_weight, accumulate, arena)
         for rows in _blocks(rows_count, width):  # dx += rstd (d_out weight + slope x)
             g, t = d_out[rows], product[rows]
             g *= weight
@@ -190,18 +181,11 @@ def rms_norm_backward(
             dx[rows] += g
 
 
-# --- layer_norm --------------------------------------------------------------------------------------
-
-
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
     rstd, mean = statistics
     np.mean(x, axis=1, out=mean)
     np.subtract(x, mean[:, None], out=out)
-    np.vecdot(out, out, out=rstd)
-    rstd *= 1 / x.shape[-1]
-    rstd += eps
-    np.sqrt(rstd, out=rstd)
-    np.reciprocal(rstd, out=rstd)
+    _reciprocal_rms(out, eps, rstd)
     for rows in _blocks(*x.shape):
         out[rows] *= rstd[rows, None]
         out[rows] *= weight
@@ -209,16 +193,9 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float, out: Array, sta
 
 
 def layer_norm_backward(
-    d_out: Array,
-    x: Array,
-    weight: Array,
-    statistics: Array,
-    dx: Array,
-    d_weight: Array,
-    d_bias: Array,
-    accumulate: bool,
-    arena: Arena,
-) -> None:
+    d_out: Array, x: Array, weight: Array, statistics: Array, dx: Array, d_weight: Array, d_bias: Array,
+    accumulate: bool, arena: Arena,
+) -> None:  # fmt: skip
     rstd, mean = statistics
     width = x.shape[-1]
     with arena.scope():
@@ -253,17 +230,8 @@ def rope_tables(frequencies: Sequence[float], positions: Sequence[int], dtype: A
 
 
 def rope(qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
-    cos, sin = tables
-    _rotate(qkv, cos.T[:, None], sin.T[:, None], head_dim, heads, arena)
-
-
-def rope_backward(d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
-    cos, sin = tables
-    _rotate(d_qkv, cos.T[:, None], -sin.T[:, None], head_dim, heads, arena)
-
-
-def _rotate(qkv: Array, cos: Array, sin: Array, head_dim: int, heads: int, arena: Arena) -> None:
-    """(a, b) -> (a cos - b sin, b cos + a sin), head by head; cos and sin are (d / 2, 1, T)."""
+    """(a, b) -> (a cos - b sin, b cos + a sin), head by head; cos and sin become (d / 2, 1, T)."""
+    cos, sin = (table.T[:, None] for table in tables)
     half, length = head_dim // 2, cos.shape[-1]
     by_half = _by_head(qkv, half, length)
     with arena.scope():
@@ -277,6 +245,11 @@ def _rotate(qkv: Array, cos: Array, sin: Array, head_dim: int, heads: int, arena
             b *= cos
             a -= b_sin
             b += a_sin
+
+
+def rope_backward(d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+    cos, sin = tables
+    rope(d_qkv, (cos, -sin), head_dim, heads, arena)
 
 
 def _by_head(x: Array, head_dim: int, length: int) -> Array:
@@ -325,14 +298,7 @@ def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Ar
 
 
 def attention_backward(
-    d_out: Array,
-    qkv: Array,
-    out: Array,
-    log_sum_exp: Array,
-    heads: int,
-    kv_heads: int,
-    d_qkv: Array,
-    arena: Arena,
+    d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena
 ) -> None:
     """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
 
