@@ -10,7 +10,6 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.backends.mpi import MPIBackend
 from kos.comm.reduction import _ALLOWED
 from kos.comm.schedules import algorithms
 from kos.dtypes import dtype_of
@@ -379,46 +378,3 @@ def test_shapes_and_scalars(ranks: Any) -> None:
         assert lengths == list(range(comm.size))
 
     ranks.run(body)
-
-
-@pytest.mark.mpi
-def test_schedules_carry_what_mpi_has_no_call_for(
-    ranks_of_mpi: Any, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Everything once more with no native call at all, as for a backend that has only messages."""
-    monkeypatch.setattr(MPIBackend, "native", lambda *_: None)
-
-    def body(comm: kos.Communicator) -> None:
-        n, me = comm.size, comm.rank
-        for count in SIZES:
-            xs = inputs(seed, n, count, np.float32)
-            x = xs[me].copy()
-            comm.all_reduce(x)
-            check(x, xs, ReduceOp.SUM, [])
-            assert_same_on_all_ranks(comm, x)
-            assert_bits(comm.all_gather(xs[me]), np.stack(xs), "all_gather")
-            square = np.stack([np.full(count, 10 * me + to) for to in range(n)])
-            expected = np.stack([np.full(count, 10 * of + me) for of in range(n)])
-            assert_bits(comm.all_to_all(square), expected, "all_to_all")
-            part = comm.reduce_scatter(np.concatenate([xs[me]] * n))
-            check(part, xs, ReduceOp.SUM, [])
-            for root in roots(comm):
-                x = xs[me].copy()
-                comm.broadcast(x, root)
-                assert_bits(x, xs[root], "broadcast")
-                out = poison(count, np.float32)
-                comm.reduce(xs[me], root, out=out)
-                if me == root:
-                    check(out, xs, ReduceOp.SUM, [])
-        # Nobody leaves a barrier before the last has come to it.
-        for last in range(n):
-            if me == last:
-                comm.rendezvous.barrier()
-                comm.barrier()
-            else:
-                work = comm.barrier(async_op=True)
-                assert not work.done()
-                comm.rendezvous.barrier()
-                work.wait()
-
-    ranks_of_mpi.run(body)

@@ -4,120 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm.schedules import algorithms
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 from kos.testing import Fault, spawn
-from tests.comm.ranks import assert_bits, poison
+from tests.comm.model import NAMES, Step, run
 
-SIZE, COUNT = 3, 12
+SIZE, SEED = 3, 17
 WAIT = 0.3  # seconds until a collective gives up
 CULPRIT = 1
-
-
-def mine(rank: int, salt: int = 0) -> np.ndarray:
-    return np.random.default_rng([17, rank, salt]).integers(-99, 99, COUNT).astype(np.float32)
-
-
-ALL = [mine(r) for r in range(SIZE)]
-SUM = np.sum(ALL, 0)
-PART = COUNT // SIZE
-
-
-def _all_reduce(c: kos.Communicator, **how: Any) -> tuple[Any, Any]:
-    return c.all_reduce(mine(c.rank), **how), SUM
-
-
-def _reduce(c: kos.Communicator) -> tuple[Any, Any]:
-    got = c.reduce(mine(c.rank))
-    return (got, SUM) if c.rank == 0 else (got, got)
-
-
-def _reduce_scatter(c: kos.Communicator) -> tuple[Any, Any]:
-    return c.reduce_scatter(mine(c.rank)), SUM[c.rank * PART :][:PART]
-
-
-def _reduce_scatter_v(c: kos.Communicator) -> tuple[Any, Any]:
-    got = c.reduce_scatter_v(mine(c.rank), [5, 0, 7])
-    return got, (SUM[:5], SUM[:0], SUM[5:])[c.rank]
-
-
-def _broadcast(c: kos.Communicator) -> tuple[Any, Any]:
-    return c.broadcast(mine(c.rank), CULPRIT), ALL[CULPRIT]
-
-
-def _all_gather(c: kos.Communicator) -> tuple[Any, Any]:
-    return c.all_gather(mine(c.rank), poison((SIZE, COUNT), np.float32)), np.stack(ALL)
-
-
-def _all_gather_v(c: kos.Communicator) -> tuple[Any, Any]:
-    got = c.all_gather_v(mine(c.rank)[: c.rank + 1], [1, 2, 3])
-    return got, np.concatenate([ALL[r][: r + 1] for r in range(SIZE)])
-
-
-def _all_to_all(c: kos.Communicator) -> tuple[Any, Any]:
-    got = c.all_to_all(mine(c.rank))
-    return got, np.concatenate([x[c.rank * PART :][:PART] for x in ALL])
-
-
-def _all_to_all_v(c: kos.Communicator) -> tuple[Any, Any]:
-    got = c.all_to_all_v(mine(c.rank), [2, 4, 6], [2 * (c.rank + 1)] * SIZE)
-    at = (0, 2, 6, 12)
-    return got, np.concatenate([x[at[c.rank] : at[c.rank + 1]] for x in ALL])
-
-
-def _gather(c: kos.Communicator) -> tuple[Any, Any]:
-    got = c.gather(mine(c.rank))
-    return (got, np.stack(ALL)) if c.rank == 0 else (got, None)
-
-
-def _scatter(c: kos.Communicator) -> tuple[Any, Any]:
-    x = mine(CULPRIT) if c.rank == CULPRIT else None
-    return c.scatter(x, poison(PART, np.float32), CULPRIT), ALL[CULPRIT][c.rank * PART :][:PART]
-
-
-def _send_recv(c: kos.Communicator) -> tuple[Any, Any]:
-    out = poison(COUNT, np.float32)
-    return c.send_recv(mine(c.rank), out, (c.rank + 1) % SIZE, (c.rank - 1) % SIZE), ALL[c.rank - 1]
-
-
-def _barrier(c: kos.Communicator) -> tuple[Any, Any]:
-    return c.barrier(), None
-
-
-Call = Callable[[kos.Communicator], tuple[Any, Any]]
-CALLS: dict[str, Call] = {
-    "all_reduce": _all_reduce,
-    "all_reduce ring": lambda c: _all_reduce(c, algorithm="ring"),
-    "all_reduce tree": lambda c: _all_reduce(c, algorithm="tree"),
-    "all_reduce deterministic": lambda c: _all_reduce(c, deterministic=True),
-    "reduce": _reduce,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_v": _reduce_scatter_v,
-    "broadcast": _broadcast,
-    "all_gather": _all_gather,
-    "all_gather_v": _all_gather_v,
-    "all_to_all": _all_to_all,
-    "all_to_all_v": _all_to_all_v,
-    "gather": _gather,
-    "scatter": _scatter,
-    "send_recv": _send_recv,
-    "barrier": _barrier,
+CALLS = {name: Step(name, root=CULPRIT * (name in ("broadcast", "scatter"))) for name in NAMES} | {
+    f"all_reduce {name}": Step("all_reduce", algorithm=number, in_place=True)
+    for number, name in enumerate(algorithms("all_reduce"), len(algorithms("all_reduce")))
 }
+CALLS["all_reduce deterministic"] = Step("all_reduce", deterministic=True)
 
 every_call = pytest.mark.parametrize("name", CALLS)
-
-
-def check(got: Any, expected: Any, name: str) -> None:
-    if expected is None:
-        assert got is None
-    else:
-        assert_bits(got, expected, name)
 
 
 @every_call
@@ -129,7 +35,7 @@ def test_results_that_no_fault_changes(name: str, kind: str) -> None:
 
     def body(comm: kos.Communicator) -> None:
         for _ in range(4):
-            check(*CALLS[name](comm), name)
+            run(comm, CALLS[name], SEED)
 
     spawn(body, SIZE, 20, faults=faults)
 
@@ -143,12 +49,12 @@ class Outcome:
         first, over = threading.Barrier(SIZE), threading.Barrier(survivors)
 
         def body(comm: kos.Communicator) -> None:
-            check(*CALLS[name](comm), name)
+            run(comm, CALLS[name], SEED)
             first.wait(15)
             comm.timeout = WAIT
             began = time.monotonic()
             try:
-                check(*CALLS[name](comm), name)
+                run(comm, CALLS[name], SEED)
             except KosError as error:
                 self.errors[comm.rank] = error
                 self.seconds = max(self.seconds, time.monotonic() - began)
@@ -231,9 +137,9 @@ def test_several_faults_at_once() -> None:
     ]
 
     def body(comm: kos.Communicator) -> None:
-        works = [comm.all_reduce(mine(comm.rank, n), async_op=True) for n in range(3)]
+        works = [comm.all_reduce(np.full(12, comm.rank + 10.0**n), async_op=True) for n in range(3)]
         for n, work in reversed(list(enumerate(works))):
-            assert_bits(work.wait(), np.sum([mine(r, n) for r in range(SIZE)], 0))
+            assert (work.wait() == 3 + 3 * 10.0**n).all()
 
     spawn(body, SIZE, 20, faults=faults)
 

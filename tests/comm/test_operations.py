@@ -19,18 +19,14 @@ from kos.comm.schedules import algorithms, collectives
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RendezvousError
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.comm import shared_ranks
+from tests.comm import model, shared_ranks
 from tests.comm.fake_nccl import no_gpu
-from tests.comm.ranks import assert_bits, inputs, poison
+from tests.comm.model import NAMES, REDUCING, Step
+from tests.comm.ranks import assert_bits, poison
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_nccl_logic import FakeRanks
 
-COLLECTIVES = (
-    "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "broadcast", "all_gather", "all_gather_v",
-    "all_to_all", "all_to_all_v", "gather", "scatter", "barrier",
-)  # fmt: skip
-OPERATIONS = (*COLLECTIVES, *sorted(POINT_TO_POINT))
-REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+OPERATIONS = sorted({*NAMES, *POINT_TO_POINT})
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -76,79 +72,11 @@ def test_a_flag_of_numpy_is_a_flag() -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_every_schedule_by_name(name: str, size: int, seed: int) -> None:
     def body(comm: kos.Communicator) -> None:
-        n, me, root = comm.size, comm.rank, comm.size - 1
-        for algorithm in algorithms(name):
-            xs = inputs(seed, n, 7 * n, np.float32)
-            out = poison(7 * n, np.float32)
-            if name == "broadcast":
-                assert_bits(comm.broadcast(xs[me], root, out=out, algorithm=algorithm), xs[root], algorithm)
-            elif name == "all_gather":
-                assert_bits(comm.all_gather(xs[me], algorithm=algorithm), np.stack(xs), algorithm)
-            elif name == "all_to_all":
-                parts = np.concatenate([x.reshape(n, -1)[me] for x in xs])
-                assert_bits(comm.all_to_all(xs[me], out, algorithm=algorithm), parts, algorithm)
-            elif name == "gather":
-                got = comm.gather(xs[me], root, algorithm=algorithm)
-                assert me != root or (got == np.stack(xs)).all()
-            elif name == "scatter":
-                whole = np.stack(xs) if me == root else None
-                assert_bits(comm.scatter(whole, out, root, algorithm=algorithm), xs[me], algorithm)
-            else:
-                got = comm.reduce(xs[me], root, out=out, algorithm=algorithm)
-                assert me != root or np.allclose(got, np.sum(xs, 0, np.float64), rtol=1e-5, atol=1e-6)
+        known = len(algorithms(name))
+        for algorithm in range(known, 2 * known):
+            model.run(comm, Step(name, count=7, root=size - 1, algorithm=algorithm), seed)
 
     spawn(body, size, timeout=20)
-
-
-Form = tuple[Any, Callable[[], Any], Any, Any]
-
-
-def forms_of(comm: kos.Communicator, new: Callable[[int], Any]) -> dict[str, Form]:
-    """Of each operation: its persistent form, a call alike into other memory, its input, where its result comes.
-
-    ``new(count)`` makes an array of float64.
-    """
-    n, me = comm.size, comm.rank
-    right, left, root = (me + 1) % n, (me - 1) % n, n - 1
-    x, counts = new(6 * n), [k % 3 + 1 for k in range(n)]
-    uneven, mine = new(sum(counts)), new(counts[me])
-    pairs = [[(i + j) % 3 for j in range(n)] for i in range(n)]  # elements from i to j
-    to, come = pairs[me], [pairs[i][me] for i in range(n)]
-    spread = new(sum(to))
-    whole = x if me == root else None
-    out = {name: new(6 * n) for name in OPERATIONS}
-    out |= {"all_gather": new(6 * n * n), "all_gather_v": new(sum(counts)), "all_to_all_v": new(sum(come))}
-    out |= {"reduce_scatter": new(6), "reduce_scatter_v": new(counts[me]), "scatter": new(6)}
-    gathered = new(6 * n * n) if me == root else None
-    forms: dict[str, Form] = {
-        "all_reduce": (comm.all_reduce_init(x, ReduceOp.MAX, out=out["all_reduce"]),
-                       lambda: comm.all_reduce(x, ReduceOp.MAX, out=new(x.size)), x, out["all_reduce"]),
-        "reduce": (comm.reduce_init(x, root, out=out["reduce"]),
-                   lambda: comm.reduce(x, root, out=new(x.size)) if me == root else comm.reduce(x, root),
-                   x, out["reduce"] if me == root else None),
-        "reduce_scatter": (comm.reduce_scatter_init(x, out["reduce_scatter"], deterministic=True),
-                           lambda: comm.reduce_scatter(x, deterministic=True), x, out["reduce_scatter"]),
-        "reduce_scatter_v": (comm.reduce_scatter_v_init(uneven, counts, out["reduce_scatter_v"]),
-                             lambda: comm.reduce_scatter_v(uneven, counts), uneven, out["reduce_scatter_v"]),
-        "broadcast": (comm.broadcast_init(x, root, out=out["broadcast"]),
-                      lambda: comm.broadcast(x, root, out=new(x.size)), x, out["broadcast"]),
-        "all_gather": (comm.all_gather_init(x, out["all_gather"]), lambda: comm.all_gather(x), x, out["all_gather"]),
-        "all_gather_v": (comm.all_gather_v_init(mine, counts, out["all_gather_v"]),
-                         lambda: comm.all_gather_v(mine, counts), mine, out["all_gather_v"]),
-        "all_to_all": (comm.all_to_all_init(x, out["all_to_all"]), lambda: comm.all_to_all(x), x, out["all_to_all"]),
-        "all_to_all_v": (comm.all_to_all_v_init(spread, to, come, out["all_to_all_v"]),
-                         lambda: comm.all_to_all_v(spread, to, come), spread, out["all_to_all_v"]),
-        "gather": (comm.gather_init(x, root, gathered), lambda: comm.gather(x, root), x, gathered),
-        "scatter": (comm.scatter_init(whole, out["scatter"], root),
-                    lambda: comm.scatter(whole, new(6), root), x, out["scatter"]),
-        "barrier": (comm.barrier_init(), comm.barrier, x, None),
-    }  # fmt: skip
-    if n > 1:
-        forms["send_recv"] = (
-            comm.send_recv_init(x, out["send_recv"], right, left),
-            lambda: comm.send_recv(x, new(x.size), right, left), x, out["send_recv"],
-        )  # fmt: skip
-    return forms
 
 
 def check_persistent_forms(
@@ -160,26 +88,33 @@ def check_persistent_forms(
     read: Callable[[Any], np.ndarray] = np.asarray,
 ) -> None:
     """Started again and again, alone or in a batch, they do what the calls do; ``fill`` and ``read`` their arrays."""
-    rng = np.random.default_rng([seed, comm.rank])
-    forms = forms_of(comm, new)
-    for _ in range(3):
-        for x in {id(x): x for _, _, x, _ in forms.values()}.values():
-            fill(x, rng.integers(-9, 9, x.size).astype(np.float64))
-        for *_, out in forms.values():
+    n, me = comm.size, comm.rank
+    everyone, forms = list(range(n)), []
+    for name in NAMES if n > 1 else NAMES[:-1]:  # send_recv takes another rank
+        deterministic = name == "reduce_scatter"
+        step = Step(name, dtype=np.float64, op=ReduceOp.MAX, root=n - 1, deterministic=deterministic)
+        xs = model.inputs(seed, 0, step, everyone)
+        expected = model.result(step, xs, me)
+        x, out = new(xs[me].size), None if expected is None else new(expected.size)
+        given, options = model.arguments(comm, step, x, out)
+        forms.append((step, getattr(comm, f"{name}_init")(*given, **options), x, out))
+    for turn in range(3):
+        inputs = [model.inputs(seed, turn, step, everyone) for step, *_ in forms]
+        for xs, (_, _, x, out) in zip(inputs, forms, strict=True):
+            fill(x, xs[me])
             if out is not None:
                 fill(out, np.full(out.size, np.nan))
-        expected = {name: call() for name, (_, call, _, _) in forms.items()}
         if together:
             with comm.batch() as batch:
-                given = [operation.start() for operation, *_ in forms.values()]
+                given = [operation.start() for _, operation, _, _ in forms]
             assert len(batch.works) == len(forms)
-            assert all(g is out or out is None for g, (*_, out) in zip(given, forms.values(), strict=True))
+            assert all(g is out or out is None for g, (*_, out) in zip(given, forms, strict=True))
         else:
-            for operation, *_ in forms.values():
+            for _, operation, _, _ in forms:
                 operation.start().wait()
-        for name, (*_, out) in forms.items():
+        for xs, (step, _, _, out) in zip(inputs, forms, strict=True):
             if out is not None:
-                assert_bits(read(out).reshape(-1), read(expected[name]).reshape(-1), name)
+                assert_bits(read(out).reshape(-1), model.result(step, xs, me), step.name)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "in a batch"])
