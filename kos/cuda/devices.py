@@ -1,4 +1,4 @@
-"""Discovery: the GPUs of this machine, the links between them, and which rank takes which.
+"""Discovery: the GPUs of this machine, their NVLinks and network cards, and which rank takes which.
 
 The driver enumerates what CUDA_VISIBLE_DEVICES and MIG leave visible; what it does not tell (NUMA nodes,
 network cards) is read from sysfs, NVLinks from NVML.
@@ -7,7 +7,6 @@ network cards) is read from sysfs, NVLinks from NVML.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,15 +36,6 @@ class DeviceInfo:
     @property
     def arch(self) -> str:
         return arch_of(self.compute_capability)
-
-
-@dataclass(frozen=True)
-class PeerLink:
-    """What the driver says of one GPU's access to another's memory. Trust moved bytes, not ``access``."""
-
-    access: bool
-    native_atomics: bool
-    performance_rank: int  # lower is faster
 
 
 @dataclass(frozen=True)
@@ -102,20 +92,6 @@ def device_info(index: int) -> DeviceInfo:
     if not 0 <= index < len(visible_devices()):
         raise BackendUnavailable(f"CUDA: expected a device in 0..{len(visible_devices()) - 1}, got {index}")
     return visible_devices()[index]
-
-
-def peer_links() -> dict[tuple[int, int], PeerLink]:
-    """By (i, j): device i's access to device j's memory."""
-    return {(i, j): _peer_link(i, j) for i, j in itertools.permutations(range(len(visible_devices())), 2)}
-
-
-def _peer_link(i: int, j: int) -> PeerLink:
-    def attribute(name: str) -> int:
-        kind = getattr(cu.CUdevice_P2PAttribute, f"CU_DEVICE_P2P_ATTRIBUTE_{name}")
-        return int(call(cu.cuDeviceGetP2PAttribute, kind, i, j))
-
-    access, atomics = attribute("ACCESS_SUPPORTED"), attribute("NATIVE_ATOMIC_SUPPORTED")
-    return PeerLink(bool(access), bool(atomics), attribute("PERFORMANCE_RANK"))
 
 
 def nvlinks(index: int) -> int | None:

@@ -129,8 +129,6 @@ def test_discovery() -> None:
         assert info.index == index and info.name and len(info.uuid) == 32
         assert info.memory > 1 << 30 and info.multiprocessors > 0
         assert Path("/sys/bus/pci/devices", info.pci_address).exists()
-    links = devices.peer_links()
-    assert len(links) == len(found) * (len(found) - 1)
-    print(links, devices.rdma_nics(), devices.gpu_direct_rdma(), devices.process_numa_node())
+    print(devices.rdma_nics(), devices.gpu_direct_rdma(), devices.process_numa_node())
     with pytest.raises(BackendUnavailable, match="expected a device in 0"):
         cuda.device_info(len(found))
