@@ -22,8 +22,7 @@ def mpi_world() -> Iterator[kos.Communicator]:
 
 
 @pytest.fixture(
-    params=[1, 2, 3, 4, pytest.param("mpi", marks=pytest.mark.mpi)],
-    ids=["mock-1", "mock-2", "mock-3", "mock-4", "mpi"],
+    params=[1, 2, 3, 4, pytest.param("mpi", marks=pytest.mark.mpi)], ids=["mock-1", "mock-2", "mock-3", "mock-4", "mpi"]
 )
 def ranks(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
     """``ranks.run(fn)`` runs fn(comm) on every rank."""

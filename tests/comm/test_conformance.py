@@ -26,12 +26,7 @@ from tests.comm.ranks import (
 
 LARGE = 300_007  # elements, prime: several segments of every schedule
 
-REDUCTIONS = [
-    (dtype, op)
-    for dtype in ALL_DTYPES
-    for op in ReduceOp
-    if op in _ALLOWED[dtype_of(dtype).kind]
-]
+REDUCTIONS = [(dtype, op) for dtype in ALL_DTYPES for op in ReduceOp if op in _ALLOWED[dtype_of(dtype).kind]]
 
 
 def reduced(contributions: list[np.ndarray], op: ReduceOp, factors: list[float]) -> np.ndarray:
@@ -72,8 +67,9 @@ def check(got: np.ndarray, contributions: list[np.ndarray], op: ReduceOp, factor
     if SUMS_IN_16_BITS.get() and dtype.itemsize == 2:
         carrier = dtype
     eps = float(ml_dtypes.finfo(carrier).eps)
-    magnitude = reduced([np.abs(c.astype(np.complex128)).astype(np.float64) for c in contributions], op,
-                        [abs(f) for f in factors])
+    magnitude = reduced(
+        [np.abs(c.astype(np.complex128)).astype(np.float64) for c in contributions], op, [abs(f) for f in factors]
+    )
     bound = (n + 2) * (eps * magnitude + float(ml_dtypes.finfo(carrier).smallest_subnormal))
     wide = got.astype(np.complex128 if dtype.kind == "c" else np.float64)
     if carrier != dtype:

@@ -187,9 +187,7 @@ MASTER = {"MASTER_ADDR": "host", "MASTER_PORT": "29500"}
         ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", **TORCH}, 0),
     ],
 )
-def test_the_rank_before_the_start(
-    no_launcher: pytest.MonkeyPatch, environ: dict[str, str], expected: int
-) -> None:
+def test_the_rank_before_the_start(no_launcher: pytest.MonkeyPatch, environ: dict[str, str], expected: int) -> None:
     for name, value in environ.items():
         no_launcher.setenv(name, value)
     assert launched_rank() == expected
@@ -245,9 +243,7 @@ def test_jobs_side_by_side() -> None:
     """Two jobs of one user whose ports overlap, as two torchruns may choose them: each finds its own."""
     with port_before_a_taken_one() as port:
         jobs = [
-            environment(rank, 2, port + job, TORCHELASTIC_USE_AGENT_STORE="True")
-            for rank in (1, 0)
-            for job in (0, 1)
+            environment(rank, 2, port + job, TORCHELASTIC_USE_AGENT_STORE="True") for rank in (1, 0) for job in (0, 1)
         ]
         missing, lost = errors_of(0.3, jobs[2], jobs[1])
         assert missing.startswith("rendezvous: ranks [1] of 2 did not come")
@@ -342,10 +338,7 @@ def test_missing_ranks_are_named_on_all_others() -> None:
     port, began = free_port(), time.monotonic()
     errors = errors_of(0.5, *[environment(rank, 5, port) for rank in (0, 2, 4)])
     assert 0.5 <= time.monotonic() - began < 15
-    expected = (
-        "rendezvous: ranks [1, 3] of 5 did not come within 0.5 s "
-        f"(rank 0 listens at 127.0.0.1:{port})"
-    )
+    expected = f"rendezvous: ranks [1, 3] of 5 did not come within 0.5 s (rank 0 listens at 127.0.0.1:{port})"
     assert errors == [expected] * 3
 
 
@@ -363,8 +356,7 @@ def test_a_rank_that_comes_twice() -> None:
     errors = errors_of(20, *[environment(rank, 3, port) for rank in (0, 1, 1)])
     assert time.monotonic() - began < 15
     assert set(errors) == {
-        "rendezvous: rank 1 came twice: expected one process of each rank "
-        f"(rank 0 listens at 127.0.0.1:{port})"
+        f"rendezvous: rank 1 came twice: expected one process of each rank (rank 0 listens at 127.0.0.1:{port})"
     }
 
 
@@ -424,9 +416,7 @@ def test_another_program_at_the_port() -> None:
             sock.close()
 
         _, errors = run_threads(program, lambda: errors_of(5, environment(1, 2, port)))
-    assert errors == [
-        f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp1), got b'HTTP/1.1'"
-    ]
+    assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp1), got b'HTTP/1.1'"]
 
 
 # Ranks that go or stall.

@@ -29,14 +29,7 @@ TORCH_KEYS = {"version", "pg_config", "pg_status", "entries"}
 TORCH_ENTRY_KEYS = {
     *("frames", "record_id", "pg_id", "process_group", "collective_seq_id", "p2p_seq_id", "op_id"),
     *("profiling_name", "time_created_ns", "input_sizes", "input_dtypes", "output_sizes", "output_dtypes"),
-    *(
-        "state",
-        "time_discovered_started_ns",
-        "time_discovered_completed_ns",
-        "retired",
-        "timeout_ms",
-        "is_p2p",
-    ),
+    *("state", "time_discovered_started_ns", "time_discovered_completed_ns", "retired", "timeout_ms", "is_p2p"),
 }
 ONES = np.ones((2, 2), np.float32)
 
@@ -69,17 +62,10 @@ def test_what_an_entry_says() -> None:
         assert entry["input_dtypes"] == entry["output_dtypes"] == ["int64"]
         assert (entry["state"], entry["retired"], entry["timeout_ms"]) == ("completed", True, 7000)
         assert (entry["reduce_op"], entry["is_p2p"], entry["collective_seq_id"]) == ("MAX", False, 0)
-        assert (
-            entry["time_created_ns"]
-            <= entry["time_discovered_completed_ns"]
-            < entry["time_created_ns"] + 60e9
-        )
+        assert entry["time_created_ns"] <= entry["time_discovered_completed_ns"] < entry["time_created_ns"] + 60e9
         (frame,) = entry["frames"]
         assert Path(frame["filename"]) == Path(__file__)
-        assert (frame["line"], frame["name"]) == (
-            line_of("the call site"),
-            "test_what_an_entry_says.<locals>.body",
-        )
+        assert (frame["line"], frame["name"]) == (line_of("the call site"), "test_what_an_entry_says.<locals>.body")
 
 
 def test_call_sites_are_the_users_whatever_the_way() -> None:
@@ -215,9 +201,7 @@ def test_a_rank_that_does_not_arrive(tmp_path: Path, capsys: pytest.CaptureFixtu
     run_and_dump(tmp_path, 3, body)
     text = read(tmp_path, capsys, 1)
     line = line_of("waits")
-    assert (
-        "world: all_reduce #2 of float32[8] by SUM: rank 1 did not arrive; ranks 0, 2 called it at " in text
-    )
+    assert "world: all_reduce #2 of float32[8] by SUM: rank 1 did not arrive; ranks 0, 2 called it at " in text
     assert f"test_recorder.py:{line}\n" in text
     assert "rank 1: world: all_reduce #1 of float32[7] by SUM: completed" in text
     assert "rank 2: world: all_reduce #2 of float32[8] by SUM: failed" in text
@@ -245,9 +229,7 @@ def test_a_rank_that_leaves_a_call_out(tmp_path: Path, capsys: pytest.CaptureFix
     assert "but rank 1 called all_gather #1 of float32[4] at train.py:11: they differ in operation\n" in text
 
 
-def crafted(
-    name: str, number: int, state: str = "completed", p2p: bool = False, **fields: Any
-) -> dict[str, Any]:
+def crafted(name: str, number: int, state: str = "completed", p2p: bool = False, **fields: Any) -> dict[str, Any]:
     """An entry as a dump holds it."""
     entry = {
         "record_id": number,
@@ -280,9 +262,7 @@ def test_a_rank_without_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for rank in (0, 2):
         write(tmp_path, rank, 3, [crafted("barrier", 0), crafted("all_reduce", 1, "started")])
     text = read(tmp_path, capsys, 1)
-    assert (
-        "world: all_reduce #1 of float32[4]: rank 1 left no dump; ranks 0, 2 called it at train.py:11" in text
-    )
+    assert "world: all_reduce #1 of float32[4]: rank 1 left no dump; ranks 0, 2 called it at train.py:11" in text
     assert "2 dumps of 3 ranks" in text
 
 
@@ -298,9 +278,7 @@ def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.Capt
     write(tmp_path, 0, 2, [crafted("all_reduce", n) for n in range(5, 9)])
     write(tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 8)])
     assert "3 collectives that all ranks made alike" in read(tmp_path, capsys, 0)
-    write(
-        tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 9)] + [crafted("barrier", 9, "started")]
-    )
+    write(tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 9)] + [crafted("barrier", 9, "started")])
     text = read(tmp_path, capsys, 1)
     assert "world: barrier #9 of float32[4]: rank 0 did not arrive" in text
 
@@ -418,9 +396,7 @@ def test_pytorchs_own_analyzer_reads_the_dumps() -> None:
 
     details = {}
     for rank, dump in enumerate(spawn(body, 2)):
-        dump = json.loads(
-            json.dumps(dump).replace('"mock:', '"gloo:')
-        )  # it knows the names of its backends only
+        dump = json.loads(json.dumps(dump).replace('"mock:', '"gloo:'))  # it knows the names of its backends only
         details[f"rank_{rank}"] = dump | {"host_name": "host"}
     arguments = config.JobConfig().parse_args(["folder"])
     database = builder.build_db(details, arguments, details["rank_0"]["version"])
@@ -467,9 +443,7 @@ def wait_for_nothing(comm: kos.Communicator) -> None:
         gave_up.set()
 
 
-def test_a_dump_that_cannot_be_written_hides_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dump_that_cannot_be_written_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KOS_RECORDER_DIR", str(tmp_path / "file"))
     with pytest.raises(CollectiveTimeout, match="recv #0"):
@@ -594,9 +568,6 @@ def test_processes_of_which_one_leaves_a_call_out(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kos.comm.recorder", str(dumps), "--trace", str(tmp_path / "trace")]
     read = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=40, check=False)
     assert (read.returncode, read.stderr) == (1, "")
-    assert (
-        "world: all_reduce #1 of float32[5] by SUM: rank 1 did not arrive; rank 0 called it at "
-        in read.stdout
-    )
+    assert "world: all_reduce #1 of float32[5] by SUM: rank 1 did not arrive; rank 0 called it at " in read.stdout
     assert f"{program}:6" in read.stdout
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]
