@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.collectives import report
 from kos.comm.mpi_job import launched_rank
-from kos.errors import KosError
+from kos.errors import ConfigError, KosError
 from kos.files import check_writable
 from kos.train.config import TrainConfig, parse
 from kos.train.data import Dataset, Tokens
@@ -350,9 +350,9 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
     options.threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
     options.torch = options.torch or VARIANTS[options.device]
     if unknown := set(options.torch.replace(",", "-").split("-")) - WORDS:
-        raise SystemExit(f"--torch: expected words of {', '.join(sorted(WORDS))}, got {', '.join(sorted(unknown))}")
+        raise ConfigError(f"--torch: expected words of {', '.join(sorted(WORDS))}, got {', '.join(sorted(unknown))}")
     if options.compare and config.model.model_type != "llama":
-        raise SystemExit(f"--compare torch: expected a llama, got {config.model.model_type}")
+        raise ConfigError(f"--compare torch: expected a llama, got {config.model.model_type}")
     return options, config
 
 
@@ -363,6 +363,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             check_writable(options.json)
         config.for_world(options.ranks, options.device)
+        if options.compare and importlib.util.find_spec("torch") is None:
+            raise ConfigError("--compare torch: expected PyTorch (pip install torch), got none")
     except KosError as error:
         raise SystemExit(2 if launched_rank() else f"kos: error: {error}") from None
     if options.worker:
@@ -370,8 +372,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if launched_rank() != 0:  # rank 0 starts the processes of all
         return 0
-    if options.compare and importlib.util.find_spec("torch") is None:
-        raise SystemExit("kos: error: --compare torch: expected PyTorch (pip install torch), got none")
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # and they may run where mpirun put any
     signal.signal(signal.SIGTERM, stop)
     try:

@@ -89,7 +89,7 @@ def _bar(terminal: TextIO, steps: int) -> Any:
 
     width = os.get_terminal_size(terminal.fileno()).columns
     room = width - len(f"training {steps}/{steps} ---- 0:00:00 ")  # where it is small, the values are cut
-    bar = Progress(
+    return Progress(
         TextColumn("training {task.completed}/{task.total}"),
         BarColumn(bar_width=None),
         TimeRemainingColumn(),
@@ -97,7 +97,6 @@ def _bar(terminal: TextIO, steps: int) -> Any:
         console=Terminal(file=terminal, force_terminal=True, width=width),
         refresh_per_second=5,
     )
-    return bar
 
 
 def _terminal() -> TextIO | None:

@@ -57,6 +57,4 @@ def same_on_all(comm: Communicator, facts: Mapping[str, object]) -> None:
         for name, value in everyone[0].items():
             if theirs.get(name) != value:
                 got = f"{value} on rank 0 and {theirs.get(name)} on rank {rank}"
-                error = ConfigError(f"{name}: expected the same on all ranks, got {got}")
-                error.on_every_rank = True
-                raise error
+                raise ConfigError(f"{name}: expected the same on all ranks, got {got}")

@@ -54,15 +54,8 @@ class GPT2Config(LlamaConfig):
         D, F = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
         for layer in reversed(range(self.num_hidden_layers)):
-            names = self.layer_names(layer)
-            for name, shape in (
-                (names.down, (D, F)),
-                (names.gate_up, (F, D)),
-                (names.post_attention_norm, (D,)),
-                (names.o, (D, D)),
-                (names.qkv, (3 * D, D)),
-                (names.input_norm, (D,)),
-            ):
+            of_layer = ((D,), (3 * D, D), (D, D), (D,), (F, D), (D, F))
+            for name, shape in reversed([*zip(self.layer_names(layer), of_layer, strict=True)]):
                 shapes |= {name: shape, bias_of(name): shape[:1]}
         return shapes | {POSITIONS: (self.max_position_embeddings, D), self.embedding: (self.vocab_size, D)}
 

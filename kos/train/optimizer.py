@@ -35,19 +35,11 @@ class AdamW:
     """AdamW over ``weights.flat``; matrices are decayed, vectors (norms) are not."""
 
     def __init__(
-        self,
-        weights: Parameters,
-        *,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        self, weights: Parameters, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.1,
-    ) -> None:
-        self.weights = weights
-        self.exp_avg = weights.like()
-        self.exp_avg_sq = weights.like()
-        self.betas = betas
-        self.eps = eps
-        self.weight_decay = weight_decay
+    ) -> None:  # fmt: skip
+        self.weights, self.exp_avg, self.exp_avg_sq = weights, weights.like(), weights.like()
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.step_count = 0
         self._blocks = _blocks(weights)
         self._scratch = np.empty(BLOCK, weights.flat.dtype)

@@ -27,13 +27,9 @@ class Parameters(Mapping[str, np.ndarray]):
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, Shape],
-        dtype: Any = np.float32,
-        groups: Mapping[str, Sequence[str]] | None = None,
-        zeros: Callable[[int, Any], Any] = np.zeros,
-        multiple: int = 1,
-    ) -> None:
+        self, shapes: Mapping[str, Shape], dtype: Any = np.float32, groups: Mapping[str, Sequence[str]] | None = None,
+        zeros: Callable[[int, Any], Any] = np.zeros, multiple: int = 1,
+    ) -> None:  # fmt: skip
         self.shapes = dict(shapes)
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         self.spans: dict[str, slice] = {}

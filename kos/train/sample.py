@@ -23,17 +23,10 @@ from kos.train.tokenizers import Tokenizer, tokenizer_from_json
 
 
 def generate(
-    model: Llama,
-    weights: Mapping[str, np.ndarray],
-    prompt: Sequence[int],
-    count: int,
-    *,
-    seed: int,
-    temperature: float = 0.8,
-    top_k: int = 0,
-    stop: int | None = None,
+    model: Llama, weights: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, *,
+    seed: int, temperature: float = 0.8, top_k: int = 0, stop: int | None = None,
     cut: Callable[[], bool] = lambda: False,
-) -> Iterator[int]:
+) -> Iterator[int]:  # fmt: skip
     """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
 
     Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The context is the last

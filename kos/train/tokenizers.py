@@ -5,7 +5,6 @@ A checkpoint carries its tokenizer: ``tokenizer_from_json(tokenizer.to_json())``
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -127,7 +126,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, tokenizer: Any, name: str, bos: str | None = None, eos: str | None = None) -> None:
         try:
-            library = importlib.import_module("tokenizers")
+            import tokenizers as library
         except ImportError:
             extra = "pip install 'kos[tokenizers]'"
             raise ConfigError(f"--tokenizer: expected the package tokenizers for {name}, got none ({extra})") from None

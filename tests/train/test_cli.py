@@ -19,10 +19,7 @@ from kos.train import checkpoint
 from kos.train.metrics import read_metrics
 
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX", "PRTE_"))},
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    **{name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX"))},
     "PYTHONUNBUFFERED": "",  # as users have it
 }
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]

@@ -74,14 +74,9 @@ def _on_a_terminal(*command: str | Path, columns: int = 100) -> str:
     terminal = Terminal(columns)
     try:
         done = subprocess.run(
-            command,
-            env=ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)},
-            stdin=subprocess.DEVNULL,
-            stdout=terminal.slave,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-        )
+            command, env=ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)}, stdin=subprocess.DEVNULL,
+            stdout=terminal.slave, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
     finally:
         said = terminal.close()
     assert done.returncode == 0, done.stderr
@@ -122,15 +117,12 @@ def test_mpirun_on_a_terminal_gets_a_bar() -> None:
 def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
     """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
     command = [str(MPIRUN), "-n", "2", sys.executable, "-c", SPEAKER]
-    path = tmp_path / "said"
-    with open(path, "wb") as file:
-        if target == "pipe":
-            done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, timeout=60)
-            file.write(done.stdout)
-        else:
-            done = subprocess.run(command, env=ENVIRONMENT, stdout=file, stderr=subprocess.PIPE, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert path.read_bytes().decode().replace("\r\n", "\n") == PLAIN
+    with open(tmp_path / "said", "w+b") as file:
+        where = subprocess.PIPE if target == "pipe" else file
+        done = subprocess.run(command, env=ENVIRONMENT, stdout=where, stderr=subprocess.PIPE, timeout=60)
+        assert done.returncode == 0, done.stderr
+        file.seek(0)
+        assert (done.stdout or file.read()).decode().replace("\r\n", "\n") == PLAIN
 
 
 def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:

@@ -101,9 +101,7 @@ def choose_device(asked: str, comm: Communicator) -> str:
         return "cuda"
     rank, reason = reasons[0] if reasons else (0, "ranks share a GPU")
     if asked == "cuda":
-        error = ConfigError(f"--device cuda: expected a GPU for every rank, got none for rank {rank}: {reason}")
-        error.on_every_rank = True
-        raise error
+        raise ConfigError(f"--device cuda: expected a GPU for every rank, got none for rank {rank}: {reason}")
     if unavailable() is None and comm.rank == 0:
         _log.warning("training on the CPU, not on this machine's GPUs: %s", reason)
     return "cpu"

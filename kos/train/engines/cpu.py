@@ -67,9 +67,8 @@ class CpuEngine:
         self.model = make_model(model, numpy_ops, recompute=config.recompute)
         self.weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())
         self.gradients = self.weights.like()
-        self.optimizer = AdamW(
-            self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
-        )
+        betas = (config.beta1, config.beta2)
+        self.optimizer = AdamW(self.weights, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
         self.schedule = config.make_schedule()
         self.parallel = DataParallel(comm, self.gradients, deterministic=config.deterministic)
         assert config.micro_batch_size is not None  # for_world has chosen it
@@ -128,13 +127,9 @@ class CpuEngine:
         self._tell(f"step {step + 1}", index, len(self.rounds), 2 * layers + chunks)
         tokens, targets = self.data.rows(step, self.rounds[index])
         loss = self.model.loss_and_gradients(
-            self.weights,
-            tokens,
-            targets,
-            self.gradients,
-            accumulate=self.parallel.accumulates(index),
+            self.weights, tokens, targets, self.gradients, accumulate=self.parallel.accumulates(index),
             on_gradient=self.parallel.gradient_ready if last else None,
-        )
+        )  # fmt: skip
         self.parallel.finish_round(index, len(self.rounds))
         return loss
 
