@@ -15,7 +15,7 @@ from time import perf_counter_ns, time_ns
 import numpy as np
 
 from kos.comm.operation import Operation
-from kos.comm.recorder import COMPLETED, Group
+from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.shared import Calls, Segment, open_segment
@@ -66,7 +66,7 @@ def calls_beside_others(ranks: int, operation: Operation) -> Calls:
 
 def main() -> None:
     operation = example()
-    group = Group.world(0, 1, "mock")
+    group = Group(Recorder(0, 1), "world", [0], 0, "mock")
 
     def empty() -> None:
         pass

@@ -17,7 +17,7 @@ from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch
 from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.operations import Operations
-from kos.comm.recorder import Group, failed
+from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Work
 from kos.errors import CollectiveError, InvalidArgument, RankLost, RendezvousError
@@ -67,7 +67,8 @@ class Communicator(Operations):
         self._batch: Batch | None = None
         self._closed = False
         self._depth = 5  # frames from ``Recorder.record`` up to the caller of an operation
-        self._group = group or Group.world(self.rank, self.size, backend.name)
+        ranks = list(range(self.size))
+        self._group = group or Group(Recorder(self.rank, self.size), "world", ranks, self.rank, backend.name)
         self.recorder = self._group.recorder  # of the communicators split from this one too
         self.name = self._group.name
         _made.add(self)

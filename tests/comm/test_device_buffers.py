@@ -70,15 +70,6 @@ def test_refused_before_anything_is_sent() -> None:
     comm.close()
 
 
-def test_nccl_says_why_it_cannot_run() -> None:
-    comm = kos.init("auto")
-    if comm.device is None:
-        assert not comm.probes["nccl"].usable
-        with pytest.raises(kos.errors.BackendUnavailable, match="nccl: "):
-            kos.init("nccl")
-    comm.close()
-
-
 @gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [0, 1, 5000, 300_007])

@@ -12,7 +12,6 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.env_rendezvous import EnvRendezvous
 from kos.comm.operation import POINT_TO_POINT
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms, collectives
@@ -23,7 +22,6 @@ from tests.comm import model, shared_ranks
 from tests.comm.fake_nccl import no_gpu
 from tests.comm.model import NAMES, REDUCING, Step
 from tests.comm.ranks import assert_bits, poison
-from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_nccl_logic import FakeRanks
 
 OPERATIONS = sorted({*NAMES, *POINT_TO_POINT})
@@ -289,25 +287,6 @@ def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(mon
 
     with no_gpu(monkeypatch):
         FakeRanks(2).run(body)
-
-
-def test_the_hub_follows_too() -> None:
-    """Over TCP the hub beside rank 0 names who is missing, at the timeout that was set."""
-    released = threading.Event()
-
-    def body(rendezvous: EnvRendezvous) -> None:
-        rendezvous.timeout = 0.2
-        rendezvous.barrier()
-        if rendezvous.rank == 1:
-            released.wait(20)
-            return
-        try:
-            with pytest.raises(RendezvousError, match=r"ranks \[1\] of 2 did not come within 0.2 s"):
-                rendezvous.barrier()
-        finally:
-            released.set()
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("failing", [False, True])

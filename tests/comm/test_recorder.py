@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -507,7 +506,6 @@ def test_a_signal_in_the_midst_of_a_dump(tmp_path: Path, monkeypatch: pytest.Mon
             comm.barrier()
             while lines == strike:  # until a dump has fewer lines than that
                 strike, lines = strike + 1 if strike < 400 else strike + 31, 0
-                tempfile._name_sequence = None  # type: ignore[attr-defined] -- as in a process that made no file yet
                 before_trace = sys.gettrace()
                 sys.settrace(trace)
                 try:

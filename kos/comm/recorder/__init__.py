@@ -65,11 +65,6 @@ class Group:
         self.number = recorder.add(self)
         self._splits = itertools.count()
 
-    @classmethod
-    def world(cls, rank: int, size: int, backend: str) -> Group:
-        """The group of all ranks, with a recorder of its own."""
-        return cls(Recorder(rank, size), "world", list(range(size)), rank, backend)
-
     def next_split(self) -> str:
         """The name of the next split of this group; the same on all its ranks, for all of them split it."""
         return f"{self.name}.{next(self._splits)}"

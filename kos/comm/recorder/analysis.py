@@ -18,42 +18,24 @@ _LONG_SCHEDULED = 1e9  # nanoseconds after which a stream that has not moved on 
 _COMPARED = ("operation", "dtype", "elements", "op", "root")
 
 
-@dataclass(frozen=True)
 class Call:
     """One entry of a dump, as far as it is looked at."""
 
-    entry: Mapping[str, Any]
-    group: str
-    operation: str  # all_reduce, or send 0->1
-    is_message: bool
-    number: int
-    state: str
-    dtype: str | None
-    shape: list[int] | None
-    elements: int | None  # that all ranks have in common: those that each contributes, or gets
-    created: int  # nanoseconds
-    where: str
-
-    @classmethod
-    def parse(cls, entry: Mapping[str, Any]) -> Call:
+    def __init__(self, entry: Mapping[str, Any]) -> None:
         """Raises KeyError, TypeError or ValueError for what is no entry."""
-        group, _ = entry["process_group"]
-        operation = entry["profiling_name"].partition(":")[2]
+        self.entry = entry
+        self.group, _ = entry["process_group"]
+        self.operation: str = entry["profiling_name"].partition(":")[2]  # all_reduce, or send 0->1
+        self.is_message: bool = entry["is_p2p"]
+        self.number: int = entry["p2p_seq_id" if self.is_message else "collective_seq_id"]
+        self.state: str = entry["state"]
+        self.created = int(entry["time_created_ns"])
+        self.where = "".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1])
         shapes, dtypes = (entry[f"input_{what}"] or entry[f"output_{what}"] for what in ("sizes", "dtypes"))
-        common = entry["output_sizes"] if operation in ("scatter", "reduce_scatter") else shapes
-        return cls(
-            entry,
-            group,
-            operation,
-            is_message=entry["is_p2p"],
-            number=entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"],
-            state=entry["state"],
-            dtype=dtypes[0] if dtypes else None,
-            shape=shapes[0] if shapes else None,
-            elements=math.prod(common[0]) if common and not operation.endswith("_v") else None,
-            created=int(entry["time_created_ns"]),
-            where="".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1]),
-        )
+        self.dtype, self.shape = dtypes[0] if dtypes else None, shapes[0] if shapes else None
+        # Elements that all ranks have in common: those that each contributes, or gets.
+        common = entry["output_sizes"] if self.operation in ("scatter", "reduce_scatter") else shapes
+        self.elements = math.prod(common[0]) if common and not self.operation.endswith("_v") else None
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -126,7 +108,7 @@ def _load(file: Path) -> Dump:
         if not str(data["version"]).startswith("2."):
             raise ValueError(f"version {data['version']!r}")
         groups = {name: [int(r) for r in json.loads(g["ranks"])] for name, g in data["pg_config"].items()}
-        calls = [Call.parse(entry) for entry in data["entries"]]
+        calls = [Call(entry) for entry in data["entries"]]
         return Dump(int(data["rank"]), int(data["world_size"]), groups, calls, int(data.get("time_dumped_ns", 0)))
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:  # no file, no JSON, or of another kind
         got = f"{type(error).__name__}: {error}"
