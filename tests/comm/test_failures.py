@@ -23,8 +23,9 @@ from kos.errors import (
     RankLost,
     RendezvousError,
 )
-from kos.testing import spawn
+from kos.testing import Fault, spawn
 from tests.comm.ranks import TIMEOUT, time_out_beside_others
+from tests.comm.tcp_ranks import run_threads
 
 F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
 Call = Callable[[kos.Communicator], Any]
@@ -42,11 +43,7 @@ MISMATCHES: dict[str, tuple[Call, Call, str]] = {
         lambda c: c.all_reduce(F4(), ReduceOp.MAX),
         "op (SUM against MAX|MAX against SUM)",
     ),
-    "root": (
-        lambda c: c.broadcast(F4(), 0),
-        lambda c: c.broadcast(F4(), 1),
-        "root (0 against 1|1 against 0)",
-    ),
+    "root": (lambda c: c.broadcast(F4(), 0), lambda c: c.broadcast(F4(), 1), "root (0 against 1|1 against 0)"),
     "algorithm": (
         lambda c: c.all_reduce(F4(), algorithm="ring"),
         lambda c: c.all_reduce(F4(), algorithm="tree"),
@@ -140,22 +137,27 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
             with pytest.raises(RankLost, match="rank 0 is gone: it had enough"):
                 left.barrier()
 
+    def leaves_for_a_failure(comm: kos.Communicator) -> None:
+        """Rank 1 hears of it in a message, and goes before rank 0 has told the rest."""
+        left = comm.duplicate()
+        if comm.rank == 0 and memory == "none":
+            left.backend._messages._others = [comm.rendezvous.rank + 1]  # type: ignore[attr-defined]
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
+                left.all_reduce(np.ones(1), timeout=0.1)
+        else:
+            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
+                left.recv(np.ones(1), 0) if comm.rank == 1 else left.all_reduce(np.ones(1))
+            left.abort(0, "it had enough")
+        comm.rendezvous.barrier()
+        left.abort(0, "it had enough")
+
     began = time.monotonic()
     ranks_of_mpi.run(gives_up)
+    ranks_of_mpi.run(leaves_for_a_failure)
     ranks_of_mpi.run(leaves)
     assert time.monotonic() - began < TIMEOUT / 2
-
-
-def test_another_order_of_calls_is_a_mismatch() -> None:
-    def body(comm: kos.Communicator) -> None:
-        calls = [lambda: comm.all_reduce(F4()), lambda: comm.all_gather(F4())]
-        first, second = calls if comm.rank else reversed(calls)
-        with pytest.raises(CollectiveMismatch, match="operation"):
-            first()
-        with pytest.raises(CollectiveMismatch, match="before: world: rank 0 called .* but rank 1 called .* operation"):
-            second()
-
-    spawn(body, 2, timeout=20)
 
 
 def split_against_another_call(comm: kos.Communicator) -> None:
@@ -260,13 +262,8 @@ def test_counts_of_two_ranks_that_disagree_on_mpi(ranks_of_mpi: Any, counts: tup
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
-    done = threading.Event()
-
     def body(comm: kos.Communicator) -> None:
         comm.barrier()
-        if comm.rank in (1, 3):
-            done.wait(20)
-            return
         began = time.monotonic()
         with pytest.raises(KosError) as caught:
             comm.all_reduce(np.zeros((2, 3), np.float32), timeout=0.3)
@@ -276,32 +273,8 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
         assert "all_reduce #1 of float32[2, 3] by SUM: not complete after 0.3 s" in text
         assert "ranks [1, 3] did not arrive" in text
         assert isinstance(caught.value, CollectiveTimeout | RankLost)
-        if comm.rank == 0:
-            time.sleep(0)
-        comm.rendezvous.threads.shared("gone", list).append(comm.rank)
-        if len(comm.rendezvous.threads.shared("gone", list)) == 2:
-            done.set()
 
-    spawn(body, 4, timeout=30)
-
-
-def test_timeout_of_a_message_leaves_the_communicator_fit() -> None:
-    def body(comm: kos.Communicator) -> None:
-        x = np.zeros(4)
-        if comm.rank == 0:
-            message = r"recv #0 .* from rank 1 with tag 3: .* rank 1 sent nothing"
-            with pytest.raises(CollectiveTimeout, match=message):
-                comm.recv(x, 1, 3, timeout=0.1)
-        comm.barrier()
-        if comm.rank == 1:
-            comm.send(np.ones(4), 0, 3)
-        comm.barrier()
-        assert (x == 0).all(), "a receive that was given up wrote to its array"
-        if comm.rank == 0:
-            comm.recv(x, 1, 3)
-            assert (x == 1).all()
-
-    spawn(body, 2, timeout=20)
+    spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
 
 
 def test_timeout_of_a_message_gives_up_no_other() -> None:
@@ -347,25 +320,6 @@ def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
 @pytest.mark.mpi
 def test_timeout_of_a_message_gives_up_no_other_on_mpi(ranks_of_mpi: Any) -> None:
     ranks_of_mpi.run(time_out_beside_others)
-
-
-@pytest.mark.mpi
-def test_timeout_of_a_message_on_mpi(ranks_of_mpi: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        x = np.zeros(4)
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match="rank 1 sent nothing"):
-                comm.recv(x, 1, 3, timeout=0.1)
-        comm.barrier()
-        if comm.rank == 1:
-            comm.send(np.ones(4), 0, 3)
-        if comm.rank == 0:
-            y = np.zeros(4)
-            assert (comm.recv(y, 1, 3) == 1).all()
-            assert (x == 0).all(), "a receive that was given up wrote to its array"
-        comm.barrier()
-
-    ranks_of_mpi.run(body)
 
 
 @pytest.mark.parametrize("waiting", ["all_reduce", "barrier", "recv", "rendezvous", "split"])
@@ -494,10 +448,6 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str) -> None:
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
-def test_spawn_gives_results_by_rank() -> None:
-    assert spawn(lambda comm: comm.rank * 10, 3) == [0, 10, 20]
-
-
 def test_a_missing_rank_at_init() -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
         kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
@@ -515,24 +465,14 @@ def test_a_backend_that_cannot_run_here_says_why() -> None:
 
 
 def test_ranks_that_ask_for_different_backends() -> None:
-    group = ThreadGroup(2)
-    errors: list[str] = []
+    group, names = ThreadGroup(2), ["mock", "auto"]
 
-    def rank(r: int) -> None:
-        try:
-            kos.init(["mock", "auto"][r], rendezvous=ThreadRendezvous(group, r, 5.0))
-        except RendezvousError as error:
-            errors.append(str(error))
+    def ask(rank: int) -> None:
+        message = f"init: rank {rank} asked for backend '{names[rank]}', rank {1 - rank} for '{names[1 - rank]}'"
+        with pytest.raises(RendezvousError, match=f"^{message}$"):
+            kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, 5.0))
 
-    threads = [threading.Thread(target=rank, args=(r,)) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert sorted(errors) == [
-        "init: rank 0 asked for backend 'mock', rank 1 for 'auto'",
-        "init: rank 1 asked for backend 'auto', rank 0 for 'mock'",
-    ]
+    assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
 
 def test_nothing_is_kept_of_finished_operations() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import kos
 from kos.comm.backends import tcp as backend
 from kos.comm.fingerprints import DTYPE_CODES
+from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous import SingleRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -505,6 +508,49 @@ def test_all_hear_of_a_collective_that_one_failed_in() -> None:
         comm.rendezvous.barrier()
 
     TCPRanks(4).run(body)
+
+
+def test_a_rank_that_left_for_a_failure_says_so() -> None:
+    """Also if it met that in a message, which breaks nothing; others may not have heard of it yet."""
+    heard = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 0:
+            comm.backend._mesh.peers[1].say(backend._FAILED, COLLECTIVE_TAGS, ["CollectiveMismatch", "of two"])  # type: ignore[attr-defined]
+            assert heard.wait(20)
+        else:
+            with pytest.raises(CollectiveMismatch, match="of two"):
+                comm.recv(np.zeros(1), 0) if comm.rank == 1 else comm.barrier()
+            if comm.rank == 2:
+                heard.set()
+        comm.abort()
+
+    TCPRanks(3).run(body)
+
+
+def test_last_words_are_read_though_nothing_can_be_sent_any_more() -> None:
+    left = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        mesh = comm.backend._mesh  # type: ignore[attr-defined]
+        if comm.rank == 0:
+            mesh.peers[1].say(backend._FAILED, COLLECTIVE_TAGS, ["CollectiveMismatch", "of two"])
+            mesh.peers[1].sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            mesh.peers[1].hang_up()  # by a reset: there is something that it has not read
+            left.set()
+        else:
+            end = mesh.peers[0]
+            assert left.wait(20)
+            reader, end._reader = end._reader, itertools.repeat(None)  # which looked just before
+            comm.send(np.zeros(1), 0, async_op=True)
+            end.progress()
+            end._reader = reader
+            with pytest.raises(CollectiveMismatch, match="of two"):
+                comm.barrier()
+        comm.rendezvous.barrier()
+        comm.abort()
+
+    TCPRanks(2).run(body)
 
 
 END = """

@@ -20,9 +20,7 @@ from kos.comm import mpi_job
 from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
 from kos.comm.backends.mpi_messages import TAGS, Messages, News, as_bytes
-from kos.comm.fingerprints import (
-    Fingerprints,
-)
+from kos.comm.fingerprints import Fingerprints
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
@@ -99,6 +97,8 @@ class MPIBackend(HostBackend):
         mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
         begun = min((operation.sequence for operation in mine if operation.collective), default=self._begun)
         with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
+            if self._messages.failure is not None:  # which this rank may have heard alone, in a message
+                self._messages.tell_failure(*self._messages.failure)
             self._messages.tell("gone", begun, reason)
 
     def abort(self, reason: str) -> None:
@@ -212,7 +212,7 @@ class MPIBackend(HostBackend):
         if first and operation.collective:
             self._messages.heed(operation.sequence, failure)
             with contextlib.suppress(MPI.Exception):
-                self._messages.tell(type(failure).__name__, operation.sequence, str(failure))
+                self._messages.tell_failure(operation.sequence, failure)
         return failure
 
 

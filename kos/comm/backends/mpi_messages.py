@@ -120,6 +120,9 @@ class Messages:
         if self._news is not None and not self._MPI.Is_finalized():
             self._news.tell(self._others, [self._name, self._comm.rank, kind, sequence, why[:_LAST_WORDS]])
 
+    def tell_failure(self, sequence: int, failure: KosError) -> None:
+        self.tell(type(failure).__name__, sequence, str(failure))
+
     def hear(self) -> None:
         """Look for what other ranks told, after ``look_at``."""
         self.look_at, self.looks = time.monotonic() + LOOK_EVERY, self.looks + 1

@@ -12,7 +12,6 @@ their calls in shared memory.  A rank that meets another one, or waits for long,
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -118,8 +117,7 @@ class TCPBackend(HostBackend):
         if operation.collective:
             self._mesh.forget(lambda message: message.tag == tag)
             if first:
-                self._mesh.heed(tag, failure)
-                self._mesh.tell(failure, tag)
+                self._mesh.fail(tag, failure)
         return failure
 
 
@@ -219,8 +217,9 @@ class _Mesh:
         for peer in self.peers.values():
             peer.forget(given_up)
 
-    def tell(self, failure: KosError, tag: int) -> None:
+    def fail(self, tag: int, failure: KosError) -> None:
         """Have all ranks that are or come to be in that collective, or a later one, raise the same error."""
+        self.heed(tag, failure)
         for peer in self.peers.values():
             peer.say(_FAILED, tag, [type(failure).__name__, str(failure)[:_LAST_WORDS]])
 
@@ -253,9 +252,7 @@ class _Mesh:
         elif mine:
             sequence = tag - COLLECTIVE_TAGS  # or some rounds of the tags more
             calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
-            failure = mismatch(self._group, *calls)
-            self.heed(tag, failure)
-            self.tell(failure, tag)
+            self.fail(tag, mismatch(self._group, *calls))
         elif len(self._heard) < _RECENT:
             heard = self._heard.setdefault(tag, {})
             if text or rank not in heard:
@@ -275,6 +272,8 @@ class _Mesh:
 
     def leave(self, kind: int, why: str) -> None:
         """Close all connections, after a last word for whose way there is a moment."""
+        if self.failure is not None:  # which this rank may have heard alone, in a message
+            self.fail(*self.failure)
         for peer in self.peers.values():
             peer.say(kind, 0, why[:_LAST_WORDS])
         deadline = time.monotonic() + _FAREWELL_SECONDS
@@ -406,16 +405,14 @@ class _Peer:
         views = [memoryview(_HEADER.pack(kind, tag, number, nbytes, call))]
         self._outgoing.append(_Outgoing(kind, [*views, data] if data else views, message))
         if len(self._outgoing) == 1:
-            # A connection that is broken shows it when it is read, after what it still brings.
-            with contextlib.suppress(OSError):
-                self._flush()
+            self._flush()
 
     def _flush(self) -> None:
         while self._outgoing:
             views = [view for item in islice(self._outgoing, 8) for view in item.views]
             try:
                 sent = self.sock.sendmsg(views)
-            except BlockingIOError:
+            except OSError:  # no room; or broken, which shows when it is read, after what it still brings
                 break
             while sent:
                 sent -= self._outgoing[0].advance(sent)
