@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kos.comm.operation import Operation
@@ -70,14 +71,13 @@ class Batch:
         self._comm, self._async_op = comm, async_op
         self.operations: list[Operation] = []
         self.works: list[Work] = []
-        self._persistent: dict[int, Persistent] = {}  # by place in ``operations``
+        self._starts: list[Persistent | None] = []  # whose each of ``operations`` is
 
     def add(self, operation: Operation, persistent: Persistent | None = None) -> Any:
         """Have it launched with the others; returns the array that will hold its result."""
-        if persistent is not None:
-            if persistent in self._persistent.values():
-                raise InvalidArgument(f"start: expected one start of it in a batch, got another of {operation}")
-            self._persistent[len(self.operations)] = persistent
+        if persistent is not None and persistent in self._starts:
+            raise InvalidArgument(f"start: expected one start of it in a batch, got another of {operation}")
+        self._starts.append(persistent)
         self.operations.append(operation)
         return operation.recv.array if operation.recv is not None else None
 
@@ -85,7 +85,7 @@ class Batch:
         if self._comm._batch is not None:
             raise InvalidArgument("batch: expected no other batch to be open, got one inside another")
         self._comm._batch = self
-        self.operations, self.works, self._persistent = [], [], {}
+        self.operations, self.works, self._starts = [], [], []
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
@@ -95,8 +95,9 @@ class Batch:
         try:
             self._comm._launch_all(self.operations, self._async_op, self.works)
         finally:
-            for place, persistent in self._persistent.items():
-                persistent._work = self.works[place] if place < len(self.works) else None
+            for persistent, work in zip_longest(self._starts, self.works):
+                if persistent is not None:
+                    persistent._work = work
         if not self._async_op:
             self.wait()
 

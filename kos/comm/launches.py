@@ -6,12 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kos.errors import InvalidArgument
 
 ALGORITHMS = ("one_shot", "two_shot", "ring", "tree", "direct", "bulk", "push", "copies")
-END = float("inf")
+T = TypeVar("T")
 _RANGES = {
     "blocks": (0, 128), "threads": (32, 1024), "unroll": (1, 8),
     "tile": (256, 65536), "stages": (1, 16), "pieces": (1, 8),
@@ -51,44 +51,42 @@ class Launch:
         return launch
 
 
-Rows = Sequence[tuple[float, Launch]]
-"""(bytes up to which, launch), sorted; the last row has no end."""
+Rows = Sequence[tuple[int | None, T]]
+"""(bytes up to which, something), sorted; the last row has no end: None."""
 
 
 @dataclass(frozen=True)
 class Launches:
     """The launches of a group: where both buffers are symmetric, and elsewhere."""
 
-    symmetric: Rows
-    ordinary: Rows
+    symmetric: Rows[Launch]
+    ordinary: Rows[Launch]
 
     def pick(self, nbytes: int, symmetric: bool) -> Launch:
-        rows = self.symmetric if symmetric else self.ordinary
-        return next(launch for limit, launch in rows if nbytes <= limit)
+        return pick(self.symmetric if symmetric else self.ordinary, nbytes)
 
     def as_json(self) -> dict[str, Any]:
-        """A limit of None has no end."""
-        return {
-            kind: [[None if limit == END else limit, launch.as_json()] for limit, launch in getattr(self, kind)]
-            for kind in _KINDS
-        }
+        return {kind: [[limit, launch.as_json()] for limit, launch in getattr(self, kind)] for kind in _KINDS}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Launches:
         """The reverse of ``as_json``.  Raises InvalidArgument for anything else."""
-        made = {}
-        for kind in _KINDS:
-            rows = by_size(kind, data[kind])
-            made[kind] = tuple((END if limit is None else limit, Launch.from_json(row)) for limit, row in rows)
-        return Launches(**made)
+        symmetric, ordinary = (
+            tuple((limit, Launch.from_json(row)) for limit, row in by_size(kind, data[kind])) for kind in _KINDS
+        )
+        return Launches(symmetric, ordinary)
+
+
+def pick(rows: Rows[T], nbytes: int) -> T:
+    """What the rows hold for so many bytes."""
+    return next(value for limit, value in rows if limit is None or nbytes <= limit)
 
 
 def by_size(name: str, rows: Any) -> list[tuple[int | None, Any]]:
-    """Rows of (bytes up to which, something) that grow up to one without end; raises InvalidArgument for others."""
+    """The rows, if they grow up to one without end; raises InvalidArgument for others."""
     limits = [limit for limit, _ in rows]
-    known = all(limit is None or (type(limit) is int and 0 < limit < 1 << 63) for limit in limits)
-    ends = [END if limit is None else limit for limit in limits] if known else []
-    if not ends or ends[-1] != END or sorted(set(ends)) != ends:
+    whole = all(type(limit) is int and 0 < limit < 1 << 63 for limit in limits[:-1])
+    if limits[-1:] != [None] or not whole or sorted(set(limits[:-1])) != limits[:-1]:
         raise InvalidArgument(f"{name}: expected bytes that grow, the last null, got {limits}")
     return [(limit, value) for limit, value in rows]
 

@@ -22,9 +22,9 @@ from typing import Any
 
 from kos.comm import Communicator, init, nccl_binding
 from kos.comm.backends.peer import PeerBackend
-from kos.comm.launches import Launch, Launches
+from kos.comm.launches import Launch, Launches, pick
 from kos.comm.mpi_job import launched_rank
-from kos.comm.tuning import Route, Table, key, machine, parse, pick, user_path
+from kos.comm.tuning import Route, Table, key, machine, parse, user_path
 from kos.cuda import capture, create_stream, driver, set_device, streams
 from kos.cuda.driver import call, cu
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
@@ -167,19 +167,19 @@ class Tuner:
             times.append(1e6 * (time.perf_counter() - began) / depth)
         return times
 
-    def launches(self, symmetric: bool) -> tuple[tuple[float, Launch], ...]:
+    def launches(self, symmetric: bool) -> tuple[tuple[int | None, Launch], ...]:
         """The fastest kernels of peer's all-reduce (bf16, in graphs)."""
         times, named = Times(), {}
         for nbytes in self.sizes:
             times[nbytes] = {}
             for launch in candidates(nbytes, symmetric):
-                alone = ((math.inf, launch),)
+                alone = ((None, launch),)
                 self._peer.use(Launches(alone, alone))
                 start = self.bind(self.peer, "all_reduce", nbytes, "bfloat16", symmetric)
                 named[repr(launch)] = launch
                 times[nbytes][repr(launch)] = self.time(start, nbytes, graph=True)
             self._keep(f"launches of {'symmetric' if symmetric else 'ordinary'}", nbytes, times[nbytes])
-        return tuple((math.inf if limit is None else limit, named[name]) for limit, name in best_of(times))
+        return tuple((limit, named[name]) for limit, name in best_of(times))
 
     def _keep(self, what: str, nbytes: int, times: Mapping[str, float]) -> None:
         us = {name: round(value, 2) for name, value in times.items()}

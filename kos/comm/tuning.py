@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kos.comm.launches import DEFAULT, END, TABLES, Launches, by_size
+from kos.comm.launches import DEFAULT, TABLES, Launches, by_size, pick
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda.devices import device_info, nvlinks
 from kos.errors import InvalidArgument
@@ -81,16 +81,11 @@ class Table:
         }
 
 
-def _size(limit: float | None) -> str:
-    if limit is None or limit == END:
+def _size(limit: int | None) -> str:
+    if limit is None:
         return "above"
-    power = min((int(limit).bit_length() - 1) // 10, 3)
+    power = min((limit.bit_length() - 1) // 10, 3)
     return f"to {limit / 1024**power:.3g} {('B', 'KB', 'MB', 'GB')[power]}"
-
-
-def pick(route: Route, nbytes: int) -> str:
-    """The backend for so many bytes."""
-    return next(name for limit, name in route if limit is None or nbytes <= limit)
 
 
 def parse(data: Any, source: str) -> Table:
