@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backends import tcp as backend
+from kos.comm.backends import tcp_messages as backend
 from kos.comm.fingerprints import DTYPE_CODES
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous import SingleRendezvous
@@ -41,6 +41,7 @@ from tests.comm.test_failures import COUNTS, disagree_about_counts
 from tests.comm.test_shared_failures import CASES, check_mismatch
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
+OF_TWO = b'["CollectiveMismatch", "of two"]'  # what a rank may tell of a failure
 
 
 @pytest.fixture(params=["sockets", "shared"])
@@ -395,9 +396,9 @@ def test_timeout_names_who_is_awaited() -> None:
     ("header", "what"),
     [
         ((99, 0, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
-        ((backend._SHORT, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
-        ((backend._LONG, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
-        ((backend._LEFT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 9 of 1048576 bytes"),
+        ((backend.SHORT, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
+        ((backend.LONG, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
+        ((backend.LEFT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 9 of 1048576 bytes"),
     ],
 )
 def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> None:
@@ -406,7 +407,7 @@ def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> Non
             with pytest.raises(RankLost, match=f"all_reduce #0 .*: rank 1 is gone: {what}"):
                 comm.all_reduce(np.zeros(4))
         else:
-            comm.backend.transport.peers[0].sock.send(backend._HEADER.pack(*header))
+            comm.backend.transport.peers[0].sock.send(backend.HEADER.pack(*header))
         comm.rendezvous.barrier()
         comm.abort()
 
@@ -420,8 +421,8 @@ def test_a_long_message_of_another_length_than_announced() -> None:
                 comm.recv(np.zeros(LONG, np.uint8), 1, 3)
         else:
             sock = comm.backend.transport.peers[0].sock
-            sock.send(backend._HEADER.pack(backend._ASK, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
-            sock.send(backend._HEADER.pack(backend._LONG, 3, 1, 10, 0))
+            sock.send(backend.HEADER.pack(backend.ASK, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
+            sock.send(backend.HEADER.pack(backend.LONG, 3, 1, 10, 0))
         comm.rendezvous.barrier()
         comm.abort()
 
@@ -516,7 +517,7 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
-            comm.backend._mesh.peers[1].say(backend._FAILED, COLLECTIVE_TAGS, ["CollectiveMismatch", "of two"])  # type: ignore[attr-defined]
+            comm.backend._mesh.peers[1].say(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)  # type: ignore[attr-defined]
             assert heard.wait(20)
         else:
             with pytest.raises(CollectiveMismatch, match="of two"):
@@ -534,7 +535,7 @@ def test_last_words_are_read_though_nothing_can_be_sent_any_more() -> None:
     def body(comm: kos.Communicator) -> None:
         mesh = comm.backend._mesh  # type: ignore[attr-defined]
         if comm.rank == 0:
-            mesh.peers[1].say(backend._FAILED, COLLECTIVE_TAGS, ["CollectiveMismatch", "of two"])
+            mesh.peers[1].say(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)
             mesh.peers[1].sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             mesh.peers[1].hang_up()  # by a reset: there is something that it has not read
             left.set()

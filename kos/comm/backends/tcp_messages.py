@@ -1,0 +1,362 @@
+"""Messages of the tcp backend: one authenticated connection between every two ranks of a group.
+
+Short messages are sent at once and, if nobody has asked for them yet, kept by the receiver: more than
+``WINDOW_BYTES`` of them are never on their way or kept.  Those beyond and long ones are announced, and travel when
+the receiver grants them room, straight into its memory; it says then which short ones are gone.  So no order of
+sends and receives can block a connection, and no sender can fill a receiver's memory.
+
+With a message goes what it belongs to: its dtype, or the fingerprint of the collective where ranks do not compare
+their calls in shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from kos.comm.backend import drop, take, wrong_message
+from kos.comm.fingerprints import DTYPE_CODES, KINDS, dtype_of_code
+from kos.comm.operation import COLLECTIVE_TAGS
+from kos.errors import CollectiveError, KosError, RankLost, RendezvousError
+
+if TYPE_CHECKING:
+    from kos.comm.backends.tcp import Mesh
+
+Array = np.ndarray[Any, Any]
+
+EAGER_BYTES = 256 << 10  # longest message sent without being asked for: a segment of a schedule
+WINDOW_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
+KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
+WORDS_BYTES = 20_000  # of what ranks say about the group, at most
+
+HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
+SHORT, ASK, GRANT, REFUSE, LONG, CREDIT, CALL, FAILED, LEFT, BYE = range(1, 11)
+_NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
+
+
+class Poller:
+    """All connections of this rank, of a communicator and its splits: a wait for one sees them all."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        # Weakly: a communicator that is dropped takes its connections with it, and epoll forgets what is closed.
+        self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
+
+    def add(self, peer: Peer) -> None:
+        self._peers[peer.sock.fileno()] = peer
+        self._epoll.register(peer.sock, select.EPOLLIN)
+
+    def want_room(self, peer: Peer, wanted: bool) -> None:
+        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def remove(self, peer: Peer) -> None:
+        del self._peers[peer.sock.fileno()]
+        self._epoll.unregister(peer.sock)
+
+    def progress(self) -> None:
+        """Read and write whatever is ready; never waits."""
+        for descriptor, _ in self._epoll.poll(0):
+            if (peer := self._peers.get(descriptor)) is not None:
+                peer.progress()
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        # What is ready stays ready until it is read, so nothing that came since ``mark`` is missed.
+        self._epoll.poll(_NAP_SECONDS if seconds is None else min(seconds, _NAP_SECONDS))
+
+
+class _Message:
+    """A message in flight, of one or the other end."""
+
+    __slots__ = ("call", "complete", "dtype", "error", "peer", "tag", "view")
+
+    def __init__(self, peer: Peer, tag: int, array: Array) -> None:
+        self.peer, self.tag, self.dtype = peer, tag, array.dtype
+        self.call = DTYPE_CODES[array.dtype] if tag < COLLECTIVE_TAGS else peer.mesh.called(tag)[0]
+        self.view = array.view(np.uint8).data
+        self.complete = False
+        self.error: KosError | None = None
+
+    def done(self) -> bool:
+        if not self.complete and self.error is None:
+            self.peer.mesh.poller.progress()
+        if self.error is not None:
+            raise self.error
+        if not self.complete:
+            self.peer.check(self.tag)
+        return self.complete
+
+    def forget(self) -> None:
+        self.peer.forget(lambda message: message is self)
+
+
+class _Arrival(NamedTuple):
+    """A message that came: its bytes, or the number of one that waits for room."""
+
+    nbytes: int
+    call: int
+    data: memoryview | None
+    number: int = 0
+
+
+class _Outgoing:
+    """Bytes to be sent: a header, and what it announces if that goes with it."""
+
+    __slots__ = ("begun", "kind", "message", "views")
+
+    def __init__(self, kind: int, views: list[memoryview], message: _Message | None) -> None:
+        self.kind, self.views, self.message = kind, views, message
+        self.begun = False
+
+    def advance(self, sent: int) -> int:
+        """Take note that up to ``sent`` bytes are sent; how many of them were of this item."""
+        self.begun, used = True, 0
+        while self.views and used < sent:
+            part = min(sent - used, len(self.views[0]))
+            used += part
+            self.views[0] = self.views[0][part:]
+            if not self.views[0]:
+                del self.views[0]
+        if not self.views and self.message is not None and self.kind != ASK:
+            self.message.complete = True
+        return used
+
+
+class Peer:
+    """The connection to one rank of a group."""
+
+    def __init__(self, rank: int, mesh: Mesh, sock: socket.socket) -> None:
+        self.rank, self.mesh, self.sock = rank, mesh, sock
+        self.gone: str | None = None
+        self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
+        self._arrived: dict[int, deque[_Arrival]] = {}  # what nobody has asked for yet, by tag
+        self._outgoing: deque[_Outgoing] = deque()
+        self._asked: dict[int, _Message] = {}  # sends that wait for room, by number
+        self._granted: dict[int, _Message] = {}  # receives of those on their way, by number
+        self._landing: _Message | None = None  # what is being read
+        self._place = memoryview(b"")  # and to where
+        self._window = WINDOW_BYTES  # of which so much is left to send
+        self._taken = 0  # of what came in the peer's window and is gone, but the peer does not know yet
+        self._count = 0
+        self._wants_room = False
+        self._reader = self._read()
+
+    def __del__(self) -> None:
+        self.sock.close()
+
+    def check(self, tag: int) -> None:
+        """Raise if what is not complete by now cannot become so."""
+        self.mesh.check(tag)
+        if (why := self.mesh.lost or self.gone) is not None:
+            self.mesh.check(0)  # a rank that failed in a later collective left for that
+            raise RankLost(why)
+
+    def send(self, array: Array, tag: int) -> _Message:
+        self.check(tag)
+        message = _Message(self, tag, array)
+        nbytes = len(message.view)
+        if nbytes <= EAGER_BYTES and nbytes + KEEPING_BYTES <= self._window:
+            self._window -= nbytes + KEEPING_BYTES
+            self._queue(SHORT, tag, 0, nbytes, message.call, message.view, message)
+        else:
+            self._count = (self._count + 1) % (1 << 32)
+            self._asked[self._count] = message
+            self._queue(ASK, tag, self._count, nbytes, message.call, None, message)
+        return message
+
+    def receive(self, array: Array, tag: int) -> _Message:
+        message = _Message(self, tag, array)
+        arrival = take(self._arrived, tag)
+        if arrival is None:
+            self._posted.setdefault(tag, deque()).append(message)
+        else:
+            self._settle(message, arrival)
+        return message
+
+    def say(self, kind: int, tag: int, words: bytes, call: int = 0) -> None:
+        """Queue a few words about the group, and send them if there is room."""
+        if self.gone is None:
+            self._queue(kind, tag, 0, len(words), call, memoryview(words))
+
+    def awaits(self, tag: int) -> bool:
+        under_way = [*self._granted.values(), *self._asked.values()]
+        return tag in self._posted or any(message.tag == tag for message in under_way)
+
+    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+        """Nobody waits any more for these messages, and their memory is given back."""
+        drop(self._posted, given_up)
+        self._asked = {number: message for number, message in self._asked.items() if not given_up(message)}
+        for message in self._granted.values():
+            if given_up(message):
+                message.view = memoryview(bytearray(len(message.view)))
+        if self._landing is not None and given_up(self._landing):
+            self._place = memoryview(bytearray(len(self._place)))
+        for item in list(self._outgoing):
+            if item.message is None or not given_up(item.message):
+                continue
+            if item.begun or item.kind == LONG:  # the other side counts on it
+                item.views = [memoryview(bytes(view)) for view in item.views]
+                continue
+            self._outgoing.remove(item)
+            if item.kind == SHORT:
+                self._window += len(item.message.view) + KEEPING_BYTES
+
+    def progress(self) -> None:
+        """Read and send as much as goes without waiting."""
+        try:
+            next(self._reader)
+            self._flush()
+        except StopIteration as goodbye:
+            self._lose(goodbye.value or "it closed its communicator", orderly=True)
+        except OSError:
+            self._lose("its connection was closed")
+        except (RendezvousError, ValueError) as error:
+            self._lose(str(error))
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still to be sent, to a peer that is there."""
+        return self.gone is None and bool(self._outgoing)
+
+    def hang_up(self) -> None:
+        if self.gone is None:
+            self._lose("this rank closed the communicator", orderly=True)
+
+    def _lose(self, why: str, orderly: bool = False) -> None:
+        self.gone = f"rank {self.rank} is gone: {why}"
+        if not orderly and self.mesh.lost is None:
+            self.mesh.lost = self.gone
+        self.mesh.poller.remove(self)
+        self.sock.close()
+
+    def _queue(
+        self, kind: int, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
+        message: _Message | None = None,
+    ) -> None:  # fmt: skip
+        """Send a header, and the ``data`` behind it, as soon as there is room."""
+        header = memoryview(HEADER.pack(kind, tag, number, nbytes, call))
+        self._outgoing.append(_Outgoing(kind, [header, data] if data else [header], message))
+        if len(self._outgoing) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            views = [view for item in islice(self._outgoing, 8) for view in item.views]
+            try:
+                sent = self.sock.sendmsg(views)
+            except OSError:  # no room; or broken, which shows when it is read, after what it still brings
+                break
+            while sent:
+                sent -= self._outgoing[0].advance(sent)
+                if not self._outgoing[0].views:
+                    self._outgoing.popleft()
+        if self._wants_room != bool(self._outgoing):
+            self._wants_room = bool(self._outgoing)
+            self.mesh.poller.want_room(self, self._wants_room)
+
+    def _read(self) -> Generator[None, None, str]:
+        """All that the peer sends, until it says goodbye; yields when there is nothing to read."""
+        header = memoryview(bytearray(HEADER.size))
+        while True:
+            yield from self._fill(header)
+            kind, tag, number, nbytes, call = HEADER.unpack(header)
+            if kind == SHORT and nbytes <= EAGER_BYTES:
+                posted = self._posted.get(tag)
+                if posted is not None and len(posted[0].view) == nbytes and posted[0].call == call:
+                    yield from self._land(take(self._posted, tag))
+                    self._taken += nbytes + KEEPING_BYTES
+                else:
+                    data = memoryview(bytearray(nbytes))
+                    yield from self._fill(data)
+                    self._arrive(tag, _Arrival(nbytes, call, data))
+            elif kind == ASK:
+                self._arrive(tag, _Arrival(nbytes, call, None, number))
+            elif kind == GRANT:
+                message = self._asked.pop(number, None)
+                if message is not None:  # else nobody waits for it any more
+                    self._queue(LONG, tag, number, nbytes, call, message.view, message)
+            elif kind == REFUSE:
+                message = self._asked.pop(number, None)
+                if message is not None:
+                    expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
+                    got = len(message.view), message.dtype
+                    message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
+            elif kind == LONG and number in self._granted and len(self._granted[number].view) == nbytes:
+                yield from self._land(self._granted.pop(number))
+            elif kind == CREDIT:
+                self._window += nbytes
+            elif kind in (CALL, FAILED, LEFT, BYE) and nbytes <= WORDS_BYTES:
+                data = memoryview(bytearray(nbytes))
+                yield from self._fill(data)
+                if kind == CALL:
+                    self.mesh.compare(tag, self.rank, call, bytes(data))
+                    continue
+                words = json.loads(bytes(data))
+                if kind == BYE:
+                    return str(words)
+                if kind == LEFT:
+                    raise RendezvousError(words)
+                self.mesh.heed(tag, KINDS.get(words[0], CollectiveError)(words[1]))
+            else:
+                raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
+
+    def _fill(self, place: memoryview) -> Generator[None, None, None]:
+        self._place, filled, length = place, 0, len(place)
+        while filled < length:
+            try:
+                got = self.sock.recv_into(self._place[filled:])
+            except BlockingIOError:
+                yield
+                continue
+            if not got:
+                raise ConnectionError
+            filled += got
+
+    def _land(self, message: _Message | None) -> Generator[None, None, None]:
+        assert message is not None
+        self._landing = message
+        yield from self._fill(message.view)
+        self._landing = None
+        message.complete = True
+
+    def _arrive(self, tag: int, arrival: _Arrival) -> None:
+        if tag >= COLLECTIVE_TAGS and arrival.call:
+            self.mesh.compare(tag, self.rank, arrival.call)
+        message = take(self._posted, tag)
+        if message is None:
+            self._arrived.setdefault(tag, deque()).append(arrival)
+        else:
+            self._settle(message, arrival)
+
+    def _settle(self, message: _Message, arrival: _Arrival) -> None:
+        """A receive meets the message that it is for."""
+        collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
+        fits = expected == got and message.call == arrival.call
+        if not fits and not (collective and message.call != arrival.call):  # of which all will hear
+            dtype = message.dtype if collective else dtype_of_code(arrival.call)
+            message.error = wrong_message(self.mesh.rank, (expected, message.dtype), self.rank, (got, dtype))
+        if arrival.data is not None:
+            if fits:
+                message.view[:] = arrival.data
+                message.complete = True
+            self._taken += got + KEEPING_BYTES
+        elif fits:
+            self._granted[arrival.number] = message
+            # Said only to who waits for a grant: it may have closed else, and what it has sent would be thrown away.
+            if self._taken:
+                self._queue(CREDIT, 0, 0, self._taken, 0)
+                self._taken = 0
+            self._queue(GRANT, message.tag, arrival.number, got, message.call)
+        elif message.error is not None:
+            self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
