@@ -16,9 +16,8 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,21 +35,12 @@ _NAME = re.compile(r"(?:replaced-)?step-(\d+)")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint on disk whose files are those that its manifest lists."""
+class Checkpoint(NamedTuple):
+    """A checkpoint on disk whose files are those that its manifest lists, and the run's configuration then."""
 
     path: Path
-    manifest: Mapping[str, Any]
-
-    @property
-    def step(self) -> int:
-        return self.manifest["step"]
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """The run's configuration when it was saved."""
-        return self.manifest["config"]
+    step: int
+    config: Mapping[str, Any]
 
     def tokenizer(self) -> Mapping[str, Any]:
         return json.loads((self.path / TOKENIZER).read_text(encoding="utf-8"))
@@ -122,7 +112,7 @@ def verify(path: Path) -> Checkpoint:
             raise CheckpointError(f"{path / MANIFEST}: expected an integer step and a config")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
-    return Checkpoint(path, manifest)
+    return Checkpoint(path, manifest["step"], manifest["config"])
 
 
 def latest(folder: Path) -> Checkpoint | None:

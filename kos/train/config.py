@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from kos.errors import ConfigError
-from kos.train.llama_config import LlamaConfig
-from kos.train.model_section import ModelSection, Section, option
+from kos.train.llama_config import LlamaConfig, Section
+from kos.train.model_section import ModelSection, option
 from kos.train.optimizer import Schedule
 from kos.train.presets import PRESETS
 

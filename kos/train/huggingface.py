@@ -46,7 +46,7 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
     if kind == "gpt2":
         settings = {theirs: settings[ours] for theirs, ours in _GPT2.items()}
     else:
-        scaling = settings["rope_scaling"] and {"rope_type": "llama3", **settings["rope_scaling"]}
+        scaling = config.rope_scaling and config.rope_scaling.model_dump()
         rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
         settings |= {"rope_scaling": scaling, "rope_parameters": rope}
     return {
@@ -96,7 +96,7 @@ def _rope(given: Mapping[str, Any], source: str) -> dict[str, Any]:
         return theta | {"rope_scaling": None}
     if kind != "llama3":
         raise CheckpointError(f"{source}: expected rope_type 'llama3' or 'default', got {kind!r}")
-    names = [field.name for field in dataclasses.fields(RopeScaling)]
+    names = [name for name in RopeScaling.model_fields if name != "rope_type"]
     if missing := [name for name in names if name not in scaling]:
         raise CheckpointError(f"{source}: expected {missing[0]} of the RoPE scaling, got none")
     return theta | {"rope_scaling": {name: scaling[name] for name in names}}

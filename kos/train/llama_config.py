@@ -11,21 +11,28 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from kos.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """LLaMA-3's stretching of the rotary frequencies (``rope_type: llama3``)."""
+class Section(BaseModel):
+    """A table of a configuration: its values are of the types that are said, its keys those that are known."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class RopeScaling(Section):
+    """LLaMA-3's stretching of the rotary frequencies, with Hugging Face's key names and LLaMA-3's values."""
+
+    rope_type: Literal["llama3"] = "llama3"
+    factor: float = Field(gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    original_max_position_embeddings: int = Field(8192, ge=1)
 
     def scale(self, frequency: float) -> float:
         """Long wavelengths are stretched by ``factor``, short ones kept, those between interpolated."""

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from kos.errors import ConfigError
 from kos.train.gpt2 import GPT2Config
-from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.llama_config import LlamaConfig, RopeScaling, Section
 
 
 def option(group: str, about: str, default: Any = ..., **constraints: Any) -> Any:
     """A field that is also a flag; without ``default`` the preset gives the value."""
     return Field(default, description=about, json_schema_extra={"group": group}, **constraints)
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
-class RopeScalingSection(Section):
-    """LLaMA-3's RoPE scaling, with Hugging Face's key names and LLaMA-3's values."""
-
-    rope_type: Literal["llama3"] = "llama3"
-    factor: float = Field(gt=0)
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    original_max_position_embeddings: int = Field(8192, ge=1)
 
 
 class ModelSection(Section):
@@ -44,7 +30,7 @@ class ModelSection(Section):
     max_position_embeddings: int | None = option("Model", "longest context, tokens; default: --seq-len", None, ge=1)
     rms_norm_eps: float = option("Model", "epsilon of the norms", 1e-5, gt=0)
     rope_theta: float = option("Model", "base of the rotary frequencies", 10_000.0, gt=0)
-    rope_scaling: RopeScalingSection | None = None
+    rope_scaling: RopeScaling | None = None
     tie_word_embeddings: bool = option("Model", "one matrix for embedding and head", True)
     initializer_range: float = option("Model", "standard deviation of initial weights", 0.02, gt=0)
 
@@ -55,11 +41,9 @@ class ModelSection(Section):
             raise ConfigError(f"hidden_size: expected a multiple of num_attention_heads = {heads}, got {width}")
         values: dict[str, Any] = {
             "vocab_size": vocab_size, "max_position_embeddings": context,
-            "num_key_value_heads": heads, "head_dim": width // heads,
+            "num_key_value_heads": heads, "head_dim": width // heads, "rope_scaling": self.rope_scaling,
         }  # fmt: skip
         values |= self.model_dump(exclude={"model_type", "rope_scaling"}, exclude_none=True)
-        if self.rope_scaling is not None:
-            values["rope_scaling"] = RopeScaling(**self.rope_scaling.model_dump(exclude={"rope_type"}))
         return (GPT2Config if self.model_type == "gpt2" else LlamaConfig)(**values)
 
     @model_validator(mode="after")

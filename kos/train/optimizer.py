@@ -76,18 +76,11 @@ class AdamW:
 
 
 def _blocks(weights: Parameters) -> list[tuple[slice, bool]]:
-    """Cache-sized slices of the flat array, each all decayed or all not."""
-    spans: list[tuple[int, int, bool]] = []
-    for name, span in weights.spans.items():
-        decayed = len(weights.shapes[name]) >= 2
-        if spans and spans[-1][2] == decayed:
-            spans[-1] = (spans[-1][0], span.stop, decayed)
-        else:
-            spans.append((span.start, span.stop, decayed))
+    """Slices of the flat array that fit in the cache, each of one tensor, and whether it is decayed."""
     return [
-        (slice(at, min(at + BLOCK, stop)), decayed)
-        for start, stop, decayed in spans
-        for at in range(start, stop, BLOCK)
+        (slice(at, min(at + BLOCK, span.stop)), len(weights.shapes[name]) >= 2)
+        for name, span in weights.spans.items()
+        for at in range(span.start, span.stop, BLOCK)
     ]
 
 

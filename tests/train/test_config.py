@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from pathlib import Path
@@ -53,7 +52,7 @@ def test_presets_have_the_published_shapes(
     assert (config.preset, config.seq_len, config.batch_size, config.out) == (preset, context, batch, None)
     assert model.rope_theta == (500_000.0 if scaling else 10_000.0)
     resolved = config.model_config_for(65).rope_scaling
-    assert (resolved and dataclasses.astuple(resolved)) == scaling
+    assert (resolved and tuple(resolved.model_dump().values())) == (scaling and ("llama3", *scaling))
 
 
 def test_baby_is_nanogpts_setting() -> None:

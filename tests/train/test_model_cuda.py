@@ -12,7 +12,7 @@ from kos import cuda
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
 from kos.train.gpt2 import GPT2Config, make_model
-from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.llama_config import LlamaConfig
 from kos.train.model import Llama
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.adamw import CudaAdamW
@@ -20,6 +20,7 @@ from kos.train.ops.cuda import CudaOps
 from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from kos.train.parameters import Parameters
 from tests.train.host_kernels.engine import rounded_at_random
+from tests.train.models import SCALING
 from tests.train.test_model import torch_llama
 
 pytestmark = [
@@ -30,9 +31,7 @@ pytestmark = [
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 SHAPES = {
     "odd": LlamaConfig(37, 24, 29, 3, 4, 2, 6, max_position_embeddings=512),
-    "tied": LlamaConfig(
-        200, 256, 344, 2, 4, 1, 64, tie_word_embeddings=True, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 64)
-    ),
+    "tied": LlamaConfig(200, 256, 344, 2, 4, 1, 64, tie_word_embeddings=True, rope_scaling=SCALING),
     "wide": LlamaConfig(1000, 256, 512, 2, 4, 4, 128),
 }
 GPT2 = {

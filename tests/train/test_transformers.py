@@ -15,21 +15,21 @@ import pytest
 from kos import cuda
 from kos.train import huggingface
 from kos.train.gpt2 import GPT2Config, make_model
-from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.llama_config import LlamaConfig
 from kos.train.ops import numpy as numpy_ops
 from kos.train.parameters import Parameters
+from tests.train.models import SCALING
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
 
-STRETCHED = RopeScaling(8.0, 1.0, 4.0, 64)
 CASES = {  # with 8 query heads: groups of 1, 4 and 8
     "multi-head, untied": LlamaConfig(83, 72, 104, 2, 8, 8, 10),
     "group of 4, tied": LlamaConfig(83, 64, 88, 3, 8, 2, 8, tie_word_embeddings=True),
-    "group of 8, llama3": LlamaConfig(131, 64, 72, 2, 8, 1, 16, rope_theta=500.0, rope_scaling=STRETCHED),
+    "group of 8, llama3": LlamaConfig(131, 64, 72, 2, 8, 1, 16, rope_theta=500.0, rope_scaling=SCALING),
     "wide heads, llama3, tied": LlamaConfig(
-        97, 128, 96, 2, 4, 1, 64, 4096, 1e-6, 10_000.0, STRETCHED, tie_word_embeddings=True
+        97, 128, 96, 2, 4, 1, 64, 4096, 1e-6, 10_000.0, SCALING, tie_word_embeddings=True
     ),
 }
 GPT2 = {"GPT-2": GPT2Config(83, 64, 200, 3, 4, 4, 16, 130, tie_word_embeddings=True)}
