@@ -81,15 +81,17 @@ class HostBackend(Backend):
 
     def lost(self, operation: Operation, error: Exception) -> RankLost:
         """The error for a rank that the transport found gone, with its name if it was of this host."""
-        gone = self._calls.gone() if self._calls is not None else None
-        why = f"rank {gone[0]} is gone: {gone[1]}" if gone is not None else str(error)
-        return RankLost(f"{operation}: {why}")
+        gone = next(self._calls.gone(), None) if self._calls is not None else None
+        return RankLost(f"{operation}: {error if gone is None else f'rank {gone[0]} is gone: {gone[1]}'}")
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if not operation.collective or self._calls is None:
             return super().failed(operation, error)
         if isinstance(error, KosError):
-            error = self._calls.explain(operation, error)
+            try:
+                self._calls.check(operation)
+            except KosError as known:  # the ranks of the host know better what it met on its way
+                error = known
         failure = super().failed(operation, error)
         self._calls.fail(failure, operation.sequence)
         return failure
@@ -97,10 +99,13 @@ class HostBackend(Backend):
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
         if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
-            mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
-            begun = [operation.sequence for operation in mine if operation.collective]
             lost = RankLost(f"rank {self.rank} is gone: {reason}")
-            self._calls.fail(lost, min(begun, default=self._calls.begun))
+            self._calls.fail(lost, self.stops_at(self._calls.begun))
+
+    def stops_at(self, begun: int) -> int:
+        """The first collective that this rank does not complete if it goes now, having begun so many."""
+        mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
+        return min((operation.sequence for operation in mine if operation.collective), default=begun)
 
     def abort(self, reason: str) -> None:
         self.part(reason)
@@ -114,7 +119,6 @@ class HostBackend(Backend):
         calls, self._calls, self._shared = self._calls, None, None
         if calls is not None and self._segment is not None:
             calls.close()
-            self._segment.close()
 
 
 _open: weakref.WeakSet[HostBackend] = weakref.WeakSet()

@@ -11,21 +11,12 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from kos.comm.fingerprints import KINDS, TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.operation import Operation, mismatch
-from kos.comm.shared.segment import (
-    ARRIVED,
-    CLOSED,
-    FAILURE_BYTES,
-    PID,
-    RING,
-    STARTED,
-    Segment,
-    started,
-)
+from kos.comm.shared.segment import ARRIVED, CLOSED, FAILURE_BYTES, PID, RING, STARTED, Segment, started
 from kos.errors import KosError, RankLost
 
 LOOK_EVERY = 0.01
@@ -131,31 +122,21 @@ class Calls(Fingerprints):
         """Collectives that this rank has begun: the sequence number of its next one."""
         return self._words[self._line + ARRIVED]
 
-    def explain(self, o: Operation, error: KosError) -> KosError:
-        """What the ranks of the host know better about an ``error`` that ``o`` met on its way."""
-        try:
-            self.check(o)
-        except KosError as known:
-            return known
-        return error
-
     def missing(self, o: Operation) -> list[int]:
         """The ranks of the host that have not begun ``o``."""
         ranks, words = self.segment.ranks, self._words
         return [ranks[local] for local, line, _ in self._peers if words[line + ARRIVED] <= o.sequence]
 
-    def gone(self) -> tuple[int, str] | None:
-        """A rank of the host whose process has ended, and how that is known."""
+    def gone(self) -> Iterator[tuple[int, str]]:
+        """The ranks of the host whose process has ended, and how that is known."""
         for local, _, _ in self._peers:
             if (why := self._ended(local)) is not None:
-                return self.segment.ranks[local], why
-        return None
+                yield self.segment.ranks[local], why
 
     def killed(self) -> int | None:
         """A rank of the host whose process has ended without closing its communicator, or None."""
-        words, layout, ranks = self._words, self.segment.layout, self.segment.ranks
-        ended = [local for local, _, _ in self._peers if self._ended(local) is not None]
-        return next((ranks[local] for local in ended if not words[layout.line(local) + CLOSED]), None)
+        lines = {self.segment.ranks[local]: line for local, line, _ in self._peers}
+        return next((rank for rank, _ in self.gone() if not self._words[lines[rank] + CLOSED]), None)
 
     def fail(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
@@ -174,16 +155,16 @@ class Calls(Fingerprints):
 
     def raise_failure(self, sequence: int) -> None:
         """Raise what a rank of the host failed of, if that concerns collective ``sequence``."""
-        length = self._words[self._failure]
-        if length:
+        if length := self._words[self._failure]:
             at = self.segment.layout.failure_text
             kind, failed, text = json.loads(bytes(self.segment.bytes[at : at + length]))
             if failed <= sequence:
                 raise KINDS[kind](text)
 
     def close(self) -> None:
-        """This rank begins no more collectives."""
+        """This rank begins no more collectives, and leaves the segment."""
         self._words[self._line + CLOSED] = 1
+        self.segment.close()
 
     def tell(self, error: KosError, sequence: int) -> NoReturn:
         """Fail with ``error`` on all ranks of the host; raises it, or what another rank told before."""

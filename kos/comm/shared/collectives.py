@@ -10,7 +10,7 @@ al., "Framework for Scalable Intra-Node Collective Operations using Shared Memor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from os import sched_yield
 from typing import Any
 
@@ -58,9 +58,7 @@ class SharedCollectives:
 
     def behind(self) -> list[int]:
         """The ranks that the operation which has the slots waits for."""
-        word, value, awaited = self._awaited
-        words, lines, ranks = self._words, self._lines, self._calls.segment.ranks
-        return [ranks[rank] for rank in awaited if words[lines[rank] + word] < value]
+        return [self._calls.segment.ranks[rank] for rank in self._laggards()]
 
     def _run(self, o: Operation, came: Came, plan: Plan) -> Steps:
         count, per_stage, sources, put, get = plan
@@ -164,18 +162,14 @@ class SharedCollectives:
                     sched_yield()
         return True
 
-    def _laggard(self, word: int, value: int, ranks: Sequence[int]) -> int | None:
-        """The first of those ranks whose word has not reached ``value``."""
-        words, lines = self._words, self._lines
-        for rank in ranks:
-            if words[lines[rank] + word] < value:
-                return rank
-        return None
+    def _laggards(self) -> Iterator[int]:
+        word, value, awaited = self._awaited
+        return (rank for rank in awaited if self._words[self._lines[rank] + word] < value)
 
     def _until(self, o: Operation, word: int, value: int, ranks: Sequence[int]) -> Steps:
         """Wait until that word of those ranks has reached ``value``."""
         self._awaited = word, value, ranks
         wait = Wait(self._calls, o)
-        while (rank := self._laggard(word, value, ranks)) is not None:
+        while (rank := next(self._laggards(), None)) is not None:
             wait.look(rank)
             yield
