@@ -104,8 +104,7 @@ class Communicator(Operations):
             joined = self.all_gather_v(x, counts, timeout=timeout)
         finally:
             self._depth -= 1
-        ends = np.cumsum(counts)
-        return [joined[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
+        return [part.tobytes() for part in np.split(joined, np.cumsum(counts)[:-1])]
 
     def batch(self, *, async_op: bool = False) -> Batch:
         """Operations called in ``with comm.batch() as batch:`` are checked at once and launched together.
@@ -268,7 +267,7 @@ class Communicator(Operations):
             async_op = truth("async_op", async_op)
         if type(algorithm) is not str or algorithm != "auto":
             check_algorithm(algorithm, o)
-        if self._batch is not None and async_op:
+        if async_op and self._batch is not None:
             raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
         self.backend.prepare(o)
         if self._batch is not None:

@@ -271,11 +271,9 @@ class MPIRendezvous(Rendezvous):
         self._wait(self.mpi_comm.Iallgather(np.array([len(data)], np.int64), sizes), "allgather")
         gathered = np.empty(int(sizes.sum()), np.uint8)
         send = np.frombuffer(data, np.uint8)
-        counts = [int(n) for n in sizes]
-        request = self.mpi_comm.Iallgatherv([send, self._MPI.BYTE], [gathered, counts, self._MPI.BYTE])
+        request = self.mpi_comm.Iallgatherv([send, self._MPI.BYTE], [gathered, sizes.tolist(), self._MPI.BYTE])
         self._wait(request, "allgather")
-        ends = np.cumsum(sizes)
-        return [gathered[end - n : end].tobytes() for end, n in zip(ends, counts, strict=True)]
+        return [part.tobytes() for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         # MPI_Comm_split blocks without a limit, so all ranks first meet where a timeout applies.
