@@ -175,9 +175,9 @@ def _is_over(request: Any) -> bool:
         return True
 
 
-def _finalize(rank: int) -> None:
+def _finalize(process: int) -> None:
     MPI = sys.modules.get("mpi4py.MPI")
-    if MPI is not None and os.getpid() == rank and MPI.Is_initialized() and not MPI.Is_finalized():
+    if MPI is not None and os.getpid() == process and MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
 
 

@@ -27,7 +27,7 @@ class HostBackend(Backend):
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
         if not _open:
-            atexit.register(_part, os.getpid())  # now: it is to come before the hook of ``mpi_job``, which waits
+            atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
         _open.add(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
@@ -122,9 +122,10 @@ class HostBackend(Backend):
 
 
 _open: weakref.WeakSet[HostBackend] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
 
 
-def _part(rank: int) -> None:
-    """The process of a rank ends, and not one that it forked: whoever waits for it in what it left open hears."""
-    for backend in list(_open) if os.getpid() == rank else ():
+def _part() -> None:
+    """The process of a rank ends: whoever waits for it in what it left open hears."""
+    for backend in list(_open):
         backend.part("its process ended")
