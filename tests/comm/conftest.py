@@ -54,6 +54,12 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
+@pytest.fixture(params=[2, 4, pytest.param("mpi", marks=pytest.mark.mpi)], ids=["mock-2", "mock-4", "mpi"])
+def several(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
+    """As ``ranks``, two or more."""
+    return request.getfixturevalue("ranks_of_mpi") if request.param == "mpi" else MockRanks(request.param)
+
+
 @pytest.fixture
 def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
     """The ranks of the mpirun that runs this pytest, two or more."""

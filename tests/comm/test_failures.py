@@ -160,19 +160,14 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
     assert time.monotonic() - began < TIMEOUT / 2
 
 
-def split_against_another_call(comm: kos.Communicator) -> None:
-    comm.duplicate().close()
-    with pytest.raises(CollectiveMismatch, match=r"rank . called .*split #1.* operation (split ag|.* against split)"):
-        comm.split(0) if comm.rank == 0 else comm.all_reduce(F4())
+def test_split_against_another_call(several: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        comm.duplicate().close()
+        message = r"rank . called .*split #1.* operation (split ag|.* against split)"
+        with pytest.raises(CollectiveMismatch, match=message):
+            comm.split(0) if comm.rank == 0 else comm.all_reduce(F4())
 
-
-def test_split_against_another_call() -> None:
-    spawn(split_against_another_call, 3, timeout=20)
-
-
-@pytest.mark.mpi
-def test_split_against_another_call_on_mpi(ranks_of_mpi: Any) -> None:
-    ranks_of_mpi.run(split_against_another_call)
+    several.run(body)
 
 
 def test_message_of_another_size_or_dtype() -> None:
@@ -250,15 +245,12 @@ COUNTS = [(0, 3), (3, 0), (2, 3), (300_000, 0), (0, 300_000), (300_000, 299_999)
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("size", [2, 4])
-def test_counts_of_two_ranks_that_disagree(size: int, counts: tuple[int, int]) -> None:
-    spawn(lambda comm: disagree_about_counts(comm, *counts), size, timeout=20)
+def test_counts_of_two_ranks_that_disagree(several: Any, counts: tuple[int, int]) -> None:
+    several.run(lambda comm: disagree_about_counts(comm, *counts))
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_counts_of_two_ranks_that_disagree_on_mpi(ranks_of_mpi: Any, counts: tuple[int, int]) -> None:
-    ranks_of_mpi.run(lambda comm: disagree_about_counts(comm, *counts))
+def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:
+    several.run(time_out_beside_others)
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
@@ -275,10 +267,6 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
         assert isinstance(caught.value, CollectiveTimeout | RankLost)
 
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
-
-
-def test_timeout_of_a_message_gives_up_no_other() -> None:
-    spawn(time_out_beside_others, 2, timeout=20)
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10])
@@ -315,11 +303,6 @@ def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
         comm.rendezvous.barrier()
 
     ranks_of_mpi.run(body)
-
-
-@pytest.mark.mpi
-def test_timeout_of_a_message_gives_up_no_other_on_mpi(ranks_of_mpi: Any) -> None:
-    ranks_of_mpi.run(time_out_beside_others)
 
 
 @pytest.mark.parametrize("waiting", ["all_reduce", "barrier", "recv", "rendezvous", "split"])
