@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -185,17 +186,8 @@ class FaultyTransport:
                 self._inner.isend(ready.data, peer, tag)
 
 
-class _Sent:
-    """A send whose data is copied already."""
-
-    def done(self) -> bool:
-        return True
-
-    def forget(self) -> None:
-        pass
-
-
-SENT = _Sent()
+SENT: Any = SimpleNamespace(done=lambda: True, forget=lambda: None)
+"""The request of a send whose data is copied already."""
 
 
 def _checksum(array: Array) -> int:

@@ -1,14 +1,6 @@
 """A pytest plugin: ``pytest_plugins = ["kos.testing.plugin"]`` in a conftest.py brings the fixture ``spawn_ranks``.
 
-::
-
-    @pytest.mark.parametrize("world_size", [1, 2, 5])
-    def test_mean(spawn_ranks, world_size):
-        def mean(comm):
-            return comm.all_reduce(np.float32([comm.rank]), kos.ReduceOp.AVG)
-
-        for result in spawn_ranks(mean):
-            assert result == (world_size - 1) / 2
+Its use is shown in docs/communicator.md, "Testing your own code".
 """
 
 from __future__ import annotations
@@ -35,5 +27,4 @@ def spawn_ranks(world_size: int) -> Callable[..., list[Any]]:
     Keywords are those of ``kos.testing.spawn``: ``timeout`` in seconds (60), ``faults``.  An assertion that
     fails on a rank fails the test, with that rank named.
     """
-
     return partial(spawn, world_size=world_size)
