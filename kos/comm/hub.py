@@ -76,11 +76,8 @@ class Hub(threading.Thread):
     def _look_at_clock(self) -> None:
         if self._deadline is not None and time.monotonic() >= self._deadline:
             missing = [rank for rank in range(self._size) if rank not in self._slots]
-            self._fail(
-                FAILED,
-                f"rendezvous: ranks {missing} of {self._size} did not come within {self.timeout:g} s "
-                f"({self._where})",
-            )
+            absent = f"ranks {missing} of {self._size} did not come within {self.timeout:g} s"
+            self._fail(FAILED, f"rendezvous: {absent} ({self._where})")
 
     def _admit(self, rank: int, size: int, connection: Connection) -> None:
         """A process that knows the secret says which rank it is."""
@@ -93,13 +90,13 @@ class Hub(threading.Thread):
             problem = f"rank {rank} came twice: expected one process of each rank"
         if problem:
             # The job was started wrongly: everybody hears it, the newcomer too.
-            message = FAILED + f"rendezvous: {problem} ({self._where})".encode()
-            connection.post(message)
+            problem = f"rendezvous: {problem} ({self._where})"
+            connection.post(FAILED + problem.encode())
             with contextlib.suppress(OSError):
                 next(connection.flush(), None)
             # Not closed yet: what it said and nobody read would make TCP throw our last word away.
             self._refused.append(connection)
-            self._tell_all(message)
+            self._fail(FAILED, problem)
             return
         self._members[rank] = connection
         listening = self._listen_to(rank, connection)
@@ -176,14 +173,12 @@ class Hub(threading.Thread):
         self._fail(LOST, f"rendezvous: rank {rank} is gone: {why}")
 
     def _fail(self, kind: bytes, text: str) -> None:
+        """Tell all ranks, those that come later too; the first failure stays."""
         if self._failure is None:
-            self._tell_all(kind + text.encode())
+            self._failure, self._slots, self._deadline = kind + text.encode(), {}, None
+            self._tell_all(self._failure)
 
     def _tell_all(self, message: bytes) -> None:
-        if message[:1] in FAILURES:
-            if self._failure is not None:
-                return
-            self._failure, self._slots, self._deadline = message, {}, None
         # Rank 0 last: it may end the process once it has its answer.
         for rank in sorted(self._members, reverse=True):
             if rank in self._members:  # sending to one may end another

@@ -117,7 +117,8 @@ class MockBackend(Backend):
         failure = super().failed(operation, error)
         if operation.collective:
             self._group.fail(type(failure), str(failure))  # all hear of the first, not of the next
-            self._mailboxes.forget(self._tag(operation))
+            mine = self.rank, self._tag(operation)
+            self._mailboxes.forget(lambda receive: receive.key[1:] == mine)
         return failure
 
 
@@ -141,7 +142,7 @@ class _Mailboxes:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         key = (peer, self._rank, tag)
-        receive = _Receive(self._group, self._room, key, array)
+        receive = _Receive(self, self._group, key, array)
         with self._group.world.lock:
             message = take(self._room.sent, key)
             if message is not None:
@@ -155,17 +156,17 @@ class _Mailboxes:
         with self._group.world.lock:
             return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self._rank, tag)})
 
-    def forget(self, tag: int) -> None:
-        """Nobody waits any more for messages to this rank with that tag: their memory is given back."""
+    def forget(self, given_up: Callable[[_Receive], bool]) -> None:
+        """Nobody waits any more for these messages to this rank: their memory is given back."""
         with self._group.world.lock:
-            drop(self._room.posted, lambda receive: receive.key[1:] == (self._rank, tag))
+            drop(self._room.posted, given_up)
 
 
 class _Receive:
-    __slots__ = ("_array", "_done", "_error", "_group", "_room", "key")
+    __slots__ = ("_array", "_done", "_error", "_group", "_mailboxes", "key")
 
-    def __init__(self, group: ThreadGroup, room: _Room, key: Key, array: Array) -> None:
-        self._group, self._room, self.key, self._array = group, room, key, array
+    def __init__(self, mailboxes: _Mailboxes, group: ThreadGroup, key: Key, array: Array) -> None:
+        self._mailboxes, self._group, self.key, self._array = mailboxes, group, key, array
         self._done, self._error = False, ""
 
     def deliver(self, message: Array) -> None:
@@ -194,8 +195,7 @@ class _Receive:
         return False
 
     def forget(self) -> None:
-        with self._group.world.lock:
-            drop(self._room.posted, lambda receive: receive is self)
+        self._mailboxes.forget(lambda receive: receive is self)
 
 
 class _WakeUp:

@@ -13,13 +13,13 @@ import numpy as np
 
 from kos.comm.schedules.patterns import Round, doubling, fold, ring
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import Moves, moves
+from kos.comm.schedules.schedule import Moves
 
 
 @algorithm("broadcast", "one_shot")
 def one_shot_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
     """The root sends everything to everybody."""
-    yield [moves(root, (root + np.arange(1, n)) % n, 0, count=c)]
+    yield [Moves(root, (root + np.arange(1, n)) % n, 0, count=c)]
 
 
 @algorithm("broadcast", "two_shot", parts=lambda n, c: n * c)
@@ -27,12 +27,12 @@ def two_shot_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
     """The root scatters blocks, then all send theirs to all.  After van de Geijn's scatter and all-gather."""
     r = np.arange(n)
     others = r[r != root]
-    yield [moves(root, others, others * c, count=c)]
-    yield (moves(r, to, r * c, count=np.where(to == root, 0, c)) for to in ((r + s) % n for s in range(1, n)))
+    yield [Moves(root, others, others * c, count=c)]
+    yield (Moves(r, to, r * c, count=np.where(to == root, 0, c)) for to in ((r + s) % n for s in range(1, n)))
 
 
 def _own(r: np.ndarray, c: int) -> Moves:
-    return moves(r, r, 0, r * c, count=c, space="input", to_space="output")
+    return Moves(r, r, 0, r * c, count=c, space="input", to_space="output")
 
 
 @algorithm("all_gather", "ring")
@@ -49,16 +49,16 @@ def doubling_all_gather(n: int, c: int) -> Iterator[Round]:
     r = np.arange(n)
     member, edge = fold(n)
     odd = 2 * np.arange(n - len(member)) + 1
-    yield [_own(r, c), moves(odd, odd - 1, 0, odd * c, count=c, space="input", to_space="output")]
+    yield [_own(r, c), Moves(odd, odd - 1, 0, odd * c, count=c, space="input", to_space="output")]
     yield from doubling(member, edge * c, "output")
-    yield [moves(odd - 1, odd, 0, count=n * c, space="output")]
+    yield [Moves(odd - 1, odd, 0, count=n * c, space="output")]
 
 
 @algorithm("all_gather", "one_shot")
 def one_shot_all_gather(n: int, c: int) -> Iterator[Round]:
     """Everybody sends its block to everybody at once."""
     r = np.arange(n)
-    yield (moves(r, (r + s) % n, 0, r * c, count=c, space="input", to_space="output") for s in range(n))
+    yield (Moves(r, (r + s) % n, 0, r * c, count=c, space="input", to_space="output") for s in range(n))
 
 
 @algorithm("all_to_all", "pairwise")
@@ -66,7 +66,7 @@ def pairwise_all_to_all(n: int, c: int) -> Iterator[Round]:
     """n - 1 rounds: in round s every rank sends to the one s after it and receives from the one s before."""
     r = np.arange(n)
     for to in ((r + shift) % n for shift in range(n)):
-        yield [moves(r, to, to * c, r * c, count=c, space="input", to_space="output")]
+        yield [Moves(r, to, to * c, r * c, count=c, space="input", to_space="output")]
 
 
 @algorithm("all_to_all", "bruck")
@@ -76,27 +76,27 @@ def bruck_all_to_all(n: int, c: int) -> Iterator[Round]:
     Scratch holds the blocks by their way j, then what is packed to be sent, then what came.  Bruck (1997).
     """
     r = np.arange(n)
-    yield [moves(r, r, (r + j) % n * c, j * c, count=c, space="input", to_space="scratch") for j in range(n)]
+    yield [Moves(r, r, (r + j) % n * c, j * c, count=c, space="input", to_space="scratch") for j in range(n)]
     distance = 1
     while distance < n:
         way = np.flatnonzero(np.arange(n) & distance)
         packed, arrived = n + np.arange(len(way)), 2 * n + np.arange(len(way))
-        yield [moves(r[:, None], r[:, None], way * c, packed * c, count=c, space="scratch")]
-        yield [moves(r, (r + distance) % n, n * c, 2 * n * c, count=len(way) * c, space="scratch")]
-        yield [moves(r[:, None], r[:, None], arrived * c, way * c, count=c, space="scratch")]
+        yield [Moves(r[:, None], r[:, None], way * c, packed * c, count=c, space="scratch")]
+        yield [Moves(r, (r + distance) % n, n * c, 2 * n * c, count=len(way) * c, space="scratch")]
+        yield [Moves(r[:, None], r[:, None], arrived * c, way * c, count=c, space="scratch")]
         distance *= 2
-    yield [moves(r, r, j * c, (r - j) % n * c, count=c, space="scratch", to_space="output") for j in range(n)]
+    yield [Moves(r, r, j * c, (r - j) % n * c, count=c, space="scratch", to_space="output") for j in range(n)]
 
 
 @algorithm("gather", "direct")
 def direct_gather(n: int, c: int, root: int) -> Iterator[Round]:
     """All send their block to the root."""
     r = np.arange(n)
-    yield [moves(r, root, 0, r * c, count=c, space="input", to_space="output")]
+    yield [Moves(r, root, 0, r * c, count=c, space="input", to_space="output")]
 
 
 @algorithm("scatter", "direct")
 def direct_scatter(n: int, c: int, root: int) -> Iterator[Round]:
     """The root sends every rank its block."""
     r = np.arange(n)
-    yield [moves(root, r, r * c, 0, count=c, space="input", to_space="output")]
+    yield [Moves(root, r, r * c, 0, count=c, space="input", to_space="output")]

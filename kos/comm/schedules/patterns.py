@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from kos.comm.schedules.schedule import Moves, moves
+from kos.comm.schedules.schedule import Moves
 
 Round = Iterable[Moves]
 
@@ -20,7 +20,7 @@ def ring(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *
     """
     for step in range(size - 1):
         block = base + (position - step) % size * width
-        yield [moves(rank, after, block, count=width, space=space, reduce=reduce)]
+        yield [Moves(rank, after, block, count=width, space=space, reduce=reduce)]
 
 
 def fold(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -38,7 +38,7 @@ def halving(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Iterat
     q = np.arange(p := len(member))
     for distance in (p >> k for k in range(1, p.bit_length())):
         theirs = (q ^ distance) // distance * distance
-        yield [moves(member, member[q ^ distance], edge[theirs], count=edge[theirs + distance] - edge[theirs],
+        yield [Moves(member, member[q ^ distance], edge[theirs], count=edge[theirs + distance] - edge[theirs],
                      space=space, reduce=True)]
 
 
@@ -47,4 +47,4 @@ def doubling(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Itera
     q = np.arange(p := len(member))
     for distance in (1 << k for k in range(p.bit_length() - 1)):
         mine = q // distance * distance
-        yield [moves(member, member[q ^ distance], edge[mine], count=edge[mine + distance] - edge[mine], space=space)]
+        yield [Moves(member, member[q ^ distance], edge[mine], count=edge[mine + distance] - edge[mine], space=space)]

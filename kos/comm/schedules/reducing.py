@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.comm.schedules.patterns import Round, doubling, fold, halving, ring
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import moves
+from kos.comm.schedules.schedule import Moves
 
 
 def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, count: int, space: str = "data",
@@ -24,15 +24,15 @@ def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, coun
 
     Contribution j waits in scratch at j * stride + chunk; the sum forms in the place of contribution 0.
     """
-    yield chain((moves((r + s) % n, r, chunk, chunk + (r + s) % n * stride, count=count, space=space,
+    yield chain((Moves((r + s) % n, r, chunk, chunk + (r + s) % n * stride, count=count, space=space,
                        to_space="scratch") for s in range(1, n)),
-                [moves(r[r == 0], r[r == 0], chunk[r == 0], count=count, space=space, to_space="scratch")])
+                [Moves(r[r == 0], r[r == 0], chunk[r == 0], count=count, space=space, to_space="scratch")])
     for j in range(1, n):
         others, own = r != j, r == j
-        yield [moves(r[others], r[others], chunk[others] + j * stride, chunk[others], count=count,
+        yield [Moves(r[others], r[others], chunk[others] + j * stride, chunk[others], count=count,
                      space="scratch", reduce=True),
-               moves(r[own], r[own], chunk[own], count=count, space=space, to_space="scratch", reduce=True)]
-    yield [moves(r, r, chunk, chunk if to is None else to, count=count, space="scratch",
+               Moves(r[own], r[own], chunk[own], count=count, space=space, to_space="scratch", reduce=True)]
+    yield [Moves(r, r, chunk, chunk if to is None else to, count=count, space="scratch",
                  to_space=to_space or space)]
 
 
@@ -59,10 +59,10 @@ def halving_doubling_all_reduce(n: int, c: int) -> Iterator[Round]:
     p = len(member)
     odd = 2 * np.arange(n - p) + 1
     edge = np.arange(p + 1) * c
-    yield [moves(odd, odd - 1, 0, count=p * c, reduce=True)]
+    yield [Moves(odd, odd - 1, 0, count=p * c, reduce=True)]
     yield from halving(member, edge)
     yield from doubling(member, edge)
-    yield [moves(odd - 1, odd, 0, count=p * c)]
+    yield [Moves(odd - 1, odd, 0, count=p * c)]
 
 
 @algorithm("all_reduce", "one_shot", ordered=True)
@@ -77,7 +77,7 @@ def two_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
     """Rank b fetches block b of every rank, adds in rank order, sends the sum to all: two shots."""
     r = np.arange(n)
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
-    yield (moves(r, (r + s) % n, r * c, count=c) for s in range(1, n))
+    yield (Moves(r, (r + s) % n, r * c, count=c) for s in range(1, n))
 
 
 @algorithm("all_reduce", "hierarchical", parts=lambda n, c: n * c)
@@ -110,12 +110,12 @@ def ring_reduce_scatter(n: int, c: int) -> Iterator[Round]:
     """
     r = np.arange(n)
     if n == 1:
-        yield [moves(r, r, 0, count=c, space="input", to_space="output")]
+        yield [Moves(r, r, 0, count=c, space="input", to_space="output")]
     space, chunk = "input", (r - 1) % n * c
     for step in range(n - 1):
         to_space, to = ("output", 0 * r) if step == n - 2 else ("scratch", 0 * r + step % 2 * c)
-        yield [moves(r, (r + 1) % n, chunk, to, count=c, space=space, to_space=to_space)]
-        yield [moves(r, r, (r - step - 2) % n * c, to, count=c, space="input", to_space=to_space,
+        yield [Moves(r, (r + 1) % n, chunk, to, count=c, space=space, to_space=to_space)]
+        yield [Moves(r, r, (r - step - 2) % n * c, to, count=c, space="input", to_space=to_space,
                      reduce=True)]
         space, chunk = to_space, to
 
@@ -129,11 +129,11 @@ def halving_reduce_scatter(n: int, c: int) -> Iterator[Round]:
     r = np.arange(n)
     member, edge = fold(n)
     odd = 2 * np.arange(n - len(member)) + 1
-    yield [moves(member, member, 0, count=n * c, space="input", to_space="scratch")]
-    yield [moves(odd, odd - 1, 0, count=n * c, space="input", to_space="scratch", reduce=True)]
+    yield [Moves(member, member, 0, count=n * c, space="input", to_space="scratch")]
+    yield [Moves(odd, odd - 1, 0, count=n * c, space="input", to_space="scratch", reduce=True)]
     yield from halving(member, edge * c, "scratch")
     speaker = np.where(np.isin(r, odd), r - 1, r)
-    yield [moves(speaker, r, r * c, 0, count=c, space="scratch", to_space="output")]
+    yield [Moves(speaker, r, r * c, 0, count=c, space="scratch", to_space="output")]
 
 
 @algorithm("reduce_scatter", "one_shot", ordered=True)

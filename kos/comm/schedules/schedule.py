@@ -57,24 +57,17 @@ Round: TypeAlias = "tuple[tuple[Step, ...], ...]"
 """The steps of one round, indexed by rank."""
 
 
-@dataclass(frozen=True, eq=False)
 class Moves:
-    """A family of transfers; the first five broadcast together.  Where ``src == dst`` it is a local step."""
+    """A family of transfers: ``chunk`` of ``space`` at ``src`` goes to ``to_chunk`` of ``to_space`` at ``dst``.
 
-    src: Indices
-    dst: Indices
-    chunk: Indices
-    to_chunk: Indices
-    count: Indices
-    space: str
-    to_space: str
-    reduce: bool
+    The first five broadcast together.  Where ``src == dst`` it is a local step.
+    """
 
-
-def moves(src: Indices, dst: Indices, chunk: Indices, to_chunk: Indices | None = None, *, count: Indices = 1,
-          space: str = "data", to_space: str | None = None, reduce: bool = False) -> Moves:
-    """Send (or copy) ``chunk`` of ``space`` at ``src`` to ``to_chunk`` of ``to_space`` at ``dst``."""
-    return Moves(src, dst, chunk, chunk if to_chunk is None else to_chunk, count, space, to_space or space, reduce)
+    def __init__(self, src: Indices, dst: Indices, chunk: Indices, to_chunk: Indices | None = None, *,
+                 count: Indices = 1, space: str = "data", to_space: str | None = None, reduce: bool = False) -> None:
+        self.src, self.dst, self.chunk, self.count, self.space, self.reduce = src, dst, chunk, count, space, reduce
+        self.to_chunk = chunk if to_chunk is None else to_chunk
+        self.to_space = to_space or space
 
 
 def counted(number: int, what: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kos.comm.schedules.patterns import Round
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import moves
+from kos.comm.schedules.schedule import Moves
 
 Parents = tuple[np.ndarray, ...]
 """For each tree: the parent of every node; node 0 is the root, and its own parent."""
@@ -73,7 +73,7 @@ def flow(trees: Parents, name: np.ndarray, c: int, *, up: bool, down: bool) -> I
         if down:
             families.append((above, below, depth * up + level - 1, chunks, False))
     for time in range(depth * (up + down) + c - 1):
-        yield [moves(src[on], dst[on], chunks[(time - first)[on]], reduce=adds)
+        yield [Moves(src[on], dst[on], chunks[(time - first)[on]], reduce=adds)
                for src, dst, first, chunks, adds in families
                for on in ((first <= time) & (time < first + c),)]
 
