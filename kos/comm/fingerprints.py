@@ -15,14 +15,10 @@ from kos.comm.operation import Operation
 from kos.dtypes import DTYPES
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
-KINDS: dict[str, type[KosError]] = {
-    kind.__name__: kind for kind in (CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost)
-}
-"""What ranks tell each other that a collective failed of."""
+_FAILURES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost)}
 
 TEXTS, TEXT_BYTES = 64, 1024
 """Descriptions of calls kept per rank, and bytes of each."""
-
 
 _DTYPES = [entry.numpy for entry in DTYPES.values()]
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
@@ -31,6 +27,11 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 def dtype_of_code(code: int) -> np.dtype[Any]:
     return _DTYPES[code % len(_DTYPES)]
+
+
+def failure_of(kind: str, text: str) -> KosError:
+    """What a collective failed of, as another rank tells it; all that has no class of its own is a CollectiveError."""
+    return _FAILURES.get(kind, CollectiveError)(text)
 
 
 class Fingerprints:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.backends.mpi_messages import Messages
 from kos.comm.operation import Operation
 from kos.comm.shared import Segment
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
@@ -246,6 +247,16 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.M
         assert time.monotonic() - began < 15
 
     run(body, 2, close=False)
+
+
+def test_a_failure_of_a_class_that_ranks_do_not_tell() -> None:
+    """Another rank's is a CollectiveError here, also where it comes as a message."""
+    messages = object.__new__(Messages)
+    messages.failure = None
+    messages.read(1, "BackendUnavailable", 3, "no memory")
+    assert messages.failure is not None
+    sequence, error = messages.failure
+    assert (sequence, type(error), str(error)) == (3, CollectiveError, "no memory")
 
 
 def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from kos.comm import mpi_job
 from kos.comm.backend import drop, take, wrong_message
-from kos.comm.fingerprints import DTYPE_CODES, KINDS, described, dtype_of_code
+from kos.comm.fingerprints import DTYPE_CODES, described, dtype_of_code, failure_of
 from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
 from kos.comm.schedules.execute import Request
 from kos.comm.shared.calls import LOOK_EVERY, Calls
@@ -136,7 +136,7 @@ class Messages:
         elif kind == "call":
             self.calls[sequence, peer] = why.encode()
         else:
-            self.heed(sequence, KINDS[kind](why))
+            self.heed(sequence, failure_of(kind, why))
 
     def heed(self, sequence: int, failure: KosError) -> None:
         """A rank failed in that collective; the earliest counts."""

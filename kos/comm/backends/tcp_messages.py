@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kos.comm.backend import drop, take, wrong_message
-from kos.comm.fingerprints import DTYPE_CODES, KINDS, dtype_of_code
+from kos.comm.fingerprints import DTYPE_CODES, dtype_of_code, failure_of
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.errors import CollectiveError, KosError, RankLost, RendezvousError
+from kos.errors import KosError, RankLost, RendezvousError
 
 if TYPE_CHECKING:
     from kos.comm.backends.tcp import Mesh
@@ -307,7 +307,7 @@ class Peer:
                     return str(words)
                 if kind == LEFT:
                     raise RendezvousError(words)
-                self.mesh.heed(tag, KINDS.get(words[0], CollectiveError)(words[1]))
+                self.mesh.heed(tag, failure_of(words[0], words[1]))
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from kos.comm.fingerprints import KINDS, TEXT_BYTES, TEXTS, Fingerprints, described
+from kos.comm.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described, failure_of
 from kos.comm.operation import Operation, mismatch
 from kos.comm.shared.segment import ARRIVED, CLOSED, FAILURE_BYTES, PID, RING, STARTED, Segment, started
 from kos.errors import KosError, RankLost
@@ -143,9 +143,8 @@ class Calls(Fingerprints):
 
         The first failure stays.  Nobody hears of this one if a rank was stopped while it told its own.
         """
-        kind, text = type(error).__name__, str(error)
-        kind = kind if kind in KINDS else "CollectiveError"
-        while len(data := json.dumps([kind, sequence, text]).encode()) > FAILURE_BYTES:
+        text = str(error)
+        while len(data := json.dumps([type(error).__name__, sequence, text]).encode()) > FAILURE_BYTES:
             text = text[: len(text) * 3 // 4]  # by characters: some take six bytes
         at = self.segment.layout.failure_text
         with contextlib.suppress(TimeoutError), self.segment.locked():
@@ -159,7 +158,7 @@ class Calls(Fingerprints):
             at = self.segment.layout.failure_text
             kind, failed, text = json.loads(bytes(self.segment.bytes[at : at + length]))
             if failed <= sequence:
-                raise KINDS[kind](text)
+                raise failure_of(kind, text)
 
     def close(self) -> None:
         """This rank begins no more collectives, and leaves the segment."""
