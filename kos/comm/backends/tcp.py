@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
-from kos.comm.backends.tcp_messages import BYE, CALL, FAILED, LEFT, Peer, Poller
+from kos.comm.backends.tcp_messages import BYE, CALL, FAILED, LEFT, Peer
 from kos.comm.fingerprints import Fingerprints, described
 from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
 from kos.comm.rendezvous import Rendezvous
@@ -32,6 +34,7 @@ Array = np.ndarray[Any, Any]
 _RECENT = 1024  # collectives of which a rank knows what it called
 _PATIENCE = 0.05  # seconds of waiting in a collective before a rank tells what it called
 _LAST_WORDS = 1000  # characters
+_NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
 _FAREWELL_SECONDS = 0.2  # for what was begun, and last words behind it, when a rank leaves
 
 
@@ -108,6 +111,39 @@ class TCPBackend(HostBackend):
             if first:
                 self._mesh.fail(tag, failure)
         return failure
+
+
+class Poller:
+    """All connections of this rank, of a communicator and its splits: a wait for one sees them all."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        # Weakly: a communicator that is dropped takes its connections with it, and epoll forgets what is closed.
+        self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
+
+    def add(self, peer: Peer) -> None:
+        self._peers[peer.sock.fileno()] = peer
+        self._epoll.register(peer.sock, select.EPOLLIN)
+
+    def want_room(self, peer: Peer, wanted: bool) -> None:
+        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def remove(self, peer: Peer) -> None:
+        del self._peers[peer.sock.fileno()]
+        self._epoll.unregister(peer.sock)
+
+    def progress(self) -> None:
+        """Read and write whatever is ready; never waits."""
+        for descriptor, _ in self._epoll.poll(0):
+            if (peer := self._peers.get(descriptor)) is not None:
+                peer.progress()
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        # What is ready stays ready until it is read, so nothing that came since ``mark`` is missed.
+        self._epoll.poll(_NAP_SECONDS if seconds is None else min(seconds, _NAP_SECONDS))
 
 
 class Mesh:

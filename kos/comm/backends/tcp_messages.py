@@ -12,10 +12,8 @@ their calls in shared memory.
 from __future__ import annotations
 
 import json
-import select
 import socket
 import struct
-import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from itertools import islice
@@ -40,40 +38,6 @@ WORDS_BYTES = 20_000  # of what ranks say about the group, at most
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
 SHORT, ASK, GRANT, REFUSE, LONG, CREDIT, CALL, FAILED, LEFT, BYE = range(1, 11)
-_NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
-
-
-class Poller:
-    """All connections of this rank, of a communicator and its splits: a wait for one sees them all."""
-
-    def __init__(self) -> None:
-        self._epoll = select.epoll()
-        # Weakly: a communicator that is dropped takes its connections with it, and epoll forgets what is closed.
-        self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
-
-    def add(self, peer: Peer) -> None:
-        self._peers[peer.sock.fileno()] = peer
-        self._epoll.register(peer.sock, select.EPOLLIN)
-
-    def want_room(self, peer: Peer, wanted: bool) -> None:
-        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
-
-    def remove(self, peer: Peer) -> None:
-        del self._peers[peer.sock.fileno()]
-        self._epoll.unregister(peer.sock)
-
-    def progress(self) -> None:
-        """Read and write whatever is ready; never waits."""
-        for descriptor, _ in self._epoll.poll(0):
-            if (peer := self._peers.get(descriptor)) is not None:
-                peer.progress()
-
-    def mark(self) -> int:
-        return 0
-
-    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        # What is ready stays ready until it is read, so nothing that came since ``mark`` is missed.
-        self._epoll.poll(_NAP_SECONDS if seconds is None else min(seconds, _NAP_SECONDS))
 
 
 class _Message:
