@@ -84,11 +84,11 @@ def milliseconds(run: Callable[[], object], stream: Any) -> float:
 
 
 class Event:
-    """A mark in the order of a stream, which the host or another stream can wait for."""
+    """A mark in the order of a stream, which the host or another stream can wait for; ``timed``: it knows when."""
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, *, timed: bool = False) -> None:
         with driver.on_device(device):
-            self._handle = call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            self._handle = call(cu.cuEventCreate, 0 if timed else cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
         self._destroy = cu.cuEventDestroy  # of the driver that made it
 
     def record(self, stream: Any) -> None:
@@ -105,6 +105,10 @@ class Event:
         if status not in (cu.CUresult.CUDA_SUCCESS, cu.CUresult.CUDA_ERROR_NOT_READY):
             raise driver.error_of("cuEventQuery", status)
         return bool(status == cu.CUresult.CUDA_SUCCESS)
+
+    def seconds_since(self, before: Event) -> float:
+        """From ``before`` to this on the device, which has passed both; both are ``timed``."""
+        return 1e-3 * float(call(cu.cuEventElapsedTime, before._handle, self._handle))
 
     def synchronize(self) -> None:
         """Wait for it on the host."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from kos.train.metrics import read_metrics
 from kos.train.ops import cublaslt
 from kos.train.ops.adamw import CHUNK
 from kos.train.ops.cuda import CudaOps
-from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, host_engine, on_device, on_host
+from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, host_engine, on_device, on_host
 
 SMALL: dict[str, Any] = {
     "steps": 4,
@@ -90,6 +91,15 @@ def test_steps_are_those_of_the_cpu(emulated, text, tmp_path, capsys):
     said = capsys.readouterr().out
     for expected in ("activations, recompute none", "gradients, float32", "on host, bfloat16, one CUDA", "a sample"):
         assert expected in said, expected
+
+
+def test_a_step_lasts_from_the_one_before(emulated, text, tmp_path, monkeypatch):
+    """By the device's clock, which is one on at each mark; not from before what comes between steps."""
+    clock, evaluate = itertools.count(), CudaEngine.evaluate
+    monkeypatch.setattr(Event, "clock", lambda event: next(clock))
+    monkeypatch.setattr(CudaEngine, "evaluate", lambda self: [evaluate(self), *zip(range(99), clock)][0])
+    rows = train(text, tmp_path, steps=8, eval_every=4, save_every=0)
+    assert column(rows, "step_seconds") == [1] * 8
 
 
 def test_gpt2(emulated, text, tmp_path):

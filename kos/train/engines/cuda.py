@@ -101,8 +101,8 @@ class CudaEngine:
         self._all = self._mine if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
         self._rounds, self._micro_batches = len(rounds), comm.size * len(rounds)
         self._graph: Graph | None = None
-        self._late = [_Late(self._all, self.optimizer.state) for _ in range(2)]
-        self._finished = 0.0
+        self._late = [_Late(self._all, self.optimizer.state) for _ in range(self.lag + 2)]
+        self._newest: _Late | None = None  # of the steps under way
 
     def _search(self, ops: CudaOps, model: LlamaConfig, rounds: int) -> CudaOps:
         """Operations whose matrix products are the fastest found: by one rank of a machine, for all and for later.
@@ -200,9 +200,9 @@ class CudaEngine:
     # --- steps ---------------------------------------------------------------------------------------
 
     def start_step(self, step: int, stop: bool) -> None:
-        stream, late = self.ops.stream, self._late[step % 2]
+        stream, late = self.ops.stream, self._late[step % len(self._late)]
         driver.set_device(self.ops.device)
-        late.began = time.perf_counter()
+        late.begin(stream, self._newest)
         late.asked[0] = stop
         self.feed.take(step)
         self._mine[:1].copy_from(late.asked, stream)
@@ -212,6 +212,7 @@ class CudaEngine:
         else:
             self._queue_step()
         late.fetch(self._all, self.optimizer.state, stream)
+        self._newest = late
         if step + 1 < self.config.steps:
             self.feed.fetch(step + 1)
 
@@ -250,20 +251,20 @@ class CudaEngine:
         self.optimizer.queue_norm(self.gradients, self.comm.all_reduce if self.sharded else None)
 
     def finish_step(self, step: int) -> StepResult:
-        late = self._late[step % 2]
+        late = self._late[step % len(self._late)]
         deadline = time.monotonic() + self.config.timeout
         while not late.there.done():
             if self.comm.size > 1 and time.monotonic() > deadline:
                 raise CollectiveTimeout(f"step {step + 1}: not over on the GPU after {self.config.timeout:g} s")
             time.sleep(_LOOK_EVERY)
-        now = time.perf_counter()
-        seconds, self._finished = now - max(self._finished, late.began), now
+        if self._newest is late:
+            self._newest = None
         answers = late.answers.reshape(self.comm.size, -1)
         after = dict(zip(STATE, map(float, late.state), strict=True))
         loss = float(answers[:, 1:].sum()) / self._micro_batches
         if math.isfinite(loss):
             loss = math.fsum(answers[:, 1:].flat) / self._micro_batches
-        return StepResult(loss, after["norm"], after["lr"], seconds, bool(answers[:, 0].any()))
+        return StepResult(loss, after["norm"], after["lr"], late.seconds(), bool(answers[:, 0].any()))
 
     def not_finite(self, step: int) -> str | None:
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
@@ -292,15 +293,25 @@ class CudaEngine:
 
 
 class _Late:
-    """What the host sends and gets of every other step, in pinned memory, while the device goes on."""
+    """What the host sends and gets of a step, in pinned memory, while the device goes on to the next."""
 
     def __init__(self, answers: Array, state: Array) -> None:
         device = answers.device
         self.asked, self.answers, self.state = (
             pinned_empty(shape, np.float64, device) for shape in (1, answers.shape, state.shape)
         )
-        self.there = Event(device)
-        self.began = 0.0
+        self.there, self._began = Event(device, timed=True), Event(device, timed=True)
+        self._since = self._began
+
+    def begin(self, stream: object, before: _Late | None) -> None:
+        """Queue the mark that a step is timed from: where one before it is under way, that one's end."""
+        self._since = self._began if before is None else before.there
+        if before is None:
+            self._began.record(stream)
+
+    def seconds(self) -> float:
+        """The device's, not those in which the host learns of it: that may be late."""
+        return self.there.seconds_since(self._since)
 
     def fetch(self, answers: Array, state: Array, stream: object) -> None:
         """Queue the copies."""

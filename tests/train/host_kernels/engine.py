@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 import weakref
 from types import SimpleNamespace
 
@@ -73,13 +74,21 @@ class Capture:
 
 
 class Event:
-    def __init__(self, device):
-        pass
+    clock = staticmethod(time.perf_counter)
+
+    def __init__(self, device, *, timed=False):
+        self.timed, self.time = timed, None
 
     def record(self, stream):
         not_captured("an event of the host's")
+        self.time = self.clock() if self.timed else None
 
-    hold = record
+    def hold(self, stream):
+        not_captured("an event of the host's")
+
+    def seconds_since(self, before):
+        assert self.timed and before.timed
+        return self.time - before.time
 
     def done(self):
         return True
