@@ -12,7 +12,6 @@ import os
 import socket
 import struct
 import sys
-import threading
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -153,38 +152,25 @@ def export(pointer: int, nbytes: int, device: int) -> IpcHandle:
     )  # fmt: skip
 
 
-_lock = threading.Lock()
-_mapped: dict[tuple[bytes, int], tuple[int, int]] = {}  # (handle, device) -> (base address, users)
-
-
 class Mapping:
-    """Memory of another process, seen from ``device`` at ``pointer``; unmapped when closed or dropped."""
+    """Memory of another process, seen from ``device`` at ``pointer``; unmapped when closed or dropped.
+
+    The driver counts who has mapped a handle.  No lock is held: the collector may drop one mapping while another
+    is made.
+    """
 
     def __init__(self, handle: IpcHandle, device: int) -> None:
-        self._key = handle.handle, device
-        self._open = False
+        self._device, self._base = device, 0
         if handle.origin == Origin.here():
             raise PeerMemoryError("IPC: a process cannot open its own handle: use the pointer itself")
-        with _lock:
-            base, users = _mapped.get(self._key, (0, 0))
-            if not users:
-                base = _open(handle, device)
-            _mapped[self._key] = base, users + 1
-        self._open = True
-        self.pointer = base + handle.offset
+        self._base = _open(handle, device)
+        self.pointer = self._base + handle.offset
         self.nbytes = handle.nbytes
 
     def close(self) -> None:
-        if not self._open:
-            return
-        self._open = False
-        with _lock:
-            base, users = _mapped.pop(self._key)
-            if users > 1:
-                _mapped[self._key] = base, users - 1
-                return
-        if not sys.is_finalizing():
-            with driver.on_device(self._key[1]):
+        base, self._base = self._base, 0
+        if base and not sys.is_finalizing():
+            with driver.on_device(self._device):
                 call(cu.cuIpcCloseMemHandle, base)
 
     def __del__(self) -> None:

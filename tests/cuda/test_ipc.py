@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import gc
 import re
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ from cuda_ranks import PipeExchange, run_processes
 
 from kos import cuda
 from kos.cuda.driver import call, cu
-from kos.errors import InvalidArgument, OutOfMemory, PeerMemoryError
+from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
 from kos.memory import ipc
 from kos.memory.array import Array
 from kos.memory.ipc import DeviceMemory, IpcHandle, Mapping, Origin
@@ -45,6 +50,43 @@ def test_refused_before_the_driver_is_asked() -> None:
         Mapping(IpcHandle(bytes(64), bytes(16), 0, 1, 0, HERE), 0)
 
 
+def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs where it will: a lock around both would never be had."""
+    closed: list[int] = []
+    bases = iter((4096, 8192))
+
+    def open_(raw: Any, flags: int) -> tuple[int, int]:
+        gc.collect()
+        return 0, next(bases)
+
+    fake = SimpleNamespace(
+        CUipcMemHandle=lambda: SimpleNamespace(getPtr=lambda: ctypes.addressof(room)),
+        CUipcMem_flags=SimpleNamespace(CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS=1),
+        cuIpcOpenMemHandle=open_,
+        cuIpcCloseMemHandle=lambda base: (closed.append(base),),
+    )
+    room = ctypes.create_string_buffer(64)
+    monkeypatch.setattr(ipc, "cu", fake)
+    monkeypatch.setattr(ipc.driver, "on_device", lambda device: nullcontext())
+    one, two = (
+        IpcHandle(bytes([k]) * 64, bytes(16), 100, 1, 0, dataclasses.replace(HERE, pid=HERE.pid + k)) for k in (1, 2)
+    )
+
+    def body() -> None:
+        dropped: list[Any] = [Mapping(one, 0)]
+        dropped.append(dropped)
+        del dropped
+        second = Mapping(two, 0)
+        assert closed == [4096] and second.pointer == 8292
+        second.close()
+        second.close()
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and closed == [4096, 8192]
+
+
 def read(pointer: int, nbytes: int, device: int) -> bytes:
     data = bytearray(nbytes)
     with cuda.on_device(device):
@@ -75,14 +117,15 @@ def exporter_and_importer(exchange: PipeExchange) -> None:
     first = Mapping(IpcHandle.from_bytes(exchange.allgather(b"")[0]), 0)
     handle = IpcHandle.from_bytes(exchange.allgather(b"")[0])
     second = Mapping(handle, 0)
-    assert second.pointer == first.pointer + 1000 and len(ipc._mapped) == 1
+    assert second.pointer == first.pointer + 1000  # mapped once
     assert read(first.pointer, 11, 0) == b"from rank 0"
     first.close()
     first.close()
     write(second.pointer, b"from rank 1", 0)
     exchange.barrier()
     second.close()
-    assert not ipc._mapped
+    with cuda.on_device(0), pytest.raises(CudaError, match="cuMemGetAddressRange"):
+        call(cu.cuMemGetAddressRange, second.pointer)
     exchange.barrier()
     exchange.barrier()
     with pytest.raises(PeerMemoryError, match="it has ended or freed the memory"):

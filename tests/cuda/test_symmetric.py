@@ -14,7 +14,8 @@ import pytest
 from cuda_ranks import KERNELS, run_processes, run_threads
 
 from kos import cuda
-from kos.errors import InvalidArgument, OutOfMemory, PeerMemoryError
+from kos.cuda.driver import call, cu
+from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
 from kos.memory import ipc
 from kos.memory.array import Array
 from kos.memory.symmetric import FreeList, SymmetricMemory
@@ -87,6 +88,12 @@ def push_to_all(exchange: Any, devices: int) -> None:
     assert not memory.pointers
 
 
+def are_unmapped(pointers: list[int], device: int) -> None:
+    for pointer in pointers:
+        with cuda.on_device(device), pytest.raises(CudaError, match="cuMemGetAddressRange"):
+            call(cu.cuMemGetAddressRange, pointer)
+
+
 def misuse(exchange: Any, devices: int) -> None:
     """Wrong calls raise on every rank, and the memory works after them."""
     rank, size = exchange.rank, exchange.size
@@ -107,10 +114,11 @@ def misuse(exchange: Any, devices: int) -> None:
     memory.free(one)
     with pytest.raises(InvalidArgument, match="one live allocation"):
         memory.free(one)
+    peers = [mapping.pointer for mapping in memory._mappings]
     memory.close()
     memory.close()
     SymmetricMemory(exchange, 4096, device).close()
-    assert not ipc._mapped
+    are_unmapped(peers, device)
 
 
 def other_machine(exchange: Any) -> None:
@@ -138,8 +146,10 @@ def killed_peer(exchange: Any) -> None:
     if exchange.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     exchange.barrier()
+    peers = [mapping.pointer for mapping in memory._mappings]
     memory.abort()
-    assert not ipc._mapped and not memory.pointers
+    assert peers and not memory.pointers
+    are_unmapped(peers, 0)
     array = Array.zeros(100, np.float32, 0)
     assert not array.numpy().any()
 
