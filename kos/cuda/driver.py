@@ -7,7 +7,9 @@ Importing this needs neither a GPU, nor a driver, nor the CUDA packages; what is
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import threading
 from typing import Any
 
 from kos.errors import BackendUnavailable, CudaError
@@ -27,6 +29,7 @@ class _Driver:
 
 
 cu: Any = _Driver()
+_importing = threading.RLock()
 
 
 @functools.cache
@@ -43,7 +46,11 @@ def unavailable() -> str | None:
     if status != cu.CUresult.CUDA_SUCCESS:
         return f"the CUDA driver found no usable GPU{hidden}: {_describe(status)}"
     _, count = cu.cuDeviceGetCount()
-    return None if count else f"no GPU is visible{hidden}"
+    if not count:
+        return f"no GPU is visible{hidden}"
+    with _importing:  # a thread that imports it while another does would find half of it
+        importlib.import_module("cuda.core")
+    return None
 
 
 def require() -> None:
@@ -99,6 +106,9 @@ def set_device(device: int) -> None:
 
 
 def synchronize(device: int) -> None:
-    """Wait until everything queued on ``device`` by this process has run."""
+    """Wait until everything queued on ``device`` by this process has run.
+
+    CUDA refuses it while any thread of the process captures a graph there: wait for a stream then.
+    """
     with on_device(device):
         call(cu.cuCtxSynchronize)

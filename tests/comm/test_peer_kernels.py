@@ -253,7 +253,7 @@ def storm(
         for _ in range(3):
             for run in runs:
                 run(stream)
-    cuda.synchronize(device)
+    streams.synchronize(stream, device)  # not the device: other threads may still capture
     rendezvous.barrier()
     for _ in range(rounds):
         inputs = [[draw(rng, dtype, n) for n in counts] for _ in range(size)]
@@ -362,7 +362,7 @@ def barriers(rendezvous: Rendezvous, device: int) -> None:
     with cuda.capture(stream) as graph:
         for _ in range(100):
             run(stream)
-    cuda.synchronize(device)
+    streams.synchronize(stream, device)
     rendezvous.barrier()
     graph.replay(stream)
     streams.synchronize(stream, device)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kos import cuda
-from kos.cuda import devices
+from kos.cuda import devices, driver
 from kos.cuda.devices import DeviceInfo, assign_devices
 from kos.errors import BackendUnavailable
 
@@ -132,3 +134,30 @@ def test_discovery() -> None:
     print(devices.rdma_nics(), devices.gpu_direct_rdma(), devices.process_numa_node())
     with pytest.raises(BackendUnavailable, match="expected a device in 0"):
         cuda.device_info(len(found))
+
+
+def test_threads_import_the_packages_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, second, together = threading.Event(), threading.Event(), []
+
+    def load(name: str) -> None:
+        assert name == "cuda.core"
+        if threading.current_thread() is threads[0]:
+            begun.set()
+            together.append(second.wait(0.3))
+        else:
+            second.set()
+
+    answers = {
+        "CUresult": SimpleNamespace(CUDA_SUCCESS=0),
+        "cuInit": lambda _: (0,),
+        "cuDeviceGetCount": lambda: (0, 1),
+    }
+    monkeypatch.setattr(driver, "cu", SimpleNamespace(**answers))
+    monkeypatch.setattr(driver, "importlib", SimpleNamespace(import_module=load))
+    threads = [threading.Thread(target=driver.unavailable.__wrapped__, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        assert begun.wait(10)
+    for thread in threads:
+        thread.join(10)
+    assert together == [False] and second.is_set()
