@@ -182,7 +182,9 @@ class TrainConfig(Section):
         if device == "cpu":
             most = MICRO_BATCH_TOKENS
             for name, allowed in ON_CPU.items():
-                if (got := getattr(self, name)) not in allowed:
+                if (got := getattr(self, name)) is False:
+                    raise ConfigError(f"--no-{name}: expected a GPU, got the CPU")
+                if got not in allowed:
                     raise ConfigError(f"{flag_of(name)}: expected {allowed[-1]} on the CPU, got {got}")
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"

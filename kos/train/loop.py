@@ -64,6 +64,7 @@ class Trainer:
         self._announce()
         self.start, self.saved_step = self._load(found)
         self.console.start = self.start
+        self.skipped = 0  # steps left out, of those of this run
         self._lock: IO[str] | None = None
         self.metrics = together(comm, self._open_output)
         self._has_saved = False
@@ -137,12 +138,13 @@ class Trainer:
             self.out.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            checkpoint.write_json(self.out / "config.json", self.description)
+            if not (self.config.profile and (self.out / "config.json").exists()):  # a profile is a guest there
+                checkpoint.write_json(self.out / "config.json", self.description)
         except BlockingIOError as error:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
-        return MetricsLog(self.out / "metrics.jsonl", self.start)
+        return None if self.config.profile else MetricsLog(self.out / "metrics.jsonl", self.start)
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -235,6 +237,9 @@ class Trainer:
             "tokens_per_second": tokens / result.seconds,
             "step_seconds": result.seconds,
         }
+        if config.skip_outliers and not result.norm <= config.skip_outliers:
+            row["skipped"] = True
+            self.skipped += 1
         return row | engine.measures(row["tokens_per_second"]), result.stop
 
     def _save(self, step: int) -> None:
@@ -267,6 +272,8 @@ class Trainer:
         if self.comm.rank != 0:
             return
         say, out, shown = self.console.say, self.out, shlex.quote(str(self.out))
+        if self.skipped:
+            say(f"{self.skipped} of {step - self.start} steps left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
             say(f"stopped on request after step {step}; go on with the same settings and --out {shown} --resume auto")
         elif self.config.sample_tokens and not stopped:

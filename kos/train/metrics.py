@@ -1,9 +1,13 @@
-"""``metrics.jsonl``: one JSON object a step, appended as the run goes and cut back on resume."""
+"""``metrics.jsonl``: one JSON object a step, appended as the run goes and cut back on resume.
+
+What is not finite, for which JSON has no word, is null.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +26,7 @@ class MetricsLog:
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self.path = path
         try:
-            kept = [json.dumps(row) + "\n" for row in read_metrics(path) if row["step"] <= after_step]
+            kept = [_line(row) for row in read_metrics(path) if row["step"] <= after_step]
             replace_file(path, "".join(kept).encode())
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
         except OSError as error:
@@ -30,13 +34,18 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(_line(row))
         except OSError as error:
             raise TrainingError(f"{self.path}: expected to write metrics, got {error}") from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # the row that did not fit was reported when it was written
             self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from kos.train import checkpoint
 from kos.train.config import TrainConfig
 from kos.train.engines.cpu import CpuEngine
 from kos.train.loop import Trainer
-from kos.train.metrics import read_metrics
+from kos.train.metrics import MetricsLog, read_metrics
 
 SMALL: dict[str, Any] = {
     "steps": 50, "batch_size": 8, "seq_len": 32, "lr": 3e-3, "warmup_steps": 5, "eval_every": 25, "eval_batches": 3,
@@ -260,6 +260,19 @@ def test_recompute_and_outliers(text: Path, tmp_path: Path, capsys: Any) -> None
     norms = [row["grad_norm"] for row in plain]
     capsys.readouterr()
     rows = _train(text, tmp_path / "skipped", 2, steps=3, skip_outliers=0.5 * min(norms))
-    assert f"before training: {rows[-1]['val_loss']:.4f}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"before training: {rows[-1]['val_loss']:.4f}" in said
+    assert said.count("  skipped  ") == 3 and "3 of 3 steps left out (--skip-outliers " in said
+    assert [row.get("skipped") for row in rows] == [True] * 3 and not any("skipped" in row for row in plain)
     assert [row["val_loss_before"] for row in rows if "val_loss_before" in row] == [rows[-1]["val_loss"]]
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["grad_norm"] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    """Also in the rows that are kept of a run that wrote them bare."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": NaN}\n')
+    metrics = MetricsLog(path, after_step=1)
+    metrics.write({"step": 2, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
+    metrics.close()
+    assert path.read_text() == '{"step": 1, "loss": null}\n{"step": 2, "loss": null, "grad_norm": null, "lr": 0.5}\n'

@@ -83,6 +83,17 @@ def test_on_the_cpu(tmp_path, capsys):
     assert table in capsys.readouterr().out
 
 
+def test_a_run_that_is_gone_on_from_stays_as_it_was(tmp_path):
+    run = tmp_path / "run"
+    values = {**SMALL, "data": str(tmp_path / "letters.txt"), "out": run, "steps": 3, "save_every": 2, "keep": 9}
+    (tmp_path / "letters.txt").write_bytes(b"abc" * 700)
+    spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), comm).run(), 1, timeout=100)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    values |= {"profile": 1, "steps": 9, "resume": str(run / "checkpoints" / "step-2")}
+    spawn(lambda comm: Trainer(TrainConfig.from_preset("tiny", **values), comm).run(), 1, timeout=100)
+    assert {path: path.read_bytes() for path in before} == before and (run / "profile.txt").exists()
+
+
 def test_no_share_is_more_than_all():
     """Collectives that overlap, and an operation faster than what was measured as the limit."""
     spans = [Span("all_reduce", 1, begin, begin + 6.0, 8) for begin in (0.0, 2.0, 3.0)]
