@@ -158,7 +158,10 @@ def load(gpu: str, link: str, ranks: int) -> Table:
 
 
 def for_group(rendezvous: Rendezvous, device: int) -> Table:
-    """The table that rank 0 finds, on all ranks of this group.  Collective."""
+    """The table that rank 0 finds, on all ranks of this group; defaults where ranks share a GPU.  Collective."""
+    gpus = rendezvous.allgather(device_info(device).uuid.encode())
+    if len(set(gpus)) < len(gpus):
+        return Table(device_info(device).name, "shared", len(gpus), "none for ranks that share a GPU", DEFAULT, {})
     return share(rendezvous, load(*machine(device), rendezvous.size) if rendezvous.rank == 0 else None)
 
 

@@ -184,25 +184,41 @@ def test_shipped_tables(path: Path) -> None:
     assert {"date", "driver", "NCCL", "commit"} <= data["provenance"].keys()
 
 
+def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]:
+    """The table that each rank gets; ranks are threads."""
+    monkeypatch.setattr(tuning, "device_info", lambda device: SimpleNamespace(uuid=f"GPU-{device}", name=GPU))
+    group, got = ThreadGroup(len(devices)), dict[int, Table]()
+
+    def run(rank: int) -> None:
+        got[rank] = tuning.for_group(ThreadRendezvous(group, rank, 10), devices[rank])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [got[rank] for rank in range(len(devices))]
+
+
 def test_ranks_take_rank_0s_table(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     """And only rank 0 reads files, so that a damaged one is told of once a job."""
     places[0].write_text("{")
     places[1].write_text(json.dumps(TABLE))
     monkeypatch.setattr(tuning, "machine", lambda device: ("NVIDIA B200" if device else GPU, LINK))
-    group, got = ThreadGroup(4), [None] * 4
-
-    def run(rank: int) -> None:
-        got[rank] = tuning.for_group(ThreadRendezvous(group, rank, 10), rank)  # type: ignore[call-overload]
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    tables: list[Table] = got  # type: ignore[assignment]
+    tables = of_ranks(monkeypatch, [0, 1, 2, 3])
     assert all(table.to_json() == parse(TABLE, "").to_json() for table in tables)
     assert [table.source for table in tables] == [str(places[1])] * 4
     assert len(caplog.records) == 1
+
+
+def test_ranks_that_share_a_gpu_take_no_table(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """And are not told of those that do not fit."""
+    places[1].write_text(json.dumps(TABLE))
+    tables = of_ranks(monkeypatch, [0, 1, 2, 0])
+    assert all(table.launches is DEFAULT and not table.routes and not caplog.records for table in tables)
+    assert {table.source for table in tables} == {"none for ranks that share a GPU"}
 
 
 # What measurements become.
