@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import threading
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -17,11 +19,19 @@ That it died is seen at once all the same."""
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 
-def together(comm: Communicator, action: Callable[[], T]) -> T:
+
+def alone(comm: Communicator, action: Callable[[], object]) -> None:
+    """``together`` on rank 0 alone.  The others have nothing to do: rank 0 waits for them by the timeout only."""
+    together(comm, action if comm.rank == 0 else lambda: None, patience=0.0 if comm.rank == 0 else PATIENCE)
+
+
+def together(comm: Communicator, action: Callable[[], T], patience: float = PATIENCE) -> T:
     """Run ``action`` on every rank that calls this; where it fails on any, raise on all.
 
-    The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.
+    The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  Others are waited for
+    for ``patience``, in seconds, or the timeout, if that is longer; that the timeout is over is said.
     """
     failure: KosError | None = None
     try:
@@ -32,7 +42,15 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
         failure = KosError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
     said = "" if failure is None else f"{type(failure).__name__}\n{failure}"
-    answers = comm.all_gather_bytes(said.encode(), timeout=max(PATIENCE, comm.timeout))
+    patience = max(patience, comm.timeout)
+    late = "waiting for another rank for %g s: it is stopped, or at work (giving up after %g s)"
+    watch = threading.Timer(comm.timeout, _log.warning, (late, comm.timeout, patience))
+    watch.daemon = True
+    watch.start()
+    try:
+        answers = comm.all_gather_bytes(said.encode(), timeout=patience)
+    finally:
+        watch.cancel()
     first = next((rank for rank, answer in enumerate(answers) if answer), None)
     if first is None:
         return result

@@ -7,6 +7,7 @@ continues bit for bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -26,7 +27,7 @@ from kos.train.config import TrainConfig
 from kos.train.console import Console
 from kos.train.data import Dataset, load_data
 from kos.train.engines import choose_device, make_engine
-from kos.train.failures import same_on_all, stop_together, together
+from kos.train.failures import alone, same_on_all, stop_together, together
 from kos.train.folders import run_folder
 from kos.train.llama_config import LlamaConfig
 from kos.train.machine import limit_threads, provenance
@@ -57,17 +58,23 @@ class Trainer:
         folder = together(comm, lambda: run_folder(config) if comm.rank == 0 else Path())
         self.out = Path(os.fsdecode(comm.all_gather_bytes(os.fsencode(folder))[0]))
         self.checkpoints = self.out / "checkpoints"
-        found = together(comm, self._find_checkpoint)
-        self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-        self.engine = make_engine(config, self.model_config, self.data, comm, self._between)
         self.console = Console(comm.rank, config.steps)
-        self._announce()
-        self.start, self.saved_step = self._load(found)
-        self.console.start = self.start
         self.skipped = 0  # steps left out, of those of this run
         self._lock: IO[str] | None = None
-        self.metrics = together(comm, self._open_output)
         self._has_saved = False
+        try:
+            found = together(comm, self._find_checkpoint)
+            self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
+            self.engine = make_engine(config, self.model_config, self.data, comm, self._between)
+            self._announce()
+            self.start, self.saved_step = self._load(found)
+            self.console.start = self.start
+            self.metrics = together(comm, self._open_output)
+        except BaseException:
+            if config.out is None and comm.rank == 0:
+                with contextlib.suppress(OSError):
+                    self.out.rmdir()  # of runs/, if nothing is in there
+            raise
 
     def _load_data(self) -> Dataset:
         with self.stop.at_once():
@@ -247,16 +254,15 @@ class Trainer:
         if step == self.saved_step:
             return
         state = self.engine.state()
-        together(self.comm, lambda: None if state is None else self._write(step, state))
+        alone(self.comm, lambda: None if state is None else self._write(step, state))
         self.saved_step, self._has_saved = step, True
 
     def _write(self, step: int, state: AdamW) -> None:
-        if self.comm.rank == 0:
-            checkpoint.save(
-                self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
-                tokenizer=self.data.tokenizer.to_json(), keep=self.config.keep,
-                went_on_from=None if self._has_saved else self.start,
-            )  # fmt: skip
+        checkpoint.save(
+            self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
+            tokenizer=self.data.tokenizer.to_json(), keep=self.config.keep,
+            went_on_from=None if self._has_saved else self.start,
+        )  # fmt: skip
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,12 @@ import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
-from kos.errors import ConfigError
+from kos.errors import CollectiveTimeout, ConfigError
 from kos.testing import spawn
-from kos.train import checkpoint, console
+from kos.train import checkpoint, console, failures
 from kos.train.config import TrainConfig
 from kos.train.engines import cpu
-from kos.train.failures import together
+from kos.train.failures import alone, together
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
 from kos.train.parallel.data import DataParallel
@@ -119,6 +120,42 @@ def test_what_one_rank_may_leave_at_once_all_leave(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # threads may not
     spawn(run, 2, timeout=20)
+
+
+def test_a_rank_that_is_stopped_at_a_save_is_missed_by_the_timeout() -> None:
+    """And the save is made."""
+    over, made = threading.Event(), threading.Event()
+
+    def run(comm: Communicator) -> None:
+        if comm.rank == 1:
+            assert over.wait(15), "rank 0 waits for longer than the timeout"
+            return
+        comm.timeout = 0.2
+        try:
+            with pytest.raises(CollectiveTimeout):
+                alone(comm, made.set)
+            assert made.is_set()
+        finally:
+            over.set()
+
+    spawn(run, 2, timeout=20)
+
+
+def test_a_save_that_takes_long_is_waited_for_and_that_is_said(monkeypatch: Any) -> None:
+    said = threading.Event()
+    lines: list[str] = []
+
+    def warning(text: str, *values: object) -> None:
+        lines.append(text % values)
+        said.set()
+
+    def run(comm: Communicator) -> None:
+        comm.timeout = 0.2
+        alone(comm, lambda: said.wait(15))
+
+    monkeypatch.setattr(failures._log, "warning", warning)
+    spawn(run, 2, timeout=20)
+    assert lines == ["waiting for another rank for 0.2 s: it is stopped, or at work (giving up after 3600 s)"]
 
 
 MOMENTS = {
