@@ -11,14 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kos
 from kos import cuda
 from kos.train import checkpoint
-from kos.train.config import parse
-from kos.train.data import load_data
-from kos.train.engines import make_engine
 from kos.train.metrics import read_metrics
-from tests.train.test_model import torch_llama
+from tests.train.beside_torch import losses_beside_torch
 
 GPUS = len(cuda.visible_devices())
 MPIRUN = shutil.which("mpirun")
@@ -122,7 +118,10 @@ def test_resume_bit_for_bit_and_on_the_cpu(one, text, tmp_path):
 def test_resume_without_master_weights_bit_for_bit(one, text, tmp_path):
     flags = ["--device", "cuda", "--micro-batch-size", 4, "--master-weights", "none"]
     run(text, tmp_path / "run", *flags)
-    np.testing.assert_allclose(column(tmp_path / "run"), column(one), rtol=2e-2)
+    for name in ("loss", "grad_norm"):  # of the initial weights, which the pass has in bf16 either way
+        assert column(tmp_path / "run", name)[0] == column(one, name)[0]
+    # Rounding at random is noise in the weights: a late loss of a text learned by heart differs by percents.
+    assert np.mean(column(tmp_path / "run")) == pytest.approx(np.mean(column(one)), rel=1e-2)
     run(text, tmp_path / "rest", *flags, "--resume", tmp_path / "run" / "checkpoints" / "step-10")
     assert column(tmp_path / "rest") == column(tmp_path / "run")[10:]
     assert state(tmp_path / "rest") == state(tmp_path / "run")
@@ -130,9 +129,7 @@ def test_resume_without_master_weights_bit_for_bit(one, text, tmp_path):
 
 def test_what_is_refused(text, tmp_path):
     run(text, tmp_path, "--device", "cuda", error="expected a GPU for every rank, got none", CUDA_VISIBLE_DEVICES="")
-    said = run(
-        text, tmp_path, "--device", "cuda", "--intermediate-size", 100_000_000, error="memory: expected at most"
-    )
+    said = run(text, tmp_path, "--device", "cuda", "--intermediate-size", 100_000_000, error="memory: expected at most")
     assert "--micro-batch-size" in said and "--recompute" in said
     run(text, tmp_path, "--device", "cuda", "--lr", "1e30", "--min-lr", "1", error="first in the gradient of")
 
@@ -165,49 +162,9 @@ def test_deterministic_for_any_number_of_ranks(text, tmp_path, ranks):
         assert state(tmp_path / name) == state(tmp_path / "one")
 
 
-def test_losses_are_those_of_torch(text):
+def test_losses_are_those_of_torch():
     """300 steps in bf16 on the same tokens from the same weights: the last twenty losses, on average, within 0.5%."""
-    torch = pytest.importorskip("torch")
-    ours, theirs = losses_beside_torch(torch, text, "cuda", "bfloat16", 300)
+    ours, theirs = losses_beside_torch("cuda", "bfloat16", 300)
     print(f"last losses: kos {np.mean(ours[-20:]):.4f}, torch {np.mean(theirs[-20:]):.4f}")
     assert np.mean(ours[-20:]) == pytest.approx(np.mean(theirs[-20:]), rel=5e-3)
-    assert theirs[-1] < 0.5 * theirs[0]
-
-
-def losses_beside_torch(torch, text, device, dtype, steps):
-    """The losses of an engine, and of a plain model and ``torch.optim.AdamW`` with fp32 weights, cast for the pass."""
-    config = parse([*MODEL, "--data", str(text), "--steps", str(steps), "--device", device, "--schedule", "constant"])
-    config = config.for_world(1, device)
-    data = load_data(config)
-    shape = config.model_config_for(data.tokenizer.vocab_size)
-    with kos.init() as comm:
-        engine = make_engine(config, shape, data, comm)
-        state = engine.new_state()
-        shape.init_weights(state.weights, config.seed)
-        weights = {name: torch.tensor(value, device=device).requires_grad_() for name, value in state.weights.items()}
-        engine.load(state)
-        ours = []
-        for step in range(steps):
-            engine.start_step(step, False)
-            ours.append(engine.finish_step(step).loss)
-        engine.close()
-    groups = [
-        {"params": [w for w in weights.values() if (w.ndim > 1) == decayed], "weight_decay": decay}
-        for decayed, decay in ((True, config.weight_decay), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(config.beta1, config.beta2), eps=config.eps)
-    schedule, theirs = config.make_schedule(), []
-    with torch.device(device):
-        for step in range(steps):
-            tokens, targets = (torch.tensor(x, dtype=torch.int64) for x in data.batch(step))
-            rounded = {name: w.to(getattr(torch, dtype)) for name, w in weights.items()}
-            logits = torch_llama(torch, shape, rounded, tokens)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(weights.values(), config.grad_clip)
-            for group in optimizer.param_groups:
-                group["lr"] = schedule(step)
-            optimizer.step()
-            theirs.append(float(loss.detach()))
-    return ours, theirs
+    assert 1.0 < theirs[-1] < 0.5 * theirs[0]  # learned, and not by heart

@@ -17,6 +17,7 @@ from kos.train.ops import numpy as numpy_ops
 from kos.train.optimizer import AdamW
 from kos.train.parameters import Parameters
 from tests.train import test_loop
+from tests.train.beside_torch import losses_beside_torch
 from tests.train.test_loop import text
 
 __all__ = ["text"]
@@ -73,6 +74,12 @@ def test_the_gradient_is_the_mean_and_clipped(
     np.testing.assert_allclose(
         optimizer.exp_avg_sq.flat / (1 - config.beta2), gradient**2, rtol=4e-5, atol=4e-5 * exact**2
     )
+
+
+def test_steps_are_those_of_torch() -> None:
+    ours, theirs = losses_beside_torch("cpu", "float32", 6)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-6)
+    assert theirs[-1] < 0.9 * theirs[0]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, [7]), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (9, [7])])
