@@ -46,7 +46,8 @@ def together(comm: Communicator, action: Callable[[], T], patience: float = PATI
     late = "waiting for another rank for %g s: it is stopped, or at work (giving up after %g s)"
     watch = threading.Timer(comm.timeout, _log.warning, (late, comm.timeout, patience))
     watch.daemon = True
-    watch.start()
+    if patience > comm.timeout:
+        watch.start()
     try:
         answers = comm.all_gather_bytes(said.encode(), timeout=patience)
     finally:
