@@ -58,7 +58,7 @@ class TrainConfig(Section):
         strict=False,
     )
     resume: str | None = option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None, min_length=1)
-    init_from: str | None = option("Run", "take weights of this model's shape from a Hugging Face folder", None)
+    init_from: str | None = option("Run", "begin with the model, shape and weights, of a Hugging Face folder", None)
     debug: bool = option("Run", "show tracebacks", False)
 
     data: str = option(
@@ -263,7 +263,7 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     merged: dict[str, Any] = {}
     label: dict[str, str] = {}
     for source, values in layers:
-        for key, value in _flatten(source, values).items():
+        for key, value in flatten(source, values).items():
             merged[key] = value
             label[key] = flag_of(key) if source == "flags" else f"{source}: {key}"
     if merged.get("model.model_type") == "gpt2":
@@ -283,7 +283,7 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
         raise ConfigError(line) from None
 
 
-def _flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key == "model":

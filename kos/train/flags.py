@@ -15,8 +15,9 @@ from typing import Any, NoReturn, get_args
 
 from pydantic.fields import FieldInfo
 
-from kos.errors import ConfigError
-from kos.train.config import KEYS, closest, flag_of
+from kos.errors import CheckpointError, ConfigError
+from kos.train.config import KEYS, closest, flag_of, flatten
+from kos.train.huggingface import read_config
 from kos.train.presets import PRESETS
 
 METAVARS = {
@@ -96,7 +97,7 @@ def _preset_table() -> str:
 
 
 def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
-    """The layers of a command line: the file's values if ``--config`` names one, then the flags'."""
+    """The layers of a command line: the values of ``--config``'s file, the flags, the model of ``--init-from``."""
     parser = make_parser()
     arguments, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
     if unknown:
@@ -107,7 +108,38 @@ def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapp
     layers: list[tuple[str, Mapping[str, Any]]] = []
     if (path := given.pop("config", None)) is not None:
         layers.append((path, read_config_file(Path(path))))
-    return [*layers, ("flags", given)]
+    layers.append(("flags", given))
+    folder = next((values["init_from"] for _, values in reversed(layers) if "init_from" in values), None)
+    return [*layers, model_of(Path(folder), layers)] if isinstance(folder, str) else layers
+
+
+def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
+    """The model of a Hugging Face folder as a layer above ``layers``, which may leave its shape open.
+
+    Raises ConfigError where they say another; the initial weights and a LLaMA's context are theirs to say.
+    """
+    run = folder / "checkpoints"
+    if run.is_dir():
+        raise ConfigError(f"--init-from: expected a folder of weights, as {run / 'step-N'}, got the run {folder}")
+    try:
+        model = read_config(folder)
+    except CheckpointError as error:
+        raise ConfigError(f"--init-from: {error}") from None
+    free = {"initializer_range", *(["max_position_embeddings"] if model.model_type == "llama" else [])}
+    shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
+    shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
+    given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
+    for key, (source, got) in given.items():
+        name = key.removeprefix("model.")
+        if name not in shape or got is None:
+            continue
+        expected = shape[name]
+        if name in free:
+            shape[name] = got
+        elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
+            where = flag_of(key) if source == "flags" else f"{source}: {key}"
+            raise ConfigError(f"{where}: expected {expected}, which the model in {folder} has, got {got}")
+    return str(folder), {"model": shape}
 
 
 def read_config_file(path: Path) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -12,7 +13,11 @@ from pydantic import ValidationError
 
 from kos.errors import ConfigError
 from kos.train.config import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of, parse
+from kos.train.gpt2 import GPT2Config
+from kos.train.huggingface import to_huggingface
+from kos.train.llama_config import LlamaConfig
 from kos.train.presets import PRESETS
+from tests.train.models import SCALING, small
 from tests.train.refusal import refused
 
 REQUIRED_FLAGS = """
@@ -159,7 +164,7 @@ def test_a_config_is_frozen() -> None:
         (["--batch-size=32", "--micro-batch-size=5"], ["--batch-size divisible by --micro-batch-size", "got 32 and 5"]),
         (["--lr", "0.1", "--min-lr", "0.2"], ["--min-lr ≤ --lr", "got 0.2 and 0.1"]),
         (["--seq-len", "9", "--max-position-embeddings", "8"], ["--seq-len ≤ --max-position-embeddings, got 9 and 8"]),
-        (["--init-from", "hf", "--resume", "run"], ["--init-from or --resume", "got 'hf' and 'run'"]),
+        (["--init-from", "/nowhere"], ["--init-from: /nowhere/config.json: expected a Hugging Face config.json"]),
         (["--config", "/nowhere/run.toml"], ["/nowhere/run.toml", "No such file"]),
         (["--config", "run.yaml"], [".toml or .json", "got 'run.yaml'"]),
     ],
@@ -255,3 +260,49 @@ def test_a_presets_llama_may_become_a_gpt2(preset: str) -> None:
     model = config.model_config_for(256)
     assert model.model_type == "gpt2" and model.num_key_value_heads == model.num_attention_heads
     assert model.tie_word_embeddings and model.head_dim * model.num_attention_heads == model.hidden_size
+
+
+def _folder(path: Path, model: LlamaConfig) -> str:
+    path.mkdir()
+    write(path / "config.json", json.dumps(to_huggingface(model)))
+    return str(path)
+
+
+def test_init_from_brings_the_models_shape(tmp_path: Path) -> None:
+    """Whatever the preset; the context and initial weights may be others, of a GPT-2 the latter only."""
+    llama = small(rope_scaling=SCALING, rope_theta=5e5, rms_norm_eps=1e-3, initializer_range=0.5, vocab_size=300)
+    folder = _folder(tmp_path / "llama", llama)
+    for preset in PRESETS:
+        assert parse(["--preset", preset, "--init-from", folder, "--seq-len", "9"]).model_config_for(300) == llama
+    agreeing = {"init_from": folder, "model": {"head_dim": None, "hidden_size": 9, "rope_scaling": {"factor": 8.0}}}
+    file = write(tmp_path / "run.json", json.dumps(agreeing))
+    context = ["--seq-len", "600", "--max-position-embeddings", "700", "--initializer-range", "0.1"]
+    mine = parse(["--config", file, "--hidden-size", "24", *context]).model_config_for(256)
+    assert mine == dataclasses.replace(llama, max_position_embeddings=700, initializer_range=0.1)
+    shape = {"num_key_value_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 77}
+    gpt2 = GPT2Config(**vars(small(**shape)))
+    folder = _folder(tmp_path / "gpt2", gpt2)
+    for preset in PRESETS:
+        assert parse(["--preset", preset, "--init-from", folder, "--seq-len", "9"]).model_config_for(9) == gpt2
+    with refused(ConfigError, f"--max-position-embeddings: expected 77, which the model in {folder} has, got 99"):
+        parse(["--init-from", folder, "--max-position-embeddings", "99"])
+
+
+def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "llama", small(rope_scaling=SCALING))
+    has = f"which the model in {folder} has"
+    for flags, said in (
+        (["--hidden-size=96"], f"--hidden-size: expected 24, {has}, got 96"),
+        (["--model-type=gpt2"], f"--model-type: expected llama, {has}, got gpt2"),
+        (["--tie-word-embeddings"], f"--tie-word-embeddings: expected False, {has}, got True"),
+        (["--seq-len=600"], "--seq-len ≤ --max-position-embeddings, got 600 and 512"),
+        (["--resume=run"], f"--init-from or --resume, got '{folder}' and 'run'"),
+    ):
+        with refused(ConfigError, said):
+            parse(["--init-from", folder, *flags])
+    file = write(tmp_path / "run.toml", "[model.rope_scaling]\nfactor = 4.0\n")
+    with refused(ConfigError, f"{file}: model.rope_scaling: expected", has, "got {'factor': 4.0}"):
+        parse(["--config", file, "--init-from", folder])
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with refused(ConfigError, f"--init-from: expected a folder of weights, as {tmp_path}/run/checkpoints/step-N, got"):
+        parse(["--init-from", str(tmp_path / "run")])
