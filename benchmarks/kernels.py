@@ -422,8 +422,8 @@ class Zoo:
                     row[f"{version}_us"] = self._time_graph(runs)
             row["torch_us"] = self._time_eager([case.torch for case in cases])
         if compiled and (function := name.removesuffix("_backward")) in EAGER:
-            torch._functorch.config.donated_buffer = False  # a backward is run many times
             self.functions[function] = torch.compile(EAGER[function])
+            torch._functorch.config.donated_buffer = False  # a backward is run many times
             cases = self._cases(name, tokens)
             with torch.cuda.stream(self.stream):
                 row["torch_compiled_us"] = self._time_eager([case.torch for case in cases])
