@@ -30,7 +30,8 @@ from kos.train.optimizer import AdamW
 FORMAT = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "kos_tokenizer.json"
-FILES = {"model.safetensors", "optimizer.safetensors", "config.json", TOKENIZER}
+OPTIMIZER = "optimizer.safetensors"
+FILES = {"model.safetensors", OPTIMIZER, "config.json", TOKENIZER}
 _NAME = re.compile(r"(?:replaced-)?step-(\d+)")
 _log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Checkpoint(NamedTuple):
 
     def load_optimizer(self, optimizer: AdamW) -> None:
         """Fill both moments and the step count."""
-        path = self.path / "optimizer.safetensors"
+        path = self.path / OPTIMIZER
         huggingface.fill(_moments(optimizer), huggingface.read_tensors([path]), path)
         optimizer.step_count = self.step
 
@@ -68,7 +69,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         _write_tensors(temporary / "model.safetensors", huggingface.tensors_of(optimizer.weights))
-        _write_tensors(temporary / "optimizer.safetensors", _moments(optimizer))
+        _write_tensors(temporary / OPTIMIZER, _moments(optimizer))
         write_json(temporary / "config.json", huggingface.to_huggingface(model))
         write_json(temporary / TOKENIZER, tokenizer)
         if "tokenizer" in tokenizer:
@@ -92,8 +93,8 @@ def save(
     return final
 
 
-def verify(path: Path) -> Checkpoint:
-    """The checkpoint at ``path``, every file's size and checksum compared with the manifest."""
+def verify(path: Path, without: str | None = None) -> Checkpoint:
+    """The checkpoint at ``path``, size and checksum of every file but ``without`` compared with the manifest."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
@@ -104,6 +105,8 @@ def verify(path: Path) -> Checkpoint:
         if named and int(named[1]) != manifest["step"]:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {manifest['step']}")
         for name, expected in manifest["files"].items():
+            if name == without:
+                continue
             got = _fingerprint(path / Path(name).name)
             for key in ("bytes", "sha256"):
                 if got[key] != expected[key]:
@@ -115,7 +118,7 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest["step"], manifest["config"])
 
 
-def latest(folder: Path) -> Checkpoint | None:
+def latest(folder: Path, without: str | None = None) -> Checkpoint | None:
     """The newest whole checkpoint under ``folder``, damaged ones passed over with a warning; None if there is none.
 
     CheckpointError where there are some and all are damaged.
@@ -123,7 +126,7 @@ def latest(folder: Path) -> Checkpoint | None:
     named = _named(folder)
     for _, path in reversed(named):
         try:
-            return verify(path)
+            return verify(path, without)
         except CheckpointError as error:
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
@@ -134,11 +137,14 @@ def latest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def find(path: Path) -> Checkpoint:
-    """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder."""
+def find(path: Path, without: str | None = None) -> Checkpoint:
+    """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder.
+
+    A file named by ``without`` is not looked at.
+    """
     if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
-        return verify(path)
-    found = latest(path / "checkpoints")
+        return verify(path, without)
+    found = latest(path / "checkpoints", without)
     if found is None:
         raise CheckpointError(f"{path}: expected a checkpoint or a run with one under checkpoints/, got none")
     return found

@@ -68,6 +68,7 @@ class Trainer:
             self.engine = make_engine(config, self.model_config, self.data, comm, self._between)
             self._announce()
             self.start, self.saved_step = self._load(found)
+            self.resumed = found and found.path  # on rank 0
             self.console.start = self.start
             self.metrics = together(comm, self._open_output)
         except BaseException:
@@ -115,18 +116,21 @@ class Trainer:
             if state is not None and source is None:
                 self.model_config.init_weights(state.weights, self.config.seed)
             elif state is not None and source is not None:
-                _check_same_model(Path(source), huggingface.read_config(Path(source)), self.model_config)
                 if found is not None:
                     self._compare_runs(found)
+                _check_same_model(Path(source), huggingface.read_config(Path(source)), self.model_config)
+                if found is not None:
                     found.load_optimizer(state)
                 huggingface.read_weights(Path(source), state.weights)
         return 0 if found is None else found.step
 
     def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
         """Another tokenizer is refused; what else would break the promise to go on bit for bit is said."""
-        if found.tokenizer() != self.data.tokenizer.to_json():
-            ours = self.data.tokenizer.name
-            raise CheckpointError(f"{found.path}: expected the tokenizer of this run, {ours}, got another")
+        ours, theirs = self.data.tokenizer.to_json(), found.tokenizer()
+        if {**ours, "name": ""} != {**theirs, "name": ""}:  # which is its path
+            name, other = self.data.tokenizer.name, theirs.get("name", theirs["kind"])
+            got = f"{other} (see --tokenizer)" if other != name else "another of that name (--tokenizer, --data)"
+            raise CheckpointError(f"{found.path}: expected the tokenizer of this run, {name}, got {got}")
         before, now = found.config, self.description
         changed = [name for name in EXACT if before.get("config", {}).get(name) != now["config"][name]]
         changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
@@ -168,7 +172,7 @@ class Trainer:
         try:
             if self.start:
                 done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps)
-                self.console.say(f"resuming after step {self.start}{done}")
+                self.console.say(f"resuming after step {self.start}, from {self.resumed}{done}")
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
             untrained = self.engine.evaluate() if self.start == 0 else None
@@ -228,9 +232,10 @@ class Trainer:
             if not math.isfinite(value) and not config.skip_outliers:
                 tensor = engine.not_finite(step)
                 where = f" (first in the gradient of {tensor})" if tensor else ""
+                good = "the checkpoints before it are good, " if self.start or self._has_saved else ""
                 error = TrainingError(
-                    f"step {step + 1}: expected a finite {name}, got {value}{where}; the checkpoints before it are "
-                    "good, a lower --lr or --grad-clip may help, --skip-outliers goes on"
+                    f"step {step + 1}: expected a finite {name}, got {value}{where}; {good}a lower --lr or --grad-clip "
+                    "may help, --skip-outliers X leaves out such steps and those of a gradient norm over X"
                 )
                 error.on_every_rank = True
                 raise error

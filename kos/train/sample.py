@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, value in {"tokens": arguments.tokens, **options}.items():
             if not value >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
-        found = checkpoint.find(arguments.run)
+        found = checkpoint.find(arguments.run, without=checkpoint.OPTIMIZER)
         model = make_model(huggingface.read_config(found.path), numpy_ops)
         weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
         huggingface.read_weights(found.path, weights)

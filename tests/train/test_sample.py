@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.train import sample
+from kos.errors import CheckpointError
+from kos.train import checkpoint, sample
 from tests.train.test_loop import _train, text
 
 __all__ = ["text"]
@@ -129,6 +132,23 @@ def test_text_from_a_run(run: Path, text: Path, capsys: Any) -> None:
     coldest.append(_say(capsys, run, *flags, "--temperature", "1e-320"))
     assert len(set(coldest)) == 1
     assert _say(capsys, run, "--tokens", "0", "--prompt", "rank") == "rank\n"
+
+
+def test_only_the_weights_are_needed(run: Path, tmp_path: Path, capsys: Any) -> None:
+    """A checkpoint whose optimizer's state is cut or gone gives the same text; with other weights it is refused."""
+    shutil.copytree(run, tmp_path / "copy")
+    capsys.readouterr()
+    said = _say(capsys, run, "--tokens", "9")
+    newest = tmp_path / "copy" / "checkpoints" / "step-2"
+    os.truncate(newest / "optimizer.safetensors", 100)
+    for damaged in (tmp_path / "copy", newest):
+        assert _say(capsys, damaged, "--tokens", "9") == said
+    (newest / "optimizer.safetensors").unlink()
+    assert _say(capsys, newest, "--tokens", "9") == said
+    with pytest.raises(CheckpointError):
+        checkpoint.find(newest)
+    os.truncate(newest / "model.safetensors", 100)
+    assert sample.main([str(newest)]) == 1 and "model.safetensors: expected bytes" in capsys.readouterr().err
 
 
 def test_as_a_command(run: Path, capsys: Any) -> None:

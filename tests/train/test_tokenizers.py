@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from kos.train.tokenizers import (
     tokenizer_from_json,
 )
 from tests.train.refusal import refused
+from tests.train.test_loop import _train, text
+
+__all__ = ["text"]
 
 TEXT = "Öl & naïve 漢字 🙂\n\ndef f(x):\n\treturn x  # one\r\n" * 3
 
@@ -173,3 +177,11 @@ def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
     with refused(DataError, "tokenizer_config.json", "JSON"):
         make_tokenizer(str(path))
     assert HuggingFaceTokenizer(json.loads(source), "x").eos is None
+
+
+def test_a_run_goes_on_with_its_tokenizer_elsewhere(text: Path, tmp_path: Path, huggingface_file: Path) -> None:
+    """Its path is none of what makes it another."""
+    _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
+    shutil.copytree(huggingface_file.parent, tmp_path / "copy")
+    rows = _train(text, tmp_path / "run", steps=2, tokenizer=str(tmp_path / "copy"), resume="auto")
+    assert [row["step"] for row in rows] == [1, 2]
