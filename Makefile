@@ -37,9 +37,10 @@ help:  ## list the targets
 
 # mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where the
 # terminal's Ctrl-C does not reach it: the first becomes SIGUSR1, which it forwards (save and stop), the next SIGTERM.
+# What comes within a second is the same one: who signals all of a group is heard here, and by make, which passes it on.
 train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; settings go in ARGS
 	@[[ "$(RANKS)" =~ ^[1-9][0-9]*$$ ]] || { echo "make: RANKS: expected a number from 1, got '$(RANKS)'" >&2; exit 1; }
-	@trap 'kill -$${signal:=USR1} $$job; signal=TERM' INT TERM HUP; \
+	@heard=-2; trap '((SECONDS < heard + 2)) || { heard=$$SECONDS; kill -$${signal:=USR1} $$job; signal=TERM; }' INT TERM HUP; \
 	echo "$(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS)"; \
 	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & job=$$!; \
 	while kill -0 $$job 2>/dev/null; do wait $$job; code=$$?; done; exit $$code
