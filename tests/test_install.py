@@ -145,7 +145,7 @@ MPIRUN = """\
     ids=["saves", "stubborn", "supervisor"],
 )
 def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path, number: int, stubborn: bool) -> None:
-    """What reaches make's shell twice within a second (``timeout`` signals the group, and make its shell) counts once."""
+    """What reaches the shell twice within a second counts once: ``timeout`` signals the group, and make its shell."""
     venv = tmp_path / "venv"
     script(venv / "bin" / "mpirun", MPIRUN.format(python=sys.executable, stubborn=stubborn))
     (venv / STAMP).touch()
