@@ -3,8 +3,8 @@
 The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
 the engine that ``python -m kos.train`` runs, whose flags are taken here too; torch are the ``--torch`` variants of
 ``benchmarks.torch_llama``.  Each is a group of processes of its own, one a rank, which begins with the same weights
-and has a time limit: what fails loses its row only.  Their measurements alternate, each the median step of
-``--steps``; a row's figure is the median of its measurements.  Losses are compared step by step.
+and has a time limit: what fails loses its row only.  kos is measured between the variants of torch, each
+``--repeats`` times, the median step of ``--steps``; a row's figure is the median.  Losses are compared step by step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ ROW_KEYS = (
     "mfu_causal", "mfu_noncausal", "peak_memory_bytes", "first_step_seconds", "threads", "loss", "loss_difference",
     "measurements",
 )  # fmt: skip
-"""The keys of a row: ``batch_size`` and memory are a rank's, tokens a second those of all ranks."""
+"""The keys of a row: ``batch_size`` and memory are a rank's, tokens a second those of all ranks; ``loss`` is that of
+the last step that all rows have, ``loss_difference`` the largest of any step, relative to kos."""
 
 
 # --- one rank of one implementation, a process of its own -------------------------------------------------
@@ -216,30 +217,32 @@ def measure(options: argparse.Namespace, arguments: list[str], logs: Path) -> tu
     """kos and every variant of torch that came through, and why the others did not."""
     variants = options.torch.split(",") if options.compare else []
     kos = Group("kos", options, arguments, logs)
-    groups, skipped = [kos], {}
+    groups, skipped, enough = [kos], {}, options.repeats
     try:
         kos.warm_up()
         if options.apart or not variants:
             for _ in range(options.repeats):
                 kos.measure()
             kos.end()
-        for variant in variants:
+        for number, variant in enumerate(variants):
             torch = Group(variant, options, arguments, logs)
             try:
                 torch.warm_up()
-                for _ in range(options.repeats):
-                    for group in (torch,) if options.apart else (kos, torch):
-                        group.measure()
+                for turn in range(number * options.repeats, (number + 1) * options.repeats):
+                    if not options.apart and len(kos.seconds) * len(variants) <= turn:  # its own, spread over all
+                        kos.measure()
+                    torch.measure()
                 groups.append(torch)
             except Lost as error:
                 if kos.processes[0].poll() is not None and not options.apart:
                     raise
                 skipped[variant] = str(error)
                 if isinstance(error, Stopped):
+                    enough = 1
                     break
             finally:
                 torch.end()
-        if not kos.seconds:  # nothing of torch came as far
+        while len(kos.seconds) < enough:  # of torch not all came as far
             kos.measure()
     finally:
         kos.end()
@@ -256,6 +259,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
 
         peak = peak_flops(device_info(0).name)
     flops, rows = model.flops_per_token(config.seq_len), []
+    steps = min(len(group.losses) for group in groups)
     for group in groups:
         pairs = list(zip(groups[0].losses, group.losses, strict=False))
         seconds = median(group.seconds)
@@ -273,7 +277,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             "mfu_causal": each and each * flops.causal,
             "mfu_noncausal": each and each * flops.non_causal,
             "threads": options.threads if options.device == "cpu" else None,
-            "loss": pairs[-1][1],
+            "loss": group.losses[steps - 1],
             "loss_difference": float(np.max([abs(ours - theirs) / ours for ours, theirs in pairs])),
             "measurements": [1e3 * seconds for seconds in group.seconds],
             **group.facts,
@@ -290,7 +294,8 @@ def _rounded(value: Any) -> Any:
 
 def print_rows(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
     first = rows[0]
-    print(f"{first['preset']}, {first['batch_size']} x {first['seq_len']} tokens a rank, {first['ranks']} ranks")
+    ranks = f"{first['ranks']} rank{'s' * (first['ranks'] > 1)}"
+    print(f"{first['preset']}, {first['batch_size']} x {first['seq_len']} tokens a rank, {ranks}")
     heads = ("tokens/s", "step ms", "MFU", "GiB", "first s", "kos is x", "losses within")
     print(f"{'':24}" + "".join(f"{head:>14}" for head in heads))
     for row in rows:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,20 +63,23 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(train.Lost, match="rank 0 ended: .*--preset: expected one of .* got 'nonsense'"):
         kos.warm_up()
     kos.end()
-    calls, failure = [], train.Lost("out of memory")
+    calls, failure, fails = [], train.Lost("out of memory"), "eager"
 
     class Stub:
-        seconds = (1.0,)
         processes = (SimpleNamespace(poll=lambda: None),)
 
         def __init__(self, name: str, *_: object) -> None:
-            self.name = name
+            self.name, self.seconds = name, list[float]()
 
-        def __getattr__(self, call: str) -> Callable[[], None]:
-            return lambda: calls.append(f"{self.name} {call}")
+        def measure(self) -> None:
+            self.seconds.append(1.0)
+            calls.append(f"{self.name} measure")
+
+        def end(self) -> None:
+            calls.append(f"{self.name} end")
 
         def warm_up(self) -> None:
-            if self.name == "eager":
+            if self.name == fails:
                 raise failure
 
     monkeypatch.setattr(train, "Group", Stub)
@@ -90,6 +93,14 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
     failure = train.Stopped("stopped")
     groups, skipped = train.measure(options, [], tmp_path)
     assert [group.name for group in groups] == ["kos"] and skipped == {"eager": "stopped"}
+    for apart, repeats, fails in itertools.product((False, True), (1, 2, 3, 5), ("", "eager", "eager-whole")):
+        options.apart, options.repeats, failure = apart, repeats, train.Lost("out of memory")
+        calls.clear()
+        groups, _ = train.measure(options, [], tmp_path)
+        assert [len(group.seconds) for group in groups] == [repeats] * (3 - bool(fails)), "not as often as one another"
+        measured = [call for call in calls if call.endswith("measure")]
+        if not apart and not fails and repeats > 1:
+            assert "kos measure" in measured[2 * repeats - 1 :], "not spread over the variants"
 
 
 def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,14 +127,19 @@ def test_losses_that_differ_are_an_exit_code(
         return group
 
     for other, expected in (([5.0, 4.0], 0), ([5.0, 4.1], 1), ([float("nan"), 4.0], 1), ([5.0, float("nan")], 1)):
-        groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", other)]
+        groups = [group("kos", [5.0, 4.0, 3.0]), group("eager", other), group("eager-whole", [5.0, 4.0, 3.0])]
         monkeypatch.setattr(train, "measure", lambda *_, groups=groups: (groups, {}))
         assert train.main([*SMALL, "--ranks", "2"]) == expected
     monkeypatch.setattr(train, "measure", lambda *_: (groups[:1], {"eager": "why"}))
     assert train.main([*SMALL, "--ranks", "2", "--compare", "torch"]) == 1, "nothing of torch came through"
     rows = train.make_rows(groups, options, config)
-    assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 2
-    assert "kos is x" in capsys.readouterr().out
+    assert [(row["step_ms"], row["tokens_per_second"]) for row in rows] == [(500.0, 384.0)] * 3
+    said = capsys.readouterr().out
+    assert "kos is x" in said and "4 x 24 tokens a rank, 2 ranks\n" in said
+    train.print_rows([{**rows[0], "ranks": 1}], {})
+    assert "4 x 24 tokens a rank, 1 rank\n" in capsys.readouterr().out
+    rows = train.make_rows([group("kos", [5.0, 4.0, 3.0]), group("eager", [5.0, 4.2])], options, config)
+    assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
 
 
 def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +170,7 @@ def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.Monk
         (["--json", "/nowhere/a.json"], "/nowhere/a.json: expected a file to write, got no such folder"),
         (["--lr", "fast"], "--lr: expected a valid number, got 'fast'"),
         (["--ranks", "3"], "--batch-size: expected a multiple of the 3 ranks, got 16"),
-        (["--no-graph"], "--graph: expected True on the CPU, got False"),
+        (["--no-graph"], "--no-graph: expected a GPU, got the CPU"),
         (["--torch", "flash-best"], "--torch: expected words of .*, got best"),
         (["--compare", "torch", "--preset", "gpt2-124m"], "expected a llama, got gpt2"),
     ],

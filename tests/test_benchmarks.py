@@ -439,3 +439,14 @@ def test_device_code_compiles(tmp_path: Path, arch: str) -> None:
     source = ROOT / "benchmarks" / "collectives" / "device.cu"
     cubin = compile_kernels(source, arch, {}, KernelCache(tmp_path))
     assert all(b".text." + name in cubin for name in (b"repeat", b"count_wrong", b"empty", b"ping_pong"))
+
+
+def test_the_command_is_what_was_typed_without_the_paths_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*report.NOTED, "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    typed = ["--json=/home/me/a.json", "/tmp/b/", "../c d", "~/e", "runs/f", "--sizes=1K:4K:x4", "--lr", "1e-3"]
+    said = "--json=a.json b 'c d' e runs/f --sizes=1K:4K:x4 --lr 1e-3"
+    assert report.command("x.y", typed) == f"python -m x.y {said}"
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    monkeypatch.setenv("NCCL_ALGO", "ring")
+    assert report.command("x.y", typed) == f"NCCL_ALGO=ring mpirun -n 3 python -m x.y {said}"

@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -95,7 +97,7 @@ def provenance(program: str, device: int | None, ranks: int) -> Row:
         "versions": _versions(device is not None),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
-        "command": command(program, sys.argv[1:], ranks),
+        "command": command(program, sys.argv[1:]),
     }
 
 
@@ -154,9 +156,9 @@ def commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def command(program: str, arguments: list[str], ranks: int) -> str:
-    """What was typed, without the paths of this machine."""
-    words = [Path(word).name if word.startswith(("/", "..", "~")) else word for word in arguments]
-    start = "" if "OMPI_COMM_WORLD_SIZE" not in os.environ else f"mpirun -n {ranks} "
-    start = "".join(f"{name}={os.environ[name]} " for name in NOTED if name in os.environ) + start
-    return " ".join([f"{start}python -m {program}", *words])
+def command(program: str, arguments: list[str]) -> str:
+    """What was typed; of paths from the root, the home or a folder above only the last part."""
+    words = [re.sub(r"(^|=)(?:/|~|\.\.).*?([^/]*)/?$", r"\1\2", word) for word in arguments]
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE")
+    start = "".join(f"{name}={os.environ[name]} " for name in NOTED if name in os.environ)
+    return start + f"mpirun -n {size} " * bool(size) + shlex.join(["python", "-m", program, *words])
