@@ -7,6 +7,7 @@ A block without one is a script of one rank.
 
 from __future__ import annotations
 
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -92,6 +93,23 @@ def test_the_page_names_every_method_of_the_communicator() -> None:
     page = (ROOT / "docs" / "communicator.md").read_text()
     missing = [name for name, _ in public(kos.Communicator) if not re.search(rf"\b{name}\b", page)]
     assert not missing, f"docs/communicator.md does not mention {missing}"
+
+
+def test_what_the_page_names_can_be_imported() -> None:
+    page = (ROOT / "docs" / "communicator.md").read_text()
+    names = sorted(set(re.findall(r"(?<![/\w.])kos(?:\.[A-Za-z_]\w*)+", page)))
+    missing = [name for name in names if not resolves(name)]
+    assert len(names) > 10 and not missing, missing
+    for module, listed in re.findall(r"from (kos[\w.]*) import ([\w, ]+)", page):
+        for name in listed.split(","):
+            assert resolves(f"{module}.{name.strip()}"), (module, name)
+
+
+def resolves(name: str) -> bool:
+    try:
+        return pkgutil.resolve_name(name) is not None
+    except (ImportError, AttributeError):
+        return False
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,7 @@ class Backend(ABC):
         native = self.native(o, {}, "barrier") if self.size > 1 else None
         yield from self._meet(self._tag(o)) if native is None else native
 
-    _split = _barrier  # the rendezvous, which makes the groups, compares no calls
+    _split = _duplicate = _barrier  # the rendezvous, which makes the groups, compares no calls
 
     def _meet(self, tag: int) -> Steps:
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""

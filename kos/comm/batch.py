@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from kos.comm.operation import Operation
@@ -92,6 +93,7 @@ class Batch:
         self._comm._batch = None
         if value is not None:
             return
+        _refuse_clashes(self.operations)
         try:
             self._comm._launch_all(self.operations, self._async_op, self.works)
         finally:
@@ -105,3 +107,28 @@ class Batch:
         """Wait for every operation; ``timeout`` in seconds holds for each of them."""
         for work in self.works:
             work.wait(timeout)
+
+
+def _refuse_clashes(operations: list[Operation]) -> None:
+    """Operations of a batch run side by side: none may use memory that another one writes."""
+    reads: list[tuple[int, int, int, int]] = []  # device, first byte, end, operation
+    writes: list[tuple[int, int, int, int]] = []
+    for number, o in enumerate(operations if len(operations) > 1 else ()):
+        read, written = o.send, o.recv
+        if read is written:  # in place: a broadcast's root only reads, what else is read is written
+            read, written = (read, None) if o.name == "broadcast" and o.rank == o.root else (None, written)
+        for buffer, spans in ((read, reads), (written, writes)):
+            if buffer is not None and buffer.count:
+                start, device = buffer.address, -1 if buffer.device is None else buffer.device
+                spans.append((device, start, start + buffer.nbytes, number))
+    writes.sort()
+    clash = next(((one, other) for one, other in pairwise(writes) if other[:2] < (one[0], one[2])), None)
+    for one in () if clash else reads:
+        at = bisect_left(writes, (one[0], one[2]))  # from here on they begin behind it
+        while at and clash is None and one[:2] < (writes[at - 1][0], writes[at - 1][2]):
+            at -= 1
+            clash = (one, writes[at]) if writes[at][3] != one[3] else None
+    if clash is not None:
+        names = [f"{o.name} of {o.send or o.recv}" for o in operations]
+        first, second = (f"operation {number}, {names[number]}" for number in sorted(span[3] for span in clash))
+        raise InvalidArgument(f"batch: expected memory apart from what another one writes, got {first}, and {second}")

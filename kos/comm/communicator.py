@@ -20,7 +20,7 @@ from kos.comm.operations import Operations
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, InvalidArgument, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RankLost, RendezvousError
 from kos.memory.array import Shape, as_dtype
 
 
@@ -133,10 +133,17 @@ class Communicator(Operations):
     def _split(self, color: int | None, key: int, label: str) -> Communicator | None:
         self._check_open()
         self.synchronize()
+        call = "duplicate" if label == "duplicate" else "split"
         host = getattr(self.backend, "host", self.backend)
         if not isinstance(host, DeviceBackend):  # a call like others: compared with theirs before it waits elsewhere
             via = host if host is not self.backend else None
-            self._launch(Operation("split", self.rank, timeout=self._timeout, via=via), 5).wait()
+            self._launch(Operation(call, self.rank, timeout=self._timeout, via=via), 5).wait()
+        else:
+            with self._meeting():
+                calls = [theirs.decode() for theirs in self.rendezvous.allgather(call.encode())]
+            for rank, theirs in enumerate(calls):
+                if theirs != calls[0]:
+                    raise CollectiveMismatch(f"{self.name}: rank 0 called {calls[0]} but rank {rank} called {theirs}")
         name = self._group.next_split()
         with self._meeting():
             rendezvous = self.rendezvous.split(color, key)

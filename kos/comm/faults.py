@@ -105,6 +105,7 @@ class FaultyTransport:
     def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Transport) -> None:
         self._plan, self._group, self._rank, self._inner = plan, group, rank, inner
         self._faults: dict[int, list[Fault]] = {}  # by tag
+        self._said: dict[int, str] = {}  # the operations, by tag
         self._sent: Counter[tuple[int, int]] = Counter()  # by destination and tag
         self._arrived: Counter[tuple[int, int]] = Counter()
         self._early: dict[tuple[int, int], dict[int, _Packet]] = defaultdict(dict)
@@ -112,7 +113,7 @@ class FaultyTransport:
 
     def start(self, operation: Operation, tag: int) -> None:
         """The rank is about to start ``operation``, whose messages have ``tag``."""
-        self._faults[tag] = []
+        self._faults[tag], self._said[tag] = [], str(operation)
         for fault in self._plan.next_operation(self._group.members[self._rank]):
             if fault.kind not in ("stall", "crash"):
                 self._faults[tag].append(fault)
@@ -179,8 +180,8 @@ class FaultyTransport:
                 if _checksum(ready.data) != ready.checksum:
                     self._group.fail(
                         CollectiveError,
-                        f"rank {peer}: a message from rank {self._rank} was changed on its way: expected checksum "
-                        f"{ready.checksum:08x}, got {_checksum(ready.data):08x}",
+                        f"{self._said[tag]}: rank {peer}: a message from rank {self._rank} was changed on its way: "
+                        f"expected checksum {ready.checksum:08x}, got {_checksum(ready.data):08x}",
                     )
                     return
                 self._inner.isend(ready.data, peer, tag)

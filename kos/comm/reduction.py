@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import enum
+import math
 import numbers
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -38,7 +40,10 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PremulSum:
-    """PREMUL_SUM with its factor: every rank multiplies its own input by its own factor before the sum."""
+    """PREMUL_SUM with its factor: every rank multiplies its own input by its own factor before the sum.
+
+    The factor is a real number, of complex arrays too, and finite in the arrays' dtype where it is finite.
+    """
 
     factor: float
 
@@ -135,13 +140,21 @@ def resolve(op: Any, dtype: DType, size: int) -> Reduction:
     return (_resolve if type(op) is ReduceOp else _resolve.__wrapped__)(op, dtype, size)
 
 
+def _factor(given: Any, dtype: DType) -> float:
+    """The factor of a PremulSum, which must not overflow in ``dtype``."""
+    if isinstance(given, numbers.Real):
+        with suppress(OverflowError), np.errstate(all="ignore"):  # float() of a whole number beyond float64
+            factor = float(given)
+            if not math.isfinite(factor) or np.isfinite(np.array(factor).astype(dtype.numpy)):
+                return factor
+    raise InvalidArgument(f"op: expected PremulSum of a real number that {dtype.name} can hold, got {given!r:.40}")
+
+
 @lru_cache
 def _resolve(op: Any, dtype: DType, size: int) -> Reduction:
     factor = 1.0
     if isinstance(op, PremulSum):
-        op, factor = ReduceOp.PREMUL_SUM, op.factor
-        if not isinstance(factor, numbers.Complex if dtype.kind == "complex" else numbers.Real):
-            raise InvalidArgument(f"op: expected PremulSum of a number that {dtype.name} can hold, got {factor!r}")
+        op, factor = ReduceOp.PREMUL_SUM, _factor(op.factor, dtype)
     elif op is ReduceOp.PREMUL_SUM:
         raise InvalidArgument("op: expected PremulSum(factor) for PREMUL_SUM, got ReduceOp.PREMUL_SUM alone")
     if not isinstance(op, ReduceOp):

@@ -152,6 +152,8 @@ def _stream_of(x: Any) -> Any:
 def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
     """The ndarray that ``x`` is on the host; None for memory on a GPU."""
     if isinstance(x, np.ndarray):
+        if isinstance(x, np.ma.MaskedArray):
+            raise InvalidArgument(f"{what}: expected an array without a mask, got {type(x).__name__}")
         return x.view(np.ndarray)
     if hasattr(x, "__dlpack_device__"):
         device, index = x.__dlpack_device__()

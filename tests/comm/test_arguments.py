@@ -87,7 +87,18 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "op factor": (lambda c: c.all_reduce(F, ReduceOp.PREMUL_SUM), "op: expected PremulSum"),
     "op float": (lambda c: c.all_reduce(F, ReduceOp.BAND), "expected one of SUM, .* for float32, got BAND"),
     "op int": (lambda c: c.all_reduce(np.zeros(2, int), ReduceOp.AVG), "for int64, got AVG"),
-    "op factor complex": (lambda c: c.all_reduce(F, PremulSum(1j)), "of a number that float.*, got 1j"),
+    "op factor complex": (lambda c: c.all_reduce(F, PremulSum(1j)), "of a real number that float.*, got 1j"),  # type: ignore[arg-type]
+    **{
+        f"op factor {factor!r:.20} {np.dtype(dtype)}": (
+            lambda c, dtype=dtype, factor=factor: c.all_reduce(np.zeros(2, dtype), PremulSum(factor)),
+            f"op: expected PremulSum of a real number that {np.dtype(dtype)} can hold, got ",
+        )
+        for dtype, factor in [
+            ("complex64", 1j), ("complex128", 2 + 0j), ("complex128", np.complex64(2j)), ("complex64", 1e39),
+            ("float64", 10**400), ("float32", 1e39), ("float32", -(10**60)), ("float16", 1e5),
+        ]
+    },
+    "masked": (lambda c: c.all_reduce(np.ma.zeros(3)), "x: expected an array without a mask, got MaskedArray"),
     "op premul int": (lambda c: c.all_reduce(np.zeros(2, int), PremulSum(2)), "int64, got PREMUL_SUM"),
     "op bool": (lambda c: c.all_reduce(np.zeros(2, bool)), "of MIN, MAX, BAND, BOR, BXOR for bool"),
     "op complex": (lambda c: c.all_reduce(np.zeros(2, complex), ReduceOp.MAX), "for complex128, got MAX"),

@@ -232,9 +232,8 @@ def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
         announce = calls.announce
         calls.announce = lambda o: (begun.append(o.sequence), announce(o))
         for turn in range(3):
-            x, y, host = zeros(8), zeros(5000), np.zeros(3)
             with comm.batch() as batch:
-                for array in (x, host, y, x):
+                for array in (zeros(8), np.zeros(3), zeros(5000), zeros(8)):
                     comm.all_reduce(array)
             assert [work.backend.name for work in batch.works] == ["peer", "shared-only", "nccl", "peer"]
             assert begun == list(range(4 * turn + 4))

@@ -170,6 +170,14 @@ def test_split_against_another_call(several: Any) -> None:
     several.run(body)
 
 
+def test_split_against_duplicate(several: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(CollectiveMismatch, match="operation (split against duplicate|duplicate against split)"):
+            comm.split(0) if comm.rank == 0 else comm.duplicate()
+
+    several.run(body)
+
+
 def test_message_of_another_size_or_dtype() -> None:
     for wrong in (np.zeros(3, np.float32), np.zeros(4, np.int32)):
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -108,6 +109,7 @@ def test_a_message_that_was_changed_is_found(name: str) -> None:
     assert outcome.errors
     told = [e for e in outcome.errors.values() if f"message from rank {CULPRIT} was changed" in str(e)]
     assert told and all(isinstance(error, CollectiveError) for error in outcome.errors.values())
+    assert all(re.match(rf"world: {name.split()[0]} #\d+", str(error)) for error in told), told
 
 
 def test_ranks_of_a_split_are_those_of_the_world() -> None:

@@ -131,6 +131,27 @@ def test_batch_is_one_group(fake: FakeNCCL) -> None:
     assert groups == [1]
 
 
+def test_split_against_duplicate(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        with pytest.raises(CollectiveMismatch, match="world: rank 0 called split but rank 1 called duplicate"):
+            gpu.comm.split(0) if gpu.rank == 0 else gpu.comm.duplicate()
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_memory_of_a_gpu_twice_in_a_batch(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        x = Array.zeros(8, np.float32, 0)
+        with pytest.raises(InvalidArgument, match="memory apart"), gpu.comm.batch():  # noqa: PT012
+            gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
+            gpu.comm.all_reduce(Array(x.pointer + 12, (4,), np.float32, 0))
+        with gpu.comm.batch():
+            gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
+            gpu.comm.all_reduce(Array(x.pointer + 16, (4,), np.float32, 0))
+
+    FakeRanks(SIZE).run(body)
+
+
 def test_only_the_first_batch_of_its_kind_may_wait(fake: FakeNCCL) -> None:
     """A thread that may be left behind costs more than the launch."""
     bounded: list[str] = []

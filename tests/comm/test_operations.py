@@ -206,6 +206,45 @@ def test_a_start_in_a_batch_is_launched_with_it() -> None:
     spawn(body, 2, timeout=20)
 
 
+def test_memory_that_two_operations_of_a_batch_use() -> None:
+    """Refused where one of them writes it, before anything is sent."""
+
+    def body(comm: kos.Communicator) -> None:
+        x, out, rows = np.ones(8), np.zeros(8), np.zeros((2, 8))
+        peer = 1 - comm.rank
+        rank_0 = comm.rank == 0
+        summing = comm.all_reduce_init(x[2:4])
+        clashes: dict[str, list[Callable[[], Any]]] = {
+            "written twice": [lambda: comm.all_reduce(x), lambda: comm.all_reduce(x)],
+            "one element": [lambda: comm.recv(x[:3], peer, 0), lambda: comm.recv(x[2:], peer, 1)],
+            "read and written": [lambda: comm.all_reduce(x, out=out), lambda: comm.all_reduce(out)],
+            "written, then read": [lambda: comm.all_reduce(out), lambda: comm.send(out[7:], peer)],
+            "inside another": [lambda: comm.all_gather(x, rows), lambda: comm.all_reduce(rows[1, 3:4])],
+            "bytes": [lambda: comm.all_reduce(x), lambda: comm.all_reduce(x.view(np.uint8)[63:])],
+            "persistent": [lambda: summing.start(), lambda: comm.all_reduce(x)],
+            "own part": [lambda: comm.all_gather(rows[comm.rank], rows), lambda: comm.send(rows[comm.rank], peer)],
+        }
+        for name, calls in clashes.items():
+            for order in (calls, calls[::-1]):
+                expected = r"batch: expected memory apart.*got operation [12], .*, and operation [123], "
+                with pytest.raises(InvalidArgument, match=expected), comm.batch():  # noqa: PT012
+                    comm.all_reduce(np.ones(3))
+                    for call in order:
+                        call()
+                assert (x == 1).all() and not out.any() and not rows.any(), f"{name}: something was sent"
+        with comm.batch():  # only read together, or side by side, or empty
+            comm.all_reduce(x, out=out)
+            comm.send(x, peer)
+            comm.recv(rows[1], peer)
+            comm.all_gather(rows[0, 4 * comm.rank : 4 * comm.rank + 4], rows[0])
+            comm.broadcast(x, 0, out=None if rank_0 else np.zeros(8))
+            comm.all_reduce(x[:0])
+            comm.all_reduce(x[3:3])
+        assert (out == 2).all() and (rows[1] == 1).all() and not rows[0].any()
+
+    spawn(body, 2, timeout=20)
+
+
 def test_async_op_inside_a_batch_is_refused() -> None:
     """Its Work does not exist yet: ``comm.batch(async_op=True)`` has the works."""
 

@@ -206,6 +206,24 @@ def test_a_rank_that_does_not_arrive(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "rank 2: world: all_reduce #2 of float32[8] by SUM: failed" in text
 
 
+def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gave_up = threading.Barrier(3)
+
+    def body(comm: kos.Communicator) -> None:
+        part = comm.split(0, key=-comm.rank)  # where rank 0 is rank 2
+        assert part is not None
+        if part.rank == 2:
+            gave_up.wait(20)
+        with pytest.raises(KosError):
+            part.all_reduce(np.ones(8), timeout=0.2)
+        if part.rank != 2:
+            gave_up.wait(20)
+
+    run_and_dump(tmp_path, 3, body)
+    text = read(tmp_path, capsys, 1)
+    assert "all_reduce #0 of float64[8] by SUM: rank 0 came after others had given up; ranks 0, 1, 2 call" in text
+
+
 def test_a_rank_that_calls_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_and_dump(tmp_path, 3, lambda comm: comm.all_reduce(np.ones(4 + (comm.rank == 2))))
     text = read(tmp_path, capsys, 1)
@@ -318,7 +336,7 @@ def test_messages_that_do_not_meet(
         (b'{"version": "2.10", "ra', "JSONDecodeError: Unterminated string starting at: line 1 column 21"),
         (b"PK\xff\xfe", "UnicodeDecodeError"),
         (b"[]", "TypeError"),
-        (b"{}", "KeyError: 'version'"),
+        (b"{}", "one without 'version'"),
         (b'{"version": "1.0"}', "ValueError: version '1.0'"),
         (b'{"version": "2.1", "rank": 0, "world_size": 1, "pg_config": 3}', "AttributeError"),
         (None, "FileNotFoundError"),

@@ -62,7 +62,7 @@ class MockBackend(Backend):
         return self._idle
 
     def start(self, operation: Operation) -> Work:
-        if self._faults is not None and self.broken is None and operation.name != "split":
+        if self._faults is not None and self.broken is None and operation.name not in ("split", "duplicate"):
             self._faults.start(operation, self._tag(operation) if operation.collective else operation.tag)
         return super().start(operation)
 

@@ -46,13 +46,13 @@ class MPIBackend(HostBackend):
         super().__init__(rendezvous, engine)
         self._MPI = mpi_job.load_mpi()
         # A communicator of our own: our tags and our order of collectives never meet anybody else's.
-        self._comm = self._duplicate(rendezvous)
+        self._comm = self._dup(rendezvous)
         self._begun = 0  # the number of the next collective
         self._asked = self._agreed = 0  # collectives that are compared, and those known to be alike
         self._comms, news, name = [self._comm], None, ""
         if not self.one_host:
-            self._comms.append(self._duplicate(rendezvous))  # where calls are compared: before what they do, or after
-            news = rendezvous.news = rendezvous.news or News(self._MPI, self._duplicate(rendezvous))
+            self._comms.append(self._dup(rendezvous))  # where calls are compared: before what they do, or after
+            news = rendezvous.news = rendezvous.news or News(self._MPI, self._dup(rendezvous))
             name = rendezvous.allgather(os.urandom(8))[0].hex()
         self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name)
         self._fingerprints = self._calls or Fingerprints()
@@ -68,7 +68,7 @@ class MPIBackend(HostBackend):
         alone = "" if mpi_job.under_mpirun() else "; a group of one, for it was not started by mpirun"
         return Probe(True, MPI.Get_library_version().split(",")[0].strip() + alone)
 
-    def _duplicate(self, rendezvous: Rendezvous) -> Any:
+    def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
         if not mpi_job.wait_request(request, rendezvous.timeout):
             raise CollectiveTimeout(f"mpi: the ranks did not come together within {rendezvous.timeout:g} s")

@@ -95,8 +95,8 @@ class Schedule:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """Every step, by round and rank."""
-        return tuple(_spell_out(families, self.ranks) for families in self.moves())
+        """Every step, by round and rank.  Raises ScheduleError for a rank that there is not."""
+        return tuple(_spell_out(families, self, number) for number, families in enumerate(self.moves()))
 
     @cached_property
     def units(self) -> Mapping[str, int]:
@@ -121,13 +121,18 @@ class Schedule:
         return f"{self.collective}/{self.algorithm} on {ranks}, {chunks} a unit{root}"
 
 
-def _spell_out(families: Iterable[Moves], ranks: int) -> Round:
+def _spell_out(families: Iterable[Moves], schedule: Schedule, number: int) -> Round:
+    ranks = schedule.ranks
     steps: list[list[Step]] = [[] for _ in range(ranks)]
     for m in families:
         columns = np.broadcast_arrays(m.src, m.dst, m.chunk, m.to_chunk, m.count)
         for src, dst, chunk, to_chunk, count in zip(*(c.ravel().tolist() for c in columns), strict=True):
             if count == 0:
                 continue
+            if not (0 <= src < ranks and 0 <= dst < ranks):
+                raise ScheduleError(
+                    f"{schedule}: round {number}: expected ranks from 0 to {ranks - 1}, got {src} to {dst}"
+                )
             if src == dst:
                 kind = "reduce" if m.reduce else "copy"
                 steps[dst].append(Step(kind, m.to_space, to_chunk, count, -1, m.space, chunk))

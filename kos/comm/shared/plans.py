@@ -224,4 +224,5 @@ _PLANS: dict[str, Callable[[Plans, Operation], Plan]] = {
     "scatter": Plans._all_to_all,
     "barrier": Plans._barrier,
     "split": Plans._barrier,
+    "duplicate": Plans._barrier,
 }

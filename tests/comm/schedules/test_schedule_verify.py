@@ -8,8 +8,8 @@ import fake_world
 import numpy as np
 import pytest
 
-from kos.comm.schedules import ScheduleError, Step, algorithms, build, collectives
-from kos.comm.schedules.schedule import ROOTED
+from kos.comm.schedules import Schedule, ScheduleError, Step, algorithms, build, collectives
+from kos.comm.schedules.schedule import ROOTED, Moves
 from kos.comm.schedules.verify import verify
 
 CASES = [(c, a) for c in collectives() for a in algorithms(c)]
@@ -30,6 +30,13 @@ def test_hierarchical_proved_for_every_node_size(collective, algorithm):
     for nodes, local in itertools.product((1, 2, 3, 4, 7), (1, 2, 3, 5, 8)):
         ranks = nodes * local
         verify(build(collective, algorithm, ranks, 2, ranks - 1, ranks_per_node=local))
+
+
+@pytest.mark.parametrize(("src", "dst"), [(0, 4), (4, 0), (-1, 0), (0, -1), (0, [1, 9])])
+def test_a_rank_out_of_range(src, dst):
+    schedule = Schedule("all_reduce", "wrong", 4, 1, 0, False, lambda: [[Moves(src, dst, 0)]])
+    with pytest.raises(ScheduleError, match=r"round 0: expected ranks from 0 to 3, got .* to "):
+        verify(schedule)
 
 
 def mutants(schedule):
