@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from kos.errors import DataError
 # What a stream of a GPU holds stays "scheduled", for nobody looks whether it has run.
 _UNDONE = ("started", "failed")
 _LONG_SCHEDULED = 1e9  # nanoseconds after which a stream that has not moved on is taken to wait
-_MISSED = re.compile(r"\branks? \[?(\d+(?:, \d+)*)\]? did not arrive")
 _COMPARED = ("operation", "dtype", "elements", "op", "root")
 
 
@@ -32,8 +30,8 @@ class Call:
         self.number: int = entry["p2p_seq_id" if self.is_message else "collective_seq_id"]
         self.state: str = entry["state"]
         self.created = int(entry["time_created_ns"])
-        named = _MISSED.search(entry.get("error") or "")
-        self.missed = [int(rank) for rank in named[1].split(",")] if named else []  # of the group, at its timeout
+        timed_out = str(entry.get("error")).startswith("CollectiveTimeout")
+        self.gave_up = int(entry["time_discovered_completed_ns"]) if timed_out else math.inf
         self.where = "".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1])
         shapes, dtypes = (entry[f"input_{what}"] or entry[f"output_{what}"] for what in ("sizes", "dtypes"))
         self.dtype, self.shape = dtypes[0] if dtypes else None, shapes[0] if shapes else None
@@ -166,7 +164,8 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
             return alike, _differ(name, here)
         late = [rank for rank in calls if rank not in here]
         undone = [rank for rank, call in here.items() if call.state in _UNDONE]
-        too_late = [rank for rank in here if any(ranks.index(rank) in call.missed for call in here.values())]
+        gave_up = min((call.gave_up for call in here.values()), default=math.inf)
+        too_late = [rank for rank, call in here.items() if call.created > gave_up]
         problem = (
             f"{_ranks(late)} did not arrive" if late and anybody_waits
             else f"{_ranks(too_late)} came after others had given up" if too_late
