@@ -158,7 +158,7 @@ class Backend(ABC):
             error.__cause__ = cause
         elif isinstance(error, CollectiveMismatch | RankLost) and f"{operation.name} #" not in str(error):
             error = type(error)(f"{operation}: {error}")  # a transport does not know whose message it was
-        if operation.collective and self.broken is None:
+        if ends_group(operation, error) and self.broken is None:
             self.broken = type(error)(str(error))  # no traceback: its frames hold arrays
         return error
 
@@ -281,7 +281,14 @@ class Backend(ABC):
             if o.dst is not None:
                 assert o.send is not None
                 requests.append(self.transport.isend(o.send.flat, o.dst, o.tag))
-            yield from self._wait_for(*requests)
+            wrong: CollectiveMismatch | None = None
+            for request in requests:
+                try:
+                    yield from self._wait_for(request)
+                except CollectiveMismatch as error:  # of one that came; a send beside it is under way
+                    wrong = wrong or error
+            if wrong is not None:
+                raise wrong
         except BaseException:  # given up, by a timeout for one: these alone, whatever else has their tag
             for request in requests:
                 request.forget()
@@ -307,6 +314,11 @@ class Backend(ABC):
         for request in requests:
             while not request.done():
                 yield
+
+
+def ends_group(o: Operation, error: Exception) -> bool:
+    """Whether its ranks are out of step after that: a message that is given up while it may still be received, too."""
+    return o.collective or (o.dst is not None and not isinstance(error, CollectiveMismatch | RankLost))
 
 
 def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:

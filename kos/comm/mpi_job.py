@@ -36,6 +36,7 @@ _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandon
 
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
 _abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
+_loss_seen = False  # whether the job goes on without a rank
 _guarded = 0  # the process that ``guard_job`` guards: one that it forks is no rank, whatever hooks it inherits
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -159,7 +160,17 @@ def shrink(comm: Any, timeout: float | None) -> Any:
     thread = threading.Thread(target=lambda: survivors.append(comm.Shrink()), daemon=True)
     thread.start()
     thread.join(timeout)
+    if survivors and survivors[0].size < comm.size:
+        see_loss()
     return survivors[0] if survivors else None
+
+
+def see_loss() -> None:
+    """A rank was lost.  If the job goes on, this process will exit without MPI_Finalize, which in Open MPI 5.0.11
+    now and then waits for the dead, and without meeting the others: nobody hears of a rank whose exit code is not 0.
+    """
+    global _loss_seen
+    _loss_seen = fault_tolerant()
 
 
 def keep_unfinished(request: Any) -> None:
@@ -177,7 +188,9 @@ def _is_over(request: Any) -> bool:
 
 def _finalize(process: int) -> None:
     MPI = sys.modules.get("mpi4py.MPI")
-    if MPI is not None and os.getpid() == process and MPI.Is_initialized() and not MPI.Is_finalized():
+    if MPI is None or os.getpid() != process or _loss_seen:
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
 
 
@@ -234,6 +247,8 @@ def _leave_job() -> None:
     """At exit all ranks meet once more: MPI_Finalize would wait for ever for a rank that is not coming."""
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return
+    if _loss_seen and _abandoned is None:
         return
     grace = None if _abandoned is None else _EXIT_GRACE
     if fault_tolerant():

@@ -198,7 +198,10 @@ class Operations:
 
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
-        """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done."""
+        """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done, or has failed.
+
+        In host memory a message may be complete before it is received.  One that is not in time ends the communicator.
+        """
         dst, tag = check_peer("dst", dst, self.rank, self.size), check_tag(tag)
         return self._go(Operation("send", self.rank, _input(x, stream), dst=dst, tag=tag), async_op, timeout)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.backends import mock
+from kos.comm.backends import mock, mpi_messages
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import (
     BackendUnavailable,
@@ -259,6 +260,93 @@ def test_counts_of_two_ranks_that_disagree(several: Any, counts: tuple[int, int]
 
 def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:
     several.run(time_out_beside_others)
+
+
+def give_up_a_send(comm: kos.Communicator) -> None:
+    """A send that times out ends the communicator: nobody gets what its memory held later, and all say the same."""
+    for elements in (4, 4096, 1 << 20):
+        part, x = comm.duplicate(), np.ones(elements)
+        message = "(send|send_recv) #0 .* to rank 1 with tag 5.*: not complete after 0.05 s"
+        collective = part.barrier(async_op=True) if comm.rank == 1 else None
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout, match=message):
+                part.send_recv(x, np.zeros(1), 1, 1, 5, timeout=0.05)
+            x[:] = -7
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            y = np.zeros(elements)
+            with contextlib.suppress(CollectiveTimeout):  # a short one may have been copied in time
+                part.recv(y, 0, 5)
+                assert (y == 1).all()
+            with pytest.raises(CollectiveTimeout, match=message):
+                part.recv(y, 0, 5)
+            with pytest.raises(CollectiveTimeout, match=message):
+                part.send(y, 0, 5)
+            assert collective is not None
+            with pytest.raises(CollectiveTimeout, match=message):
+                collective.wait()
+        with pytest.raises(CollectiveTimeout, match=message):
+            part.barrier()
+        part.close()
+    comm.barrier()
+
+
+def test_a_send_given_up_ends_the_communicator(several: Any) -> None:
+    several.run(give_up_a_send)
+
+
+@pytest.mark.mpi
+def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+    ranks_of_mpi.run(give_up_a_send)
+
+
+def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(several: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, y = np.full(1 << 18, float(comm.rank)), np.zeros(1 << 18)
+        if comm.rank == 0:
+            with pytest.raises(CollectiveMismatch, match="send_recv #0 .* got 3 elements"):
+                comm.send_recv(x, y, 1, 1)
+            x[:] = -7
+        elif comm.rank == 1:
+            comm.send(np.zeros(3), 0)
+            comm.recv(y, 0)
+            assert (y == 0).all()
+        comm.barrier()
+
+    several.run(body)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("elements", [65_536, 200_003])
+def test_messages_longer_than_mpi_counts(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    """With a limit of 1000 bytes instead of 2 GiB."""
+    monkeypatch.setattr("kos.comm.backends.mpi_messages.LARGEST", 1000)
+    monkeypatch.setattr("kos.comm.backends.mpi.LARGEST", 1000)
+    long: set[int] = set()
+    make = mpi_messages._long_type
+    monkeypatch.setattr(mpi_messages, "_long_type", lambda nbytes, MPI: (long.add(nbytes), make(nbytes, MPI))[1])
+
+    def body(comm: kos.Communicator) -> None:
+        me, n = comm.rank, comm.size
+        x = np.random.default_rng(elements + me).integers(0, 256, elements, np.uint8)
+        rows = np.stack([np.random.default_rng(elements + r).integers(0, 256, elements, np.uint8) for r in range(n)])
+        before = (me - 1) % n
+        y = np.full_like(x, 99)
+        comm.send_recv(x, y, (me + 1) % n, before)
+        assert (y == rows[before]).all() and elements in long
+        assert (comm.all_gather(x) == rows).all()
+        assert (comm.broadcast(x.copy(), 1) == rows[1]).all()
+        assert (comm.all_gather_v(x, [elements] * n) == rows.reshape(-1)).all()
+        if me == 0:
+            comm.send(x, 1)
+        elif me == 1:
+            z = np.zeros(elements + 1, np.uint8)
+            with pytest.raises(CollectiveMismatch, match=f"expected {elements + 1} .* got {elements} elements"):
+                comm.recv(z, 0)
+            assert not z.any()
+
+    ranks_of_mpi.run(body)
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:

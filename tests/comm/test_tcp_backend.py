@@ -37,7 +37,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_reduce,
     test_shapes_and_scalars,
 )
-from tests.comm.test_failures import COUNTS, disagree_about_counts
+from tests.comm.test_failures import COUNTS, disagree_about_counts, give_up_a_send
 from tests.comm.test_shared_failures import CASES, check_mismatch
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
@@ -324,9 +324,13 @@ def test_a_message_given_up_leaves_the_others() -> None:
     TCPRanks(2).run(time_out_beside_others)
 
 
+def test_a_send_given_up_ends_the_communicator(ranks: TCPRanks) -> None:
+    ranks.run(give_up_a_send)
+
+
 @pytest.mark.parametrize("quitter", ["receiver", "sender"])
 def test_a_message_given_up_half_way(quitter: str) -> None:
-    """Whoever gives up has its memory to itself, and the connection stays fit."""
+    """Whoever gives up has its memory to itself; the connection stays fit, unless it was the sender."""
     count = 32 << 20  # bytes: more than sockets hold
 
     def body(comm: kos.Communicator) -> None:
@@ -354,21 +358,23 @@ def test_a_message_given_up_half_way(quitter: str) -> None:
                 before = x.copy()
                 assert 0 < before.sum() < count
             else:
-                with pytest.raises(CollectiveTimeout, match="rank 0 did not receive"):
+                with pytest.raises(CollectiveTimeout, match="send #0 .* rank 0 did not receive"):
                     behind.wait(timeout=0.01)
                 x[:], y[:] = 7, 7
         comm.rendezvous.barrier()
         if quitter == "sender":  # the rest is sent all the same, as it was; what was not begun is not
             if me == "receiver":
                 assert (work.wait() == 1).all()
-                assert comm.recv(np.zeros(3, np.uint8), 1, 6).tolist() == [8, 8, 8]
-            else:
-                comm.send(np.full(3, 8, np.uint8), 0, 6)
+                with pytest.raises(CollectiveTimeout, match="send #0 .* rank 0 did not receive"):
+                    comm.recv(np.zeros(3, np.uint8), 1, 6)
+            with pytest.raises(CollectiveTimeout, match="send #0 .* rank 0 did not receive"):
+                comm.barrier()
+            return
         comm.barrier()
         if quitter == me == "receiver":
             assert (x == before).all()
             assert comm.recv(np.zeros(3, np.uint8), 1, 6).tolist() == [4, 4, 4]
-        elif quitter == "receiver":
+        else:
             work.wait()
         if me == "receiver":
             assert (comm.recv(np.zeros(LONG, np.uint8), 1, 5) == 9).all()

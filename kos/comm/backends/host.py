@@ -12,13 +12,13 @@ import os
 import weakref
 from collections.abc import Callable
 
-from kos.comm.backend import Backend
+from kos.comm.backend import Backend, ends_group
 from kos.comm.mpi_job import Backoff, CrowdedBackoff
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.shared import Calls, SharedCollectives, open_segment
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import KosError, RankLost
+from kos.errors import CollectiveError, KosError, RankLost
 
 
 class HostBackend(Backend):
@@ -33,6 +33,7 @@ class HostBackend(Backend):
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
+        self._begun = 0  # the number of the next collective
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
@@ -57,6 +58,7 @@ class HostBackend(Backend):
         return CrowdedBackoff() if self.crowded else Backoff()
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
+        self._begun = operation.sequence + 1
         return self._calls.publish(operation) if self._calls is not None else None
 
     def _steps(self, operation: Operation) -> Steps:
@@ -85,16 +87,22 @@ class HostBackend(Backend):
         return RankLost(f"{operation}: {error if gone is None else f'rank {gone[0]} is gone: {gone[1]}'}")
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
-        if not operation.collective or self._calls is None:
+        if not ends_group(operation, error) or self._calls is None:
             return super().failed(operation, error)
-        if isinstance(error, KosError):
+        if operation.collective and isinstance(error, KosError):
             try:
                 self._calls.check(operation)
             except KosError as known:  # the ranks of the host know better what it met on its way
                 error = known
         failure = super().failed(operation, error)
-        self._calls.fail(failure, operation.sequence)
+        self._calls.fail(failure, self.ended_by(operation))
         return failure
+
+    def ended_by(self, failed: Operation) -> int:
+        """The first collective that is not completed after that has failed."""
+        if failed.collective:
+            return failed.sequence
+        return self._begun if self._calls is None else self._calls.begun
 
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
@@ -109,6 +117,7 @@ class HostBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self.part(reason)
+        self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
         self._leave()
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Backend, Probe, drop, take, wrong_message
+from kos.comm.backend import Backend, Probe, drop, ends_group, take, wrong_message
 from kos.comm.faults import SENT, FaultyTransport
 from kos.comm.operation import Operation, mismatch
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
@@ -115,8 +115,9 @@ class MockBackend(Backend):
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         failure = super().failed(operation, error)
-        if operation.collective:
+        if ends_group(operation, error):
             self._group.fail(type(failure), str(failure))  # all hear of the first, not of the next
+        if operation.collective:
             mine = self.rank, self._tag(operation)
             self._mailboxes.forget(lambda receive: receive.key[1:] == mine)
         return failure

@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import Probe
+from kos.comm.backend import Probe, ends_group
 from kos.comm.backends.host import HostBackend
-from kos.comm.backends.mpi_messages import TAGS, Messages, News, as_bytes
+from kos.comm.backends.mpi_messages import LARGEST, TAGS, Messages, News, as_bytes
 from kos.comm.fingerprints import Fingerprints
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DType, dtype_of
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +47,6 @@ class MPIBackend(HostBackend):
         self._MPI = mpi_job.load_mpi()
         # A communicator of our own: our tags and our order of collectives never meet anybody else's.
         self._comm = self._dup(rendezvous)
-        self._begun = 0  # the number of the next collective
         self._asked = self._agreed = 0  # collectives that are compared, and those known to be alike
         self._comms, news, name = [self._comm], None, ""
         if not self.one_host:
@@ -104,7 +103,6 @@ class MPIBackend(HostBackend):
         here = super().agree(operation)
         if self.one_host:
             return here
-        self._begun = operation.sequence + 1
         turn, self._asked = self._asked, self._asked + 1
         MPI, messages, prints = self._MPI, self._messages, self._fingerprints
         mark, agreed, told = prints.mark(operation), False, False
@@ -138,7 +136,7 @@ class MPIBackend(HostBackend):
     def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
             return _nothing()  # all ranks agreed on it
-        if operation.deterministic or operation.algorithm != "auto":
+        if operation.deterministic or operation.algorithm != "auto" or max(x.nbytes for x in spaces.values()) > LARGEST:
             return None
         request = self._native_request(operation, spaces, collective)
         return None if request is None else self._poll_native(operation, request)
@@ -195,11 +193,14 @@ class MPIBackend(HostBackend):
                 named = self.lost(operation, error)
             named.__cause__ = error
             error = named
+        if isinstance(error, RankLost):
+            mpi_job.see_loss()
         first, failure = self.broken is None, super().failed(operation, error)
-        if first and operation.collective:
-            self._messages.heed(operation.sequence, failure)
+        if first and ends_group(operation, error):
+            sequence = self.ended_by(operation)
+            self._messages.heed(sequence, failure)
             with contextlib.suppress(MPI.Exception):
-                self._messages.tell_failure(operation.sequence, failure)
+                self._messages.tell_failure(sequence, failure)
         return failure
 
 

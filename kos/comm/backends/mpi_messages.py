@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ _BYTES = np.dtype(np.uint8)
 _DTYPE_SHIFT = (2 * COLLECTIVE_TAGS).bit_length() - 1  # a tag of MPI is a tag of ours and, above it, a dtype's code
 _TAG, TAGS = (1 << _DTYPE_SHIFT) - 1, 32 << _DTYPE_SHIFT
 _LAST_POLLS = 100  # in which MPI sees what came from a rank before it went
+LARGEST = 2**31 - 1  # bytes that MPI counts; Open MPI 5 has no large counts
+_BLOCK = 1 << 16
 _LAST_WORDS = 2000  # characters
 
 
@@ -86,6 +89,7 @@ class Messages:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         message = _Message(self, array, peer, tag)
+        message.receives = True
         self._posted.setdefault((peer, tag), deque()).append(message)
         return message
 
@@ -101,7 +105,7 @@ class Messages:
             if came is None:
                 return
             wire_tag = self._status.Get_tag()
-            arrival = came, self._status.Get_count(), wire_tag
+            arrival = came, self._status.Get_elements(self._MPI.BYTE), wire_tag
             if wire_tag & _TAG != tag:
                 self._arrived.setdefault((peer, wire_tag & _TAG), deque()).append(arrival)
                 arrival = None
@@ -111,7 +115,7 @@ class Messages:
         if wire_tag == message.wire_tag and nbytes == array.nbytes:
             message.fly(came.Irecv(as_bytes(array, self._MPI)))
         else:
-            mpi_job.keep_unfinished(came.Irecv([np.empty(nbytes, np.uint8), self._MPI.BYTE]))
+            mpi_job.keep_unfinished(came.Irecv(as_bytes(np.empty(nbytes, np.uint8), self._MPI)))
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> _DTYPE_SHIFT))
             message.error = wrong_message(self._comm.rank, expected, peer, got)
 
@@ -171,6 +175,13 @@ class Messages:
             why = why or calls.departed(calls.segment.ranks.index(peer))
         return None if why is None else RankLost(f"rank {peer} is gone: {why}")
 
+    def check_sender(self, peer: int) -> None:
+        """Raise if what came may have changed on its way: a send given up is still MPI's, its memory is not."""
+        self.hear()
+        error = self.end_of(peer)
+        if error is not None and not isinstance(error, RankLost):
+            raise error
+
     def awaited(self, tag: int) -> list[int]:
         """Peers of the messages in flight with that tag."""
         flying = {message.peer for message in self.flying if message.tag == tag}
@@ -185,13 +196,13 @@ class Messages:
 
 
 class _Message:
-    __slots__ = ("_looks", "_transport", "array", "complete", "error", "peer", "request", "tag", "wire_tag")
+    __slots__ = ("_looks", "_transport", "array", "complete", "error", "peer", "receives", "request", "tag", "wire_tag")
 
     def __init__(self, transport: Messages, array: Array, peer: int, tag: int) -> None:
         self._transport, self.array, self.peer, self.tag = transport, array, peer, tag
         self.wire_tag = tag | DTYPE_CODES[array.dtype] << _DTYPE_SHIFT
         self.request: Any = None  # while MPI has it
-        self.complete = False
+        self.complete = self.receives = False
         self.error: CollectiveMismatch | None = None
         self._looks = transport.looks  # the polls left, as a negative number, once there was an ``end_of`` it
 
@@ -214,6 +225,8 @@ class _Message:
             if self.complete:
                 self.request = None
                 transport.flying.discard(self)
+                if self.receives and self.tag < COLLECTIVE_TAGS:
+                    transport.check_sender(self.peer)
         if not self.complete:
             if time.monotonic() >= transport.look_at:
                 transport.hear()
@@ -236,4 +249,13 @@ class _Message:
 
 
 def as_bytes(array: Array, MPI: Any) -> list[Any]:
-    return [array.view(_BYTES), MPI.BYTE]
+    memory = array.view(_BYTES)
+    return [memory, MPI.BYTE] if memory.nbytes <= LARGEST else [memory, 1, _long_type(memory.nbytes, MPI)]
+
+
+@lru_cache
+def _long_type(nbytes: int, MPI: Any) -> Any:
+    """The type of a message of more bytes than MPI can count."""
+    blocks, rest = divmod(nbytes, _BLOCK)
+    block = MPI.BYTE.Create_contiguous(_BLOCK)
+    return MPI.Datatype.Create_struct([blocks, rest], [0, blocks * _BLOCK], [block, MPI.BYTE]).Commit()

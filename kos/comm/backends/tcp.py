@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Probe
+from kos.comm.backend import Probe, ends_group
 from kos.comm.backends.host import HostBackend
 from kos.comm.backends.tcp_messages import BYE, CALL, FAILED, LEFT, Peer
 from kos.comm.fingerprints import Fingerprints, described
@@ -108,8 +108,8 @@ class TCPBackend(HostBackend):
             tag = self._tag(operation)
             for peer in self._mesh.peers.values():
                 peer.forget(lambda message: message.tag == tag)
-            if first:
-                self._mesh.fail(tag, failure)
+        if first and ends_group(operation, error):
+            self._mesh.fail(COLLECTIVE_TAGS + self.ended_by(operation), failure)
         return failure
 
 
