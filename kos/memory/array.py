@@ -85,7 +85,8 @@ class Array:
     def from_dlpack(cls, source: Any, *, stream: Any = None) -> Array:
         """The memory of ``source``, shared: an object with ``__dlpack__`` or ``__cuda_array_interface__``.
 
-        ``stream`` is made to wait for the work that the other library has queued on that memory.  Raises
+        ``stream`` is made to wait for the work that the other library has queued on that memory; with -1, which is
+        DLPack's, nothing waits.  Raises
         InvalidArgument for memory of the host, strides that are not C-contiguous and unknown dtypes.
         """
         driver.require()
@@ -96,7 +97,7 @@ class Array:
         kind, device = source.__dlpack_device__()
         if kind != CUDA:
             raise InvalidArgument(f"from_dlpack: expected a CUDA device, got DLPack device {kind}:{device}")
-        handle = streams.handle(stream)
+        handle = -1 if isinstance(stream, int) and stream == -1 else streams.handle(stream)  # -1 is DLPack's: nothing is to wait
         try:
             capsule = source.__dlpack__(stream=handle, max_version=(1, 1))
         except TypeError:  # a library older than DLPack 1.0

@@ -110,22 +110,24 @@ def test_bfloat16_is_as_near_to_float64_as_torch(ops, shape):
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("needs torch with CUDA")
-    pair = Pair(ops, SHAPES[shape], "bfloat16")
-    pair.run(), pair.run64()
-    with torch.device("cuda"):
-        tensors = {name: torch.tensor(array).bfloat16().requires_grad_() for name, array in pair.weights64.items()}
-        logits = torch_llama(torch, pair.config, tensors, torch.tensor(pair.tokens, dtype=torch.int64))
-        targets = torch.tensor(pair.targets, dtype=torch.int64).flatten()
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=-1).backward()
-    squares = []
-    for name, want in pair.gradients64.items():
-        ours = pair.gradients[name].numpy(ops.stream) - want
-        theirs = tensors[name].grad.double().cpu().numpy() - want
-        squares.append([np.sum(ours**2), np.sum(theirs**2), np.sum(want**2)])
-        print(name, *np.sqrt(np.divide(squares[-1][:2], squares[-1][2])))
-        assert squares[-1][0] <= 4 * squares[-1][1], name
-    ours, theirs, _ = np.sum(squares, axis=0)
-    assert ours <= theirs
+    total = np.zeros(3)
+    for _ in range(8 if shape == "odd" else 1):  # so small a model has few errors to average over
+        pair = Pair(ops, SHAPES[shape], "bfloat16")
+        pair.run(), pair.run64()
+        with torch.device("cuda"):
+            tensors = {name: torch.tensor(array).bfloat16().requires_grad_() for name, array in pair.weights64.items()}
+            logits = torch_llama(torch, pair.config, tensors, torch.tensor(pair.tokens, dtype=torch.int64))
+            targets = torch.tensor(pair.targets, dtype=torch.int64).flatten()
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=-1).backward()
+        squares = []
+        for name, want in pair.gradients64.items():
+            ours = pair.gradients[name].numpy(ops.stream) - want
+            theirs = tensors[name].grad.double().cpu().numpy() - want
+            squares.append([np.sum(ours**2), np.sum(theirs**2), np.sum(want**2)])
+            print(name, *np.sqrt(np.divide(squares[-1][:2], squares[-1][2])))
+            assert squares[-1][0] <= 4 * squares[-1][1], name
+        total += np.sum(squares, axis=0)
+    assert total[0] <= total[1]
 
 
 @pytest.mark.parametrize("gradient_dtype", ["float32", "bfloat16"])
