@@ -97,7 +97,7 @@ class Array:
         kind, device = source.__dlpack_device__()
         if kind != CUDA:
             raise InvalidArgument(f"from_dlpack: expected a CUDA device, got DLPack device {kind}:{device}")
-        handle = -1 if isinstance(stream, int) and stream == -1 else streams.handle(stream)  # -1 is DLPack's: nothing is to wait
+        handle = -1 if isinstance(stream, int) and stream == -1 else streams.handle(stream)
         try:
             capsule = source.__dlpack__(stream=handle, max_version=(1, 1))
         except TypeError:  # a library older than DLPack 1.0
