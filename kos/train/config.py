@@ -112,7 +112,7 @@ class TrainConfig(Section):
     profile: int = option("Output", "only time N steps, after 3 more: a table, and a Perfetto trace in --out", 0, ge=0)
 
     device: Literal["auto", "cpu", "cuda"] = option(
-        "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "cpu"
+        "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "auto"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = option(
         "Device", "of what is computed: float32, bfloat16, or auto: bfloat16 on GPUs", "auto"
