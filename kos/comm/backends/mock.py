@@ -105,6 +105,8 @@ class MockBackend(Backend):
 
     def missing(self, operation: Operation) -> str:
         if not operation.collective:
+            if operation.src is None:
+                return f"rank {operation.dst} did not receive"
             return f"rank {operation.src} sent nothing"
         with self._group.world.lock:
             calls = self._room.calls.get(operation.sequence, {})
