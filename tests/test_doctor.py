@@ -55,6 +55,7 @@ def test_under_mpirun(tmp_path: Path) -> None:
     report = json.loads(said)
     assert code == 0 and report["will_train"] and report["ranks"] == 2
     assert next(check for check in report["checks"] if check["name"] == "all_reduce")["ranks"] == [0, 1]
+    assert any(line.split()[:4] == ["all_reduce", "mpi", "shared", "memory"] for line in report["backends"])
     host = next(matrix for matrix in report["matrices"] if matrix["what"] == "host")
     for rows in (host["gigabytes_per_second"], host["latency_us"]):
         assert rows[0][0] is rows[1][1] is None and rows[0][1] > 0 and rows[1][0] > 0

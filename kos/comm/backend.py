@@ -53,6 +53,10 @@ _DEFAULTS = {
 }
 _SMALL = 32 * 1024  # bytes under which latency, not bandwidth, decides between schedules
 
+_SHOWN = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+_SHOWN_BYTES = {"1 KB": 1 << 10, "32 KB": 1 << 15, "1 MB": 1 << 20, "32 MB": 1 << 25, "1 GB": 1 << 30}
+_BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, True), "symmetric, graph": (True, True)}
+
 
 class Backend(ABC):
     """One way to carry collectives.  Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
@@ -132,6 +136,22 @@ class Backend(ABC):
         work = Work(operation, steps, self)
         self.engine.launch(work)
         return work
+
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        """By which backend and algorithm an operation on float32 goes; ``nbytes`` are those that a rank brings."""
+        return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
+
+    def routes(self, place: str = "") -> list[tuple[str, ...]]:
+        """``carrier`` of the usual operations as the rows of a table, for ``Communicator.explain``."""
+        rows: list[tuple[str, ...]] = [(f"float32{place}", *_SHOWN_BYTES)]
+        for name in _SHOWN if self.size > 1 else ():
+            alike: dict[tuple[str, ...], list[str]] = {}
+            for kind, how in _BUFFERS.items():
+                cells = tuple(self.carrier(name, nbytes, *how) for nbytes in _SHOWN_BYTES.values())
+                alike.setdefault(cells, []).append(kind)
+            labels = (name if "" in kinds else f"{name} ({'; '.join(kinds)})" for kinds in alike.values())
+            rows += [(label, *cells) for label, cells in zip(labels, alike, strict=True)]
+        return rows if rows[1:] else []
 
     # What a subclass may add.
 

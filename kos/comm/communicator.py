@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -208,17 +208,17 @@ class Communicator(Operations):
         return self.backend.allocate(check_shape(shape), as_dtype(dtype).numpy)
 
     def explain(self) -> str:
-        """The table of backends: which can carry this group, and why not the others; on GPUs, what goes how."""
-        rows = [("backend", "usable", "why")]
+        """Which backends can carry this group, and why not the others; which of them, and how, carries what."""
+        rows: list[tuple[str, ...]] = [("backend", "usable", "why")]
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
             rows.append((name, chosen, probe.reason))
         host: Any = getattr(self.backend, "host", self.backend)
         if (shared := getattr(host, "shared_memory", None)) is not None:
             rows.append(("shared memory", "in use" if host.shares_memory else "no", shared))
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        lines = [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
-        return "\n".join([*lines, *(f"{what}: {how}" for what, how in getattr(self.backend, "routes", list)())])
+        table = getattr(self.backend, "table", None)
+        tuned = [] if table is None else [f"tuning table: {table.source}"]
+        return "\n".join([*_columns(rows), *tuned, *_columns(self.backend.routes())])
 
     def close(self) -> None:
         """Wait for what is in flight and give the communicator back.  Collective; once is enough."""
@@ -324,6 +324,11 @@ class Communicator(Operations):
     def _check_open(self) -> None:
         if self._closed:
             raise CollectiveError(f"{self!r} is closed")
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 _made: weakref.WeakSet[Communicator] = weakref.WeakSet()

@@ -59,16 +59,6 @@ class Table:
         names = [key(measured, *each) for each in flags]
         return next((self.routes[name] for name in names if name in self.routes), UNMEASURED)
 
-    def explain(self, *, routes: bool) -> list[tuple[str, str]]:
-        """Routes, if asked for, and kernels, for people: (what, up to which size)."""
-        rows = [("tuning table", self.source)]
-        for name, route in self.routes.items() if routes else ():
-            rows.append((name, ", ".join(f"{backend} {_size(limit)}" for limit, backend in route)))
-        for kind in ("symmetric", "ordinary"):
-            each = [f"{launch.algorithm} {_size(limit)}" for limit, launch in getattr(self.launches, kind)]
-            rows.append((f"peer's all_reduce, {kind} buffers", ", ".join(each)))
-        return rows
-
     def to_json(self) -> dict[str, Any]:
         """The table alone; a file adds ``provenance`` and what was ``measured``."""
         return {
@@ -79,13 +69,6 @@ class Table:
             "launches": self.launches.as_json(),
             "routes": {name: [list(row) for row in route] for name, route in self.routes.items()},
         }
-
-
-def _size(limit: int | None) -> str:
-    if limit is None:
-        return "above"
-    power = min((limit.bit_length() - 1) // 10, 3)
-    return f"to {limit / 1024**power:.3g} {('B', 'KB', 'MB', 'GB')[power]}"
 
 
 def parse(data: Any, source: str) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from kos.comm.backends import auto
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.mock import MockBackend
 from kos.comm.backends.nccl import NCCLBackend
+from kos.comm.backends.peer import PeerBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
@@ -39,6 +41,8 @@ ROUTES = {
     "send_recv 16-bit ordinary graph": [[1 << 21, "peer"], [None, "nccl"]],
     "broadcast 16-bit ordinary graph": [[1024, "peer"], [4096, "nccl"], [None, "peer"]],
     "broadcast 16-bit symmetric graph": [[None, "peer"]],
+    "all_to_all 32-bit ordinary graph": [[1 << 20, "nccl"], [None, "peer"]],
+    "all_to_all 32-bit symmetric graph": [[None, "peer"]],
     "reduce 16-bit ordinary graph": [[None, "peer"]],
     "reduce 16-bit ordinary eager": [[None, "nccl"]],
 }
@@ -449,10 +453,17 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         said = comm.explain()
         assert "tuning table: the test" in said
-        assert "broadcast 16-bit ordinary graph: peer to 1 KB, nccl to 4 KB, peer above" in said
-        assert "peer's all_reduce, symmetric buffers: one_shot to 64 KB, push above" in said
+        rows = [re.split("  +", line) for line in said.splitlines()]
+        by_size = ["1 KB", "32 KB", "1 MB", "32 MB", "1 GB"]
+        assert ["float32 on GPUs", *by_size] in rows and ["all_reduce", "peer", *["nccl"] * 4] in rows
+        assert ["all_to_all", *["nccl"] * 3, *["peer"] * 2] in rows
+        assert ["all_to_all (symmetric; symmetric, graph)", *["peer"] * 5] in rows
+        assert ["float32 on hosts", *by_size] in rows and ["broadcast", *["mock tree"] * 5] in rows
 
     run(body)
+    engine = SimpleNamespace(launches=Peer.table.launches)
+    for nbytes, way in ((65536, "peer one_shot"), (65537, "peer push")):
+        assert PeerBackend.carrier(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
 
 
 def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -62,6 +62,31 @@ with kos.init() as comm:
 
 
 @needs_mpirun
+def test_what_explain_says_of_sizes_is_what_happens(tmp_path: Path) -> None:
+    text = """
+import kos.comm.backends.host as host
+from kos.comm.backends.mpi import MPIBackend
+shared = host.open_segment
+for memory in (shared, lambda _: (None, "switched off by the test")):
+    host.open_segment = memory
+    comm = kos.init(timeout=20)
+    native, request = [], MPIBackend._native_request
+    comm.backend._native_request = lambda o, *rest: (native.append(o.name), request(comm.backend, o, *rest))[1]
+    header, *rows = [line.split("  ") for line in comm.explain().splitlines()[-6:]]
+    assert header[0].strip() == "float32"
+    for name, *cells in rows:
+        cells = [cell.strip() for cell in cells if cell]
+        for size, cell in list(zip((1 << 10, 1 << 15, 1 << 20), cells)):
+            native.clear()
+            getattr(comm, name)(np.zeros(size // 4, np.float32), *((0,) if name == "broadcast" else ()))
+            said = "shared memory" if memory is shared else "native" if native else "ring"
+            assert cell == f"mpi {said}", (name, size, cell, said)
+"""
+    done, _ = mpirun(2, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@needs_mpirun
 def test_without_close(tmp_path: Path) -> None:
     done, _ = mpirun(2, program(tmp_path, "comm = kos.init()\ncomm.all_reduce(np.ones(3), async_op=True)\n"))
     assert (done.returncode, done.stderr) == (0, "")

@@ -21,7 +21,7 @@ from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
 from kos.cuda import driver
 from kos.cuda.streams import Event
-from kos.dtypes import DType
+from kos.dtypes import DTYPES, DType
 from kos.errors import KosError
 from kos.memory import Buffer
 
@@ -197,6 +197,13 @@ class AutoBackend(Backend):
         for gpu in self.gpus:
             gpu.leave(reason)
 
-    def routes(self) -> list[tuple[str, str]]:
-        """What ``Communicator.explain`` says of it: which operation goes by which part up to which size."""
-        return [] if self.table is None else self.table.explain(routes=self._only is None)
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        part = self._only
+        if part is None:
+            limits, choices = self._choices.get((name, DTYPES["float32"])) or self._learn(name, DTYPES["float32"])
+            choice = choices[bisect_left(limits, nbytes // 4)]
+            part = choice[symmetric, graph] if isinstance(choice, dict) else choice
+        return part.carrier(name, nbytes, symmetric, graph)
+
+    def routes(self, place: str = "") -> list[tuple[str, ...]]:
+        return super().routes(" on GPUs") + self.host.routes(" on hosts")

@@ -99,9 +99,8 @@ class DeviceBackend(HostBackend):
         """Whether the backend carries the operation by the algorithm that it names."""
         return True
 
-    def routes(self) -> list[tuple[str, str]]:
-        """What ``Communicator.explain`` says of how operations go."""
-        return [] if self.table is None else self.table.explain(routes=False)
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return self.name  # whose library chooses
 
     @abstractmethod
     def halt(self) -> None:

@@ -65,6 +65,9 @@ class HostBackend(Backend):
         steps = self._shared.start(operation) if self._shared is not None else None
         return super()._steps(operation) if steps is None else steps
 
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
+
     def missing(self, operation: Operation) -> str:
         if not operation.collective:
             if operation.src is None:

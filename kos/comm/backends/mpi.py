@@ -22,10 +22,10 @@ from kos.comm.backends.host import HostBackend
 from kos.comm.backends.mpi_messages import LARGEST, TAGS, Messages, News, as_bytes
 from kos.comm.fingerprints import Fingerprints
 from kos.comm.operation import Operation
-from kos.comm.reduction import ReduceOp
+from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Engine, Steps
-from kos.dtypes import DType, dtype_of
+from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
@@ -136,13 +136,20 @@ class MPIBackend(HostBackend):
     def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
             return _nothing()  # all ranks agreed on it
-        if operation.deterministic or operation.algorithm != "auto" or max(x.nbytes for x in spaces.values()) > LARGEST:
+        if operation.deterministic or operation.algorithm != "auto":
             return None
-        request = self._native_request(operation, spaces, collective)
-        return None if request is None else self._poll_native(operation, request)
+        if not _is_native(collective, operation.reduction, max(x.nbytes for x in spaces.values())):
+            return None
+        return self._poll_native(operation, self._native_request(operation, spaces, collective))
+
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        reduction = resolve(ReduceOp.SUM, DTYPES["float32"], self.size) if "reduce" in name else None
+        if self._shared is None and _is_native(name, reduction, nbytes * (self.size if name == "all_gather" else 1)):
+            return "mpi native"
+        return super().carrier(name, nbytes)
 
     def _native_request(self, o: Operation, spaces: Mapping[str, Array], collective: str) -> Any:
-        """Post the MPI call; None where MPI has none for this dtype and reduce operation."""
+        """Post the MPI call."""
         MPI, comm = self._MPI, self._comm
         if collective == "broadcast":
             return comm.Ibcast(as_bytes(spaces["data"], MPI), o.root)
@@ -150,23 +157,15 @@ class MPIBackend(HostBackend):
             return comm.Iallgather(as_bytes(spaces["input"], MPI), as_bytes(spaces["output"], MPI))
         if collective == "all_to_all":
             return comm.Ialltoall(as_bytes(spaces["input"], MPI), as_bytes(spaces["output"], MPI))
-        if o.reduction is None:
-            return None
-        carrier = dtype_of(o.reduction.carrier)
-        if not _same_everywhere(carrier, o.reduction.op):
-            return None
-        mpi_type = getattr(MPI, carrier.mpi)
+        assert o.reduction is not None
+        mpi_type = getattr(MPI, dtype_of(o.reduction.carrier).mpi)
         op = MPI.SUM if o.reduction.op in _SUMS else getattr(MPI, o.reduction.op.name)
         if collective == "all_reduce":
-            if spaces["data"].nbytes > _NATIVE_BYTES:
-                return None
             return comm.Iallreduce(MPI.IN_PLACE, [spaces["data"], mpi_type], op)
         if collective == "reduce":
             data = [spaces["data"], mpi_type]
             return comm.Ireduce(*((MPI.IN_PLACE, data) if self.rank == o.root else (data, None)), op, o.root)
-        if collective == "reduce_scatter":
-            return comm.Ireduce_scatter_block([spaces["input"], mpi_type], [spaces["output"], mpi_type], op)
-        return None
+        return comm.Ireduce_scatter_block([spaces["input"], mpi_type], [spaces["output"], mpi_type], op)
 
     def _poll_native(self, o: Operation, request: Any) -> Steps:
         self._requests[o.sequence] = request
@@ -202,6 +201,15 @@ class MPIBackend(HostBackend):
             with contextlib.suppress(MPI.Exception):
                 self._messages.tell_failure(sequence, failure)
         return failure
+
+
+def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> bool:
+    """Whether MPI has it, for this dtype and reduce operation, and is not slower than our schedule."""
+    if nbytes > (_NATIVE_BYTES if collective == "all_reduce" else LARGEST):
+        return False
+    if reduction is None:
+        return collective in ("broadcast", "all_gather", "all_to_all")
+    return _same_everywhere(dtype_of(reduction.carrier), reduction.op)
 
 
 def _same_everywhere(dtype: DType, op: ReduceOp) -> bool:

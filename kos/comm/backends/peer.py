@@ -135,6 +135,10 @@ class PeerBackend(DeviceBackend):
     def has_algorithm(self, o: Operation) -> bool:
         return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in _ALGORITHMS)
 
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        all_reduce = name == "all_reduce"
+        return f"peer {self._engine.launches.pick(nbytes, symmetric).algorithm}" if all_reduce else self.name
+
     def use(self, launches: Launches) -> None:
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
