@@ -15,11 +15,13 @@ import pytest
 
 import kos
 from kos.comm import nccl_binding
+from kos.comm.backends import nccl_schedule
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.shared.segment import PID
 from kos.cuda import driver, streams
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory.array import Array
+from tests.comm import test_nccl
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, communicator, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
@@ -43,7 +45,6 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_deterministic_is_in_rank_order,
     test_messages,
     test_minimum_keeps_nan,
-    test_schedules_add_as_on_the_host,
     test_several_communicators,
 )
 
@@ -85,6 +86,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
 @pytest.fixture
 def ranks(fake: FakeNCCL) -> FakeRanks:
     return FakeRanks(SIZE)
+
+
+@pytest.mark.parametrize("size", [3, 4])  # the two trees of double_tree add in one order on three ranks, not on four
+def test_schedules_in_chunks_add_as_on_the_host(
+    fake: FakeNCCL, seed: int, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(nccl_schedule, "_CHUNK_BYTES", 700)
+    monkeypatch.setattr(test_nccl, "CHUNKED", 10_007)
+    test_nccl.test_schedules_add_as_on_the_host(FakeRanks(size), seed)
 
 
 def test_one_rank(fake: FakeNCCL) -> None:

@@ -1,6 +1,7 @@
 """The algorithms on trees: chunks flow up (reduce), down (broadcast), or up and down again (all_reduce).
 
-Going up, a parent adds its children's sums to its own contribution, first child first.
+Going up, a parent adds its children's sums to its own contribution, first child first.  Each of m trees has an m-th
+of the vector, so that an element's place decides the order of its additions, and not the number of chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def binary(n: int, local: int) -> Parents:
 
 
 def two_trees(n: int, local: int) -> Parents:
-    """a binary tree for even chunks, and for odd ones another in which the inner ranks are leaves of the first.
+    """a binary tree for the first half, for the second another in which the inner ranks are leaves of the first.
 
     Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009).
     The first is the in-order tree on 1..n-1 (odd nodes are leaves); the second is its mirror image, or
@@ -61,13 +62,13 @@ def levels(parent: np.ndarray) -> np.ndarray:
 
 
 def flow(trees: Parents, name: np.ndarray, c: int, *, up: bool, down: bool) -> Iterator[Round]:
-    """One chunk a round enters each tree; node v is rank name[v], and tree k of m has chunks k, k + m, ..."""
+    """One chunk a round enters each tree; node v is rank name[v], and tree k has c chunks from k c on."""
     child = np.arange(1, len(name))
     depth = max(int(levels(parent).max()) for parent in trees)
     families = []  # (source, destination, round of the first chunk, the chunks, whether they are added)
     for k, parent in enumerate(trees):
         below, above, level = name[child], name[parent[child]], levels(parent)[child]
-        chunks = k + len(trees) * np.arange(c)
+        chunks = k * c + np.arange(c)
         if up:
             families.append((below, above, depth - level, chunks, True))
         if down:

@@ -101,6 +101,28 @@ def test_rank_order_whatever_the_size(collective, algorithm):
                 assert (fake_world.result(schedule, buffers, rank) == order).all(), f"{schedule}, rank {rank}"
 
 
+@pytest.mark.parametrize(("collective", "algorithm"), [(c, a) for c, a in CASES if "reduce" in c])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 7, 8, 16])
+def test_the_order_of_additions_depends_on_no_cut(collective, algorithm, ranks):
+    """Every element is added in one order however many chunks a message has: shown by a sum that is not associative."""
+
+    def scramble(dst, src):
+        np.copyto(dst, (dst + src) * np.uint64(0x9E3779B97F4A7C15) ^ dst * src)
+
+    for elements in (1, 5, 257):
+        whole = None
+        for chunks in (1, 2, 3, 16):
+            schedule, rng = build(collective, algorithm, ranks, chunks, ranks // 2), np.random.default_rng(elements)
+            buffers = fake_world.make_buffers(schedule, elements, rng, np.uint64)
+            for mine in buffers:
+                x = mine["data" if "data" in mine else "input"]
+                x[...] = rng.integers(2**64, size=x.size, dtype=np.uint64)
+            fake_world.run(schedule, buffers, scramble, seed=chunks)
+            got = fake_world.result(schedule, buffers, schedule.root)
+            whole = got if whole is None else whole
+            assert np.array_equal(got, whole), f"{schedule}: {(got != whole).sum()} of {got.size} elements differ"
+
+
 def test_segments_overlap_reduction_and_transfer(tiny_segments):
     """The first segment of a long message is passed on before the last one has arrived."""
     log = []
