@@ -18,6 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kos.errors import ConfigError
 
+DRAWN = 1 << 26  # initial weights that have a random generator of their own: half a second of one core
+
 
 class Section(BaseModel):
     """A table of a configuration: its values are of the types that are said, its keys those that are known."""
@@ -164,19 +166,22 @@ class LlamaConfig:
     def init_weights(self, weights: Mapping[str, np.ndarray], seed: int) -> None:
         """Norms at 1, biases at 0, the rest normal(0, initializer_range), ``residual`` over sqrt(2 L), as GPT-2.
 
-        A tensor's values depend on ``seed``, its name and its shape alone; tensors are drawn side by side.
+        A tensor's values depend on ``seed``, its name and its shape alone; blocks of ``DRAWN`` are drawn side by side.
         """
 
-        def draw(name: str) -> None:
+        def draw(name: str, block: int) -> None:
+            flat = weights[name].reshape(-1)[block * DRAWN : (block + 1) * DRAWN]
             if weights[name].ndim == 1:
-                weights[name][...] = not name.endswith(".bias")
+                flat[...] = not name.endswith(".bias")
                 return
             std = self.initializer_range
             if name.endswith(self.residual):
                 std /= math.sqrt(2 * self.num_hidden_layers)
-            rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-            rng.standard_normal(out=weights[name], dtype=np.float32)
-            weights[name][...] *= std
+            rng = np.random.default_rng([seed, zlib.crc32(name.encode()), block])
+            rng.standard_normal(out=flat, dtype=np.float32)
+            flat *= std
 
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            list(pool.map(draw, sorted(self.parameter_shapes(), key=lambda name: -weights[name].size)))
+        names = sorted(self.parameter_shapes(), key=lambda name: -weights[name].size)
+        blocks = [(name, block) for name in names for block in range(-(-weights[name].size // DRAWN))]
+        with ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool:
+            list(pool.map(draw, *zip(*blocks, strict=True)))

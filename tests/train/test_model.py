@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
+from kos.train import llama_config
 from kos.train.config import TrainConfig
 from kos.train.model import Llama
 from kos.train.ops import numpy as numpy_ops
@@ -242,6 +244,22 @@ def test_init_weights():
         assert not np.array_equal(weights[name], other[name])
     names = [name for name, shape in weights.shapes.items() if len(shape) == 2]
     assert len({float(weights[name].flat[0]) for name in names}) == len(names)
+
+
+def test_init_weights_draws_large_tensors_in_blocks(monkeypatch):
+    """Each by a generator that is keyed by seed, name and number of the block."""
+    config = small(hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    weights, blocks = (Parameters(config.parameter_shapes()) for _ in range(2))
+    config.init_weights(weights, 2**62 + 5)
+    monkeypatch.setattr(llama_config, "DRAWN", 1000)
+    blocks.flat[:] = np.nan
+    config.init_weights(blocks, 2**62 + 5)
+    name = config.embedding  # 37 x 64
+    key = [2**62 + 5, zlib.crc32(name.encode())]
+    expected = [np.random.default_rng([*key, n]).standard_normal(1000, np.float32) for n in range(3)]
+    assert np.array_equal(blocks[name].ravel(), np.concatenate(expected)[: 37 * 64] * np.float32(0.02))
+    whole = np.random.default_rng(key).standard_normal((37, 64), np.float32) * np.float32(0.02)
+    assert np.array_equal(weights[name], whole), "a first block is drawn as a whole tensor was before there were blocks"
 
 
 def test_recompute_saves_memory_and_changes_no_bit() -> None:
