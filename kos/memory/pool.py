@@ -38,7 +38,10 @@ class PoolStatistics:
 
 
 class Allocation:
-    """A piece of device memory, freed on its stream when closed or no longer referenced."""
+    """A piece of device memory, freed on its stream when closed or no longer referenced.
+
+    What is let go of while that stream is captured is freed after the capture, unless it was allocated in one.
+    """
 
     __slots__ = ("__weakref__", "_pool", "_serial", "nbytes", "pointer", "stream")
 
@@ -79,7 +82,8 @@ class MemoryPool:
         call(cu.cuMemPoolSetAttribute, self._pool, kind, cu.cuuint64_t(2**64 - 1))
         self._lock = threading.RLock()  # the collector may free while this thread allocates
         self._serials = itertools.count()
-        self._live: dict[int, tuple[int, str]] = {}
+        self._live: dict[int, tuple[int, str, bool]] = {}  # bytes, label, whether a graph allocates it
+        self._deferred: list[tuple[int, Any]] = []  # let go of while their streams were captured
         self._current = self._peak = 0
 
     def allocate(self, nbytes: int, stream: Any = None, *, label: str | None = None) -> Allocation:
@@ -91,9 +95,11 @@ class MemoryPool:
         if nbytes < 0:
             raise InvalidArgument(f"allocate: expected a size of 0 or more bytes, got {nbytes}")
         label = label or _call_site()
-        pointer = 0
+        pointer, of_graph = 0, False
+        self._free_deferred()
         with self._context:
             if nbytes:
+                of_graph = _is_captured(stream)
                 status, pointer = cu.cuMemAllocFromPoolAsync(nbytes, self._pool, streams.handle(stream))
                 if status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                     raise OutOfMemory(self._exhausted(nbytes, label))
@@ -101,17 +107,32 @@ class MemoryPool:
                     raise driver.error_of("cuMemAllocFromPoolAsync", status)
         with self._lock:
             serial = next(self._serials)
-            self._live[serial] = nbytes, label
+            self._live[serial] = nbytes, label, of_graph
             self._current += nbytes
             self._peak = max(self._peak, self._current)
         return Allocation(self, serial, int(pointer), nbytes, stream)
 
     def _free(self, serial: int, pointer: int, stream: Any) -> None:
         with self._lock:
-            self._current -= self._live.pop(serial)[0]
+            nbytes, _, of_graph = self._live.pop(serial)
+            self._current -= nbytes
         if pointer and not sys.is_finalizing():
-            with self._context, relaxed_capture():  # the collector may run while a graph is captured
+            self._give_back(pointer, stream, of_graph)
+
+    def _give_back(self, pointer: int, stream: Any, of_graph: bool) -> None:
+        with self._context, relaxed_capture():  # what was used last may be let go of while a graph is captured
+            if of_graph or not _is_captured(stream):
                 call(cu.cuMemFreeAsync, pointer, streams.handle(stream))
+            else:  # a graph frees nothing but what graphs allocate
+                with self._lock:
+                    self._deferred.append((pointer, stream))
+
+    def _free_deferred(self) -> None:
+        if self._deferred:
+            with self._lock:
+                waiting, self._deferred = self._deferred, []
+            for pointer, stream in waiting:
+                self._give_back(pointer, stream, False)
 
     def statistics(self) -> PoolStatistics:
         kind = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
@@ -123,12 +144,13 @@ class MemoryPool:
         """(label, bytes) of everything that is allocated, the largest first."""
         held: Counter[str] = Counter()
         with self._lock:
-            for nbytes, label in self._live.values():
+            for nbytes, label, _ in self._live.values():
                 held[label] += nbytes
         return held.most_common()
 
     def trim(self) -> None:
         """Give the memory that is free in the pool back to the device."""
+        self._free_deferred()
         driver.synchronize(self.device)
         call(cu.cuMemPoolTrimTo, self._pool, 0)
 
@@ -141,7 +163,7 @@ class MemoryPool:
         with self._lock:
             left = [entry for serial, entry in self._live.items() if serial not in before]
         if left:
-            names = ", ".join(f"{nbytes:,} bytes by {label}" for nbytes, label in left[:5])
+            names = ", ".join(f"{nbytes:,} bytes by {label}" for nbytes, label, _ in left[:5])
             raise KosError(f"expected no memory of cuda:{self.device} left, got {len(left)} allocations: {names}")
 
     def _exhausted(self, nbytes: int, label: str) -> str:
@@ -179,8 +201,18 @@ def pinned_empty(shape: int | tuple[int, ...], dtype: Any, device: int) -> np.nd
 
 
 def _free_pinned(pointer: int, device: int) -> None:
-    with driver.on_device(device):
+    with driver.on_device(device), relaxed_capture():
         call(cu.cuMemFreeHost, pointer)
+
+
+def _is_captured(stream: Any) -> bool:
+    """Whether what is queued on the stream goes into a graph, or would end the capture of one (legacy stream)."""
+    status, captured = cu.cuStreamIsCapturing(streams.handle(stream))
+    if status == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        return True
+    if status:
+        raise driver.error_of("cuStreamIsCapturing", status)
+    return bool(int(captured))
 
 
 def _call_site() -> str:

@@ -10,8 +10,10 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
+from kos.cuda import driver
 from kos.errors import CudaError, InvalidArgument
 from kos.memory.array import Array
+from kos.memory.pool import pool_of
 
 pytestmark = pytest.mark.gpu
 
@@ -67,3 +69,43 @@ def test_exceptions_end_the_capture(device: int, stream, saxpy) -> None:
 def test_default_stream_is_refused(device: int) -> None:
     with pytest.raises(InvalidArgument, match="a stream of its own"), cuda.capture(None):
         pass
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_memory_let_go_of_during_a_capture_is_freed_after_it(device: int, stream, legacy: bool) -> None:
+    """On the captured stream; or on the legacy stream, while one is captured that it would have to wait for."""
+    pool, nbytes, rounds = pool_of(device), 64 << 20, 6
+    captured = stream if not legacy else int(driver.call(driver.cu.cuStreamCreate, 0))  # which blocks
+    x = Array.empty(100, np.uint8, device, stream=captured)
+    gc.collect()
+    pool.trim()
+    before = pool.statistics()
+    for turn in range(rounds):
+        memory = Array.zeros(nbytes, np.uint8, device, stream=None if legacy else stream).owner
+        with cuda.capture(captured, keep=[x]) as graph:
+            x.fill_bytes(turn + 1, captured)
+            memory.close()
+        assert pool.statistics().current == before.current
+        for _ in range(2):
+            graph.replay(captured)
+        assert (x.numpy(captured) == turn + 1).all()
+        assert pool.statistics().reserved < before.reserved + rounds * nbytes / 2, "not freed"
+    pool.trim()
+    assert pool.statistics().reserved <= before.reserved
+
+
+def test_memory_of_a_graph(device: int, stream) -> None:
+    """What is allocated and let go of in a capture is the graph's own."""
+    pool = pool_of(device)
+    x = Array.zeros(1000, np.uint8, device, stream=stream)
+    before = pool.statistics().current
+    with cuda.capture(stream, keep=[x]) as graph:
+        inner = Array.empty(1000, np.uint8, device, stream=stream)
+        inner.fill_bytes(7, stream)
+        x.copy_from(inner, stream)
+        inner.owner.close()
+    assert pool.statistics().current == before
+    for _ in range(3):
+        x.fill_bytes(0, stream)
+        graph.replay(stream)
+        assert (x.numpy(stream) == 7).all()

@@ -1,0 +1,123 @@
+"""What a MemoryPool does with memory that is let go of during a capture, on a stand-in for the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kos.cuda import driver, graphs
+from kos.cuda.streams import LEGACY
+from kos.memory import pool as module
+from kos.memory.pool import MemoryPool
+
+STREAM = 99
+
+
+class Names:
+    """Every name of an enumeration of the driver."""
+
+    def __getattr__(self, name: str) -> str:
+        return name
+
+
+class Driver:
+    """Stream-ordered memory: what CUDA refuses during a capture is refused, and leaves the memory allocated."""
+
+    CUmemLocationType = CUmemAllocationType = CUmemPool_attribute = CUstreamCaptureMode = CUresult = Names()
+    cuuint64_t = int
+
+    def __init__(self) -> None:
+        self.capturing: set[int] = set()
+        self.held: dict[int, bool] = {}  # address: whether a graph allocates it
+        self._addresses = itertools.count(4096, 4096)
+
+    def CUmemPoolProps(self) -> Any:
+        return SimpleNamespace(location=SimpleNamespace())
+
+    def cuMemPoolCreate(self, properties: Any) -> tuple[int, int]:
+        return 0, 7
+
+    def cuMemPoolSetAttribute(self, *_: Any) -> tuple[int]:
+        return (0,)
+
+    cuMemPoolTrimTo = cuMemPoolSetAttribute
+
+    def cuMemPoolGetAttribute(self, *_: Any) -> tuple[int, int]:
+        return 0, 0
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[int, Any]:
+        return 0, mode
+
+    def cuGetErrorString(self, status: Any) -> tuple[int, bytes]:
+        return 0, b"refused"
+
+    def _blocked(self, stream: int) -> bool:
+        """Whether a stream is captured that the legacy stream would have to wait for."""
+        return stream == LEGACY and bool(self.capturing)
+
+    def cuStreamIsCapturing(self, stream: int) -> tuple[Any, int]:
+        status = "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT" if self._blocked(stream) else 0
+        return status, int(stream in self.capturing)
+
+    def cuMemAllocFromPoolAsync(self, nbytes: int, pool: int, stream: int) -> tuple[int, int]:
+        pointer = next(self._addresses)
+        self.held[pointer] = stream in self.capturing
+        return 0, pointer
+
+    def cuMemFreeAsync(self, pointer: int, stream: int) -> tuple[Any]:
+        if self._blocked(stream) or (stream in self.capturing and not self.held[pointer]):
+            return (SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"),)
+        del self.held[pointer]
+        return (0,)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    fake = Driver()
+    for each in (module, driver, graphs):
+        monkeypatch.setattr(each, "cu", fake)
+    monkeypatch.setattr(driver, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "synchronize", lambda device: None)
+    return fake
+
+
+@pytest.mark.parametrize("stream", [STREAM, None])
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_what_a_capture_lets_go_of_is_freed_after_it(fake: Driver, stream: int | None) -> None:
+    """Memory of the captured stream; and of the legacy stream, which must not be used meanwhile."""
+    pool = MemoryPool(0)
+    first, second = (pool.allocate(1000, stream) for _ in range(2))
+    fake.capturing.add(STREAM)
+    first.close()
+    del second
+    gc.collect()
+    assert len(fake.held) == 2 and pool.statistics().current == pool.statistics().live == 0
+    other = pool.allocate(10, 5)  # the capture still goes on
+    assert len(fake.held) == 3
+    fake.capturing.clear()
+    other.close()
+    pool.allocate(0, stream)
+    assert not fake.held
+    third = pool.allocate(1000, stream)
+    fake.capturing.add(STREAM)
+    third.close()
+    fake.capturing.clear()
+    pool.trim()
+    assert not fake.held
+
+
+def test_what_a_capture_allocates_is_freed_in_it(fake: Driver) -> None:
+    """The graph has a node that allocates, and one that frees."""
+    pool = MemoryPool(0)
+    fake.capturing.add(STREAM)
+    inner, later = pool.allocate(1000, STREAM), pool.allocate(1000, STREAM)
+    inner.close()
+    assert fake.held == {later.pointer: True}
+    fake.capturing.clear()
+    later.close()
+    assert not fake.held
