@@ -1,0 +1,81 @@
+"""Data parallelism on one GPU: two ranks that share it, over ``peer``, held against one rank and among themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kos import cuda
+from kos.train import checkpoint
+from kos.train.metrics import read_metrics
+
+MPIRUN = shutil.which("mpirun")
+SECONDS = 40  # of a run, which takes 3 to 5
+STEPS = 40
+FLAGS = f"""
+--preset tiny --device cuda --steps {STEPS} --eval-every 0 --eval-batches 2 --save-every 0 --sample-tokens 0
+--timeout 30
+""".split()
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(4 * SECONDS + 20),  # a test waits for four runs at most
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+    pytest.mark.skipif(MPIRUN is None, reason="needs mpirun"),
+]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Losses and SHA-256 of the last checkpoint's weights and moments, of a run that is made once."""
+    known = {}
+
+    def run(ranks: int, *flags: str) -> tuple[list[float], str]:
+        if (ranks, *flags) not in known:
+            out = tmp_path_factory.mktemp("run")
+            launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
+            command = [*launcher, sys.executable, "-m", "kos.train", *FLAGS, "--out", str(out), *flags]
+            command += ["--backend", "peer"] * (ranks > 1)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            assert done.returncode == 0, done.stderr[-1500:] + done.stdout[-500:]
+            known[ranks, *flags] = _losses(out), _digest(out)
+        return known[ranks, *flags]
+
+    return run
+
+
+def _losses(out: Path) -> list[float]:
+    losses = [row["loss"] for row in read_metrics(out / "metrics.jsonl")]
+    assert len(losses) == STEPS and losses[-1] < 0.6 * losses[0], "it learns nothing"
+    return losses
+
+
+def _digest(out: Path) -> str:
+    files = [checkpoint.find(out).path / f"{name}.safetensors" for name in ("model", "optimizer")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def test_zero_and_the_graph_change_no_bit(train):
+    plain = train(2, "--dtype", "float32")
+    assert train(2, "--dtype", "float32", "--zero", "1") == plain
+    assert train(2, "--dtype", "float32", "--no-graph") == plain
+    assert train(2, "--dtype", "float32", "--zero", "1", "--no-graph") == plain
+
+
+def test_two_ranks_have_the_losses_of_one(train):
+    losses, _ = train(2, "--dtype", "float32")
+    alone, _ = train(1, "--dtype", "float32")
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    assert losses != alone, "summed in another order, and not one rank's run twice"
+
+
+def test_deterministic_ranks_have_the_weights_of_one(train):
+    alone = train(1, "--deterministic")
+    assert train(2, "--deterministic") == alone
+    assert train(2, "--deterministic", "--zero", "1") == alone
