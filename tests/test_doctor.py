@@ -62,6 +62,19 @@ def test_under_mpirun(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(not Path(MPIRUN).exists(), reason="needs mpirun")
+@pytest.mark.parametrize(("missing", "told"), [(0, "kos: error: rank 1: "), (1, "bad ")])
+def test_a_rank_that_does_not_reach_mpi_init(missing: int, told: str) -> None:
+    late = f'test "$OMPI_COMM_WORLD_RANK" = {missing} && sleep 60; exec "$@"'
+    code = "import kos.doctor.__main__ as d\nd.NOTICE = 0.5"
+    status, said, seconds = run("--timeout", "1", launcher=(MPIRUN, "-n", "2", "sh", "-c", late, "sh"), code=code)
+    assert status == 1 and seconds < 30
+    why = f"; MPI_Init waits for 2 ranks, of which rank {1 - missing} came on this host"
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert f"kos: rank {1 - missing}: finding the other ranks: no end yet after 0.5 s of 1{why}" in lines
+    assert f"{told}finding the other ranks{':' * (missing == 0)} no end within 1 s{why}" in lines
+
+
 def place(rank: int, size: int) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

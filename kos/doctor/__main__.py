@@ -12,12 +12,14 @@ import json
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import kos
 from kos.comm.backends.device import device_of
-from kos.comm.mpi_job import launched_rank
+from kos.comm.mpi_job import launched_rank, under_mpirun
 from kos.comm.rendezvous import Rendezvous, default_rendezvous
 from kos.cuda import visible_devices
 from kos.doctor import ranks
@@ -28,6 +30,8 @@ from kos.files import check_picture
 
 GRACE = 2.0
 """Seconds for what has a limit of its own to say why it did not end, before the alarm says that it did not."""
+NOTICE = 10.0
+"""Seconds after which a stage is said to be under way still."""
 
 
 class Doctor:
@@ -37,19 +41,26 @@ class Doctor:
         self.options = options
         self.report = Report()
         self.rank = launched_rank()
-        self.timer = threading.Timer(0, self.give_up)
+        self.timers: list[threading.Timer] = []
+        self.waits_for: Callable[[], str] = str  # what more there is to say of a stage that does not end
 
     def begin(self, stage: str, seconds: float) -> None:
         """Go on to the next stage; that it does not end would be the finding.
 
         A library may wait for ever, and may do so without letting Python run: the second alarm needs none.
         """
-        self.timer.cancel()
+        self.rest()
         self.stage, self.limit = stage, seconds
-        self.timer = threading.Timer(seconds + GRACE, self.give_up)
-        self.timer.daemon = True
-        self.timer.start()
+        self.timers = [threading.Timer(NOTICE, self.notice), threading.Timer(seconds + GRACE, self.give_up)]
+        for timer in self.timers:
+            timer.daemon = True
+            timer.start()
         faulthandler.dump_traceback_later(seconds + 2 * GRACE, exit=True)
+
+    def rest(self) -> None:
+        """No alarm any more."""
+        for timer in self.timers:
+            timer.cancel()
 
     def examine(self) -> int:
         """All of it; returns the exit status.  What stops the examination is the last finding."""
@@ -58,10 +69,14 @@ class Doctor:
         self.report.add([mine], self.rank)
         try:
             self.begin("finding the other ranks", self.options.timeout)
+            if under_mpirun():
+                self.waits_for = ranks.roll_call(self.rank)
+                ranks.start_mpi()
+                self.waits_for = str
             self.together(default_rendezvous(self.options.timeout), mine)
         except Exception as error:
             self.fail(in_words(error))
-        self.timer.cancel()
+        self.rest()
         return self.show()
 
     def together(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
@@ -133,10 +148,17 @@ class Doctor:
         if self.rank != 0:
             print(f"kos: error: rank {self.rank}: {self.stage}: {what}", file=sys.stderr, flush=True)
 
+    def notice(self) -> None:
+        """A stage takes long."""
+        said = f"{self.stage}: no end yet after {NOTICE:g} s of {self.limit:g}{self.waits_for()}"
+        print(f"kos: rank {self.rank}: {said}", file=sys.stderr, flush=True)
+
     def give_up(self) -> None:
         """What did not end is the finding."""
-        self.fail(f"no end within {self.limit:g} s")
+        self.fail(f"no end within {self.limit:g} s{self.waits_for()}")
         self.show()
+        if self.rank:
+            time.sleep(GRACE / 2)  # mpirun ends the others with the first one: rank 0 has the report
         os._exit(1)
 
 

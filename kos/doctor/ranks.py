@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import itertools
 import json
+import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +46,31 @@ class Matrix:
     labels: list[str]
     gigabytes_per_second: list[list[float | None]]
     latency_us: list[list[float | None]]  # one way
+
+
+def roll_call(rank: int) -> Callable[[], str]:
+    """Come to MPI_Init, which waits for all ranks without a limit; returns who of this host has, in words.
+
+    Open MPI gives the job a folder on each host; under another MPI nobody is named.
+    """
+    folder, size, job = map(os.environ.get, ("PMIX_SERVER_TMPDIR", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE"))
+    if folder is None or size is None or not os.access(folder, os.W_OK):
+        return lambda: "; MPI_Init waits for all ranks"
+    Path(folder, f"kos-doctor-{job}-{rank}").touch()
+
+    def words() -> str:
+        came = sorted(int(path.name.rpartition("-")[2]) for path in Path(folder).glob(f"kos-doctor-{job}-*"))
+        return f"; MPI_Init waits for {size} ranks, of which {ranks_in_words(came)} came on this host"
+
+    return words
+
+
+def start_mpi() -> None:
+    """MPI_Init as mpi4py would call it, but without Python's lock: while it waits, ``give_up`` can say so."""
+    spec = importlib.util.find_spec("mpi4py.MPI")
+    if spec is not None and spec.origin is not None and "mpiabi" not in spec.origin:
+        multiple = 3  # MPI_THREAD_MULTIPLE in Open MPI and MPICH
+        ctypes.CDLL(spec.origin).MPI_Init_thread(None, None, multiple, ctypes.byref(ctypes.c_int()))
 
 
 def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
