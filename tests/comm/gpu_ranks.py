@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 import kos
+from kos import ReduceOp
+from kos.comm.operation import Operation
 from kos.memory.array import Array
 from tests.comm.ranks import SUMS_IN_16_BITS
 
@@ -67,6 +70,30 @@ def address(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0]
 
 
+@contextmanager
+def noting_who_adds(comm: kos.Communicator) -> Iterator[None]:
+    """SUMS_IN_16_BITS tells of the last addition that ``comm`` prepared whether it is NCCL's own.
+
+    ``auto`` routes every call for itself; what a graph replays was prepared when it was captured.
+    """
+    backend: Any = comm.backend
+    prepare = backend.prepare
+
+    def noting(o: Operation) -> None:
+        prepare(o)
+        if o.reduction is not None and o.reduction.op not in (ReduceOp.MIN, ReduceOp.MAX):
+            part = backend if o.via is None else o.via
+            SUMS_IN_16_BITS.set(part.name == "nccl" and o.algorithm == "auto" and not o.deterministic)
+
+    backend.prepare = noting
+    token = SUMS_IN_16_BITS.set(False)
+    try:
+        yield
+    finally:
+        SUMS_IN_16_BITS.reset(token)
+        del backend.prepare
+
+
 class GPURanks:
     """``run(fn)`` runs ``fn(comm)`` on every rank; ``comm`` takes ndarrays, ``comm.comm`` is the communicator."""
 
@@ -75,14 +102,12 @@ class GPURanks:
 
     def run(self, fn: Callable[[Any], Any]) -> None:
         failure = b""
-        token = SUMS_IN_16_BITS.set(self.comm.backend_name == "nccl")
         try:
-            fn(OnGPU(self.comm))
+            with noting_who_adds(self.comm):
+                fn(OnGPU(self.comm))
             self.comm.synchronize()
         except BaseException:
             failure = traceback.format_exc().encode()
-        finally:
-            SUMS_IN_16_BITS.reset(token)
         for rank, text in enumerate(self._control.rendezvous.allgather(failure)):
             if text:
                 raise AssertionError(f"rank {rank} of {self.size} failed:\n{text.decode()}")

@@ -23,7 +23,7 @@ from kos.testing import spawn
 TIMEOUT = 30.0  # seconds
 
 SUMS_IN_16_BITS = ContextVar("SUMS_IN_16_BITS", default=False)
-"""Whether the backend under test rounds sums of 16-bit floats at every rank (NCCL unless deterministic)."""
+"""Whether the sum under test, of 16-bit floats, is rounded at every rank: those that NCCL itself adds are."""
 
 FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
 FLOAT8 = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]

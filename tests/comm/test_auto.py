@@ -29,6 +29,8 @@ from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, R
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
+from tests.comm.gpu_ranks import noting_who_adds
+from tests.comm.ranks import SUMS_IN_16_BITS
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_tuning import GPU, LINK, changed
 
@@ -160,6 +162,23 @@ def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
 
         assert (way(), way(deterministic=True)) == ("nccl", "peer")
         assert (way(algorithm="ring"), way(algorithm="halving_doubling")) == ("peer", "nccl")
+
+    run(body)
+
+
+def test_the_tests_on_gpus_know_who_added(fake: FakeNCCL) -> None:
+    """Which bound holds is known of each call: NCCL's own additions of 16-bit floats round at every rank."""
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        def bound(count: int, **options: Any) -> bool:
+            comm.all_reduce(zeros(count), **options)
+            return SUMS_IN_16_BITS.get()
+
+        with noting_who_adds(comm):
+            assert (bound(8), bound(5000), bound(5000, deterministic=True)) == (False, True, False)
+            assert bound(5000) and not bound(5000, algorithm="halving_doubling")
+            assert bound(5000) and bound(8, op=kos.ReduceOp.MAX)  # which rounds nothing
+        assert not SUMS_IN_16_BITS.get()
 
     run(body)
 

@@ -19,7 +19,6 @@ from kos.comm import launches, tuning
 from kos.files import cache_folder
 from kos.memory.array import Array
 from tests.comm.gpu_ranks import GPURanks
-from tests.comm.ranks import SUMS_IN_16_BITS
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to run on GPUs
     test_all_gather,
     test_all_gather_v,
@@ -88,15 +87,11 @@ def gpu_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> ko
 
 
 @pytest.fixture
-def ranks(
-    request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world: kos.Communicator
-) -> Iterator[GPURanks]:
+def ranks(request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
     case = getattr(request.node, "callspec", None)
     if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
         pytest.skip("products of complex numbers are refused by name")
-    token = SUMS_IN_16_BITS.set(True)  # where nccl adds them
-    yield GPURanks(gpu_world, mpi_world)
-    SUMS_IN_16_BITS.reset(token)
+    return GPURanks(gpu_world, mpi_world)
 
 
 def test_backends_alternate_on_one_stream(ranks: GPURanks, seed: int) -> None:
