@@ -3,8 +3,9 @@
 The same model, weights, tokens and work in every row: forward, backward, clipping by global norm and AdamW.  kos is
 the engine that ``python -m kos.train`` runs, whose flags are taken here too; torch are the ``--torch`` variants of
 ``benchmarks.torch_llama``.  Each is a group of processes of its own, one a rank, which begins with the same weights
-and has a time limit: what fails loses its row only.  kos is measured between the variants of torch, each
-``--repeats`` times, the median step of ``--steps``; a row's figure is the median.  Losses are compared step by step.
+and has a time limit: what fails loses its row only, and ``--json`` is written after each.  kos is measured between the
+variants of torch, each ``--repeats`` times, the median step of ``--steps``; a row's figure is the median.  Losses are
+compared step by step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -31,7 +33,7 @@ import numpy as np
 from benchmarks.collectives import report
 from kos.comm.mpi_job import launched_rank
 from kos.errors import ConfigError, KosError
-from kos.files import check_writable
+from kos.files import check_writable, replace_file
 from kos.train.config import TrainConfig, parse
 from kos.train.data import Dataset, Tokens
 from kos.train.llama_config import LlamaConfig
@@ -159,6 +161,7 @@ class Group:
         self.name, self.limit, self.log = name, options.limit, logs / name
         self.seconds: list[float] = []
         self.losses: list[float] = []
+        self.lost = False
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -203,18 +206,26 @@ class Group:
                 dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
                 if dead:
                     said = [line for line in Path(f"{self.log}-{dead[0]}").read_text().splitlines() if line.strip()]
+                    self.lost = True
                     raise Lost(f"rank {dead[0]} ended: {said[-1][:300] if said else 'without a word'}")
+        self.lost = True
         raise Lost(f"no answer for {self.limit:g} s")
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
         for process in self.processes:
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one whose driver is stuck must not hold up the rest
+                process.wait(30)
 
 
-def measure(options: argparse.Namespace, arguments: list[str], logs: Path) -> tuple[list[Group], dict[str, str]]:
-    """kos and every variant of torch that came through, and why the others did not."""
+Keep = Callable[[list[Group], dict[str, str]], object]
+
+
+def measure(
+    options: argparse.Namespace, arguments: list[str], logs: Path, keep: Keep = lambda groups, skipped: None
+) -> tuple[list[Group], dict[str, str]]:
+    """kos and every variant of torch that came through, and why the others did not; ``keep`` gets them after each."""
     variants = options.torch.split(",") if options.compare else []
     kos = Group("kos", options, arguments, logs)
     groups, skipped, enough = [kos], {}, options.repeats
@@ -234,18 +245,26 @@ def measure(options: argparse.Namespace, arguments: list[str], logs: Path) -> tu
                     torch.measure()
                 groups.append(torch)
             except Lost as error:
-                if kos.processes[0].poll() is not None and not options.apart:
+                if kos.lost:
                     raise
                 skipped[variant] = str(error)
                 if isinstance(error, Stopped):
                     enough = 1
+                    groups += [torch] * bool(torch.seconds)
                     break
             finally:
                 torch.end()
+            if kos.seconds:
+                keep(groups, skipped)
         while len(kos.seconds) < enough:  # of torch not all came as far
             kos.measure()
+    except Lost as error:
+        if not kos.seconds:
+            raise
+        skipped["kos"] = str(error)
     finally:
         kos.end()
+    keep(groups, skipped)
     return groups, skipped
 
 
@@ -306,20 +325,42 @@ def print_rows(rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
             f"{first['tokens_per_second'] / row['tokens_per_second']:14.2f}{row['loss_difference']:14.1e}"
         )
     for variant, why in skipped.items():
-        print(f"torch {variant} left out: {why}")
+        print(f"torch {variant} left out: {why}" if variant != "kos" else f"kos ended early: {why}")
 
 
-def write(path: Path, header: dict[str, Any], rows: list[dict[str, Any]], skipped: dict[str, str]) -> None:
-    """To a file that may hold rows of the same machine, software and commit: these are kept."""
+def print_scaling(rows: list[dict[str, Any]], path: Path) -> None:
+    """Against the rows of one rank that the neighbour of ``path``, train-X-8.json, has: train-X-1.json."""
+    alone = path.with_name(path.name.replace(f"-{rows[0]['ranks']}.json", "-1.json"))
+    if rows[0]["ranks"] == 1 or alone == path or not alone.exists():
+        return
+    same = ("preset", "batch_size", "seq_len", "implementation", "variant")
+    known = {tuple(row[key] for key in same): row["tokens_per_second"] for row in json.loads(alone.read_text())["rows"]}
+    for row in rows:
+        if one := known.get(tuple(row[key] for key in same)):
+            share = row["tokens_per_second"] / row["ranks"] / one
+            print(
+                f"{row['implementation']} {row['variant']}: {share:.1%} of {row['ranks']} times the {one:,.0f} of one"
+            )
+
+
+def read_before(path: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """What is in the file, empty if it is none; refused where it is of another machine, software or commit."""
+    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    for key in ("hardware", "driver", "versions", "commit"):
+        if before and before[key] != header[key]:
+            raise SystemExit(f"--json {path}: expected results of {key} {header[key]}, got {before[key]}")
+    return before
+
+
+def write(
+    path: Path, header: dict[str, Any], before: dict[str, Any], rows: list[dict[str, Any]], skipped: dict[str, str]
+) -> None:
+    """Rows are added to those that were there ``before``."""
     result = {**header, "skipped": skipped, "rows": rows}
-    if path.exists():
-        before = json.loads(path.read_text())
-        for key in ("hardware", "driver", "versions", "commit"):
-            if before[key] != header[key]:
-                raise SystemExit(f"--json {path}: expected results of {key} {header[key]}, got {before[key]}")
+    if before:
         result["command"] = f"{before['command']} && {header['command']}"
         result |= {"skipped": before["skipped"] | skipped, "rows": before["rows"] + rows}
-    path.write_text(report.to_json(result))
+    replace_file(path, report.to_json(result).encode())
 
 
 def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfig]:
@@ -378,19 +419,26 @@ def main(arguments: list[str] | None = None) -> int:
     if launched_rank() != 0:  # rank 0 starts the processes of all
         return 0
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # and they may run where mpirun put any
+    header = report.provenance("benchmarks.train", 0 if options.device == "cuda" else None, options.ranks)
+    before = read_before(options.json, header) if options.json else {}
+
+    def keep(groups: list[Group], skipped: dict[str, str]) -> None:
+        if options.json:
+            write(options.json, header, before, make_rows(groups, options, config), skipped)
+
     signal.signal(signal.SIGTERM, stop)
     try:
         with tempfile.TemporaryDirectory() as logs:
-            groups, skipped = measure(options, [*arguments, "--ranks", str(options.ranks)], Path(logs))
+            groups, skipped = measure(options, [*arguments, "--ranks", str(options.ranks)], Path(logs), keep)
     except Lost as error:
         raise SystemExit(f"kos: {error}") from None
     rows = make_rows(groups, options, config)
     print_rows(rows, skipped)
     if options.json:
-        device = 0 if options.device == "cuda" else None
-        write(options.json, report.provenance("benchmarks.train", device, options.ranks), rows, skipped)
+        print_scaling(rows, options.json)
     allowed = TOLERANCE["float32" if options.device == "cpu" else "bfloat16"]
-    return int((bool(skipped) and len(groups) == 1) or not all(row["loss_difference"] <= allowed for row in rows))
+    alone = bool(skipped) and len(groups) == 1
+    return int(alone or "kos" in skipped or not all(row["loss_difference"] <= allowed for row in rows))
 
 
 if __name__ == "__main__":

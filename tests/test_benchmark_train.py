@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -63,15 +62,17 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(train.Lost, match="rank 0 ended: .*--preset: expected one of .* got 'nonsense'"):
         kos.warm_up()
     kos.end()
-    calls, failure, fails = [], train.Lost("out of memory"), "eager"
+    assert kos.lost
+    calls, failure, fails, kos_fails_at = [], train.Lost("out of memory"), "eager", 0
 
     class Stub:
-        processes = (SimpleNamespace(poll=lambda: None),)
-
         def __init__(self, name: str, *_: object) -> None:
-            self.name, self.seconds = name, list[float]()
+            self.name, self.seconds, self.lost = name, list[float](), False
 
         def measure(self) -> None:
+            if self.name == "kos" and len(self.seconds) + 1 == kos_fails_at:
+                self.lost = True
+                raise train.Lost("rank 5 ended")
             self.seconds.append(1.0)
             calls.append(f"{self.name} measure")
 
@@ -101,18 +102,37 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
         measured = [call for call in calls if call.endswith("measure")]
         if not apart and not fails and repeats > 1:
             assert "kos measure" in measured[2 * repeats - 1 :], "not spread over the variants"
+    options.apart, options.repeats, fails, kos_fails_at, kept = False, 2, "", 2, []
+    train.measure(options, [], tmp_path, lambda groups, skipped: kept.append(([g.name for g in groups], {**skipped})))
+    assert kept == [(["kos", "eager"], {}), (["kos", "eager"], {"kos": "rank 5 ended"})], "what came through is kept"
+    kos_fails_at = 1
+    with pytest.raises(train.Lost, match="rank 5 ended"):
+        train.measure(options, [], tmp_path)
 
 
 def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.json"
     header = {"hardware": "a", "driver": None, "versions": {}, "date": "", "commit": "c", "command": "x"}
-    train.write(file, header, [{"step_ms": 1.0}], {})
-    train.write(file, header | {"command": "y"}, [{"step_ms": 2.0}], {"flash": "why"})
+    train.write(file, header, train.read_before(file, header), [{"step_ms": 1.0}], {})
+    before = train.read_before(file, header | {"date": "later"})
+    for rows in ([], [{"step_ms": 2.0}]):  # as they come in
+        train.write(file, header | {"command": "y"}, before, rows, {"flash": "why"})
     assert json.loads(file.read_text()) == {
         **header, "command": "x && y", "skipped": {"flash": "why"}, "rows": [{"step_ms": 1.0}, {"step_ms": 2.0}],
     }  # fmt: skip
     with pytest.raises(SystemExit, match="expected results of commit d, got c"):
-        train.write(file, header | {"commit": "d"}, [], {})
+        train.read_before(file, header | {"commit": "d"})
+
+
+def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"preset": "1b", "batch_size": 2, "seq_len": 64, "implementation": "kos", "variant": "bfloat16"}
+    alone = [{**row, "tokens_per_second": 500.0}, {**row, "batch_size": 4, "tokens_per_second": 9.0}]
+    rows = [{**row, "ranks": 8, "tokens_per_second": 3900.0}, {**row, "ranks": 8, "preset": "x"}]
+    train.print_scaling(rows, tmp_path / "train-h200-8.json")
+    assert capsys.readouterr().out == ""
+    (tmp_path / "train-h200-1.json").write_text(json.dumps({"rows": alone}))
+    train.print_scaling(rows, tmp_path / "train-h200-8.json")
+    assert capsys.readouterr().out == "kos bfloat16: 97.5% of 8 times the 500 of one\n"
 
 
 def test_losses_that_differ_are_an_exit_code(
