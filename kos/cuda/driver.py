@@ -62,10 +62,10 @@ def require() -> None:
 
 def call(function: Any, *arguments: Any) -> Any:
     """Call a function of ``cuda.bindings.driver``; returns its value(s), raises CudaError."""
-    status, *values = function(*arguments)
-    if status:
-        raise error_of(function.__name__, status)
-    return values[0] if len(values) == 1 else tuple(values) or None
+    result = function(*arguments)
+    if result[0]:
+        raise error_of(function.__name__, result[0])
+    return result[1] if len(result) == 2 else result[1:] or None
 
 
 def error_of(name: str, status: Any) -> CudaError:
@@ -88,16 +88,19 @@ def primary_context(device: int) -> Any:
 class on_device:
     """Make ``device`` current on this thread within a ``with`` block, and the former one after it."""
 
-    __slots__ = ("context",)
+    __slots__ = ("_pushed", "context")
 
     def __init__(self, device: int) -> None:
         self.context = primary_context(device)
 
     def __enter__(self) -> None:
-        call(cu.cuCtxPushCurrent, self.context)
+        self._pushed = cu.cuCtxGetCurrent()[1] != self.context  # mostly it is current: asking costs a third
+        if self._pushed:
+            call(cu.cuCtxPushCurrent, self.context)
 
     def __exit__(self, *_: object) -> None:
-        call(cu.cuCtxPopCurrent)
+        if self._pushed:
+            call(cu.cuCtxPopCurrent)
 
 
 def set_device(device: int) -> None:

@@ -7,16 +7,19 @@ CUDA headers (cuda/atomic alone costs a second): inline PTX says what the langua
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
@@ -252,27 +255,70 @@ class Kernel:
         """A function that launches with these arguments on a stream: everything else is resolved, and loaded, now.
 
         ``overlap`` lets the launch begin before the kernel queued before it has ended (programmatic dependent
-        launch): the kernel must wait for it itself.
+        launch): the kernel must wait for it itself.  One thread at a time may call the function.
         """
-        config, handle, launch = self._config(grid, block, shared, cooperative, overlap), self.handle, self._launch
         with driver.on_device(self.device):
+            self._allow(shared)
             # CUDA would load it at its first launch, and wait for kernels that run, which may wait for this one.
-            call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(handle.handle)))
-        return lambda stream: launch(streams.as_stream(stream), config, handle, *arguments)
+            call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(self.handle.handle)))
+        config = _launch_config(grid, block, shared, cooperative, overlap)
+        parameters, kept = _parameters(arguments)
+        function, queue = cu.CUfunction(int(self.handle.handle)), cu.cuLaunchKernelEx
 
-    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool = False) -> Any:
+        def launch(stream: Any, keep: Any = (self, kept)) -> None:
+            config.hStream = streams.handle(stream)
+            (status,) = queue(config, function, parameters, 0)
+            if status:
+                raise driver.error_of("cuLaunchKernelEx", status)
+
+        return launch
+
+    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool) -> Any:
         from cuda.core import LaunchConfig
 
         with driver.on_device(self.device):
-            config = LaunchConfig(
-                grid=grid, block=block, shmem_size=shared,
-                is_cooperative=cooperative, programmatic_stream_serialization=overlap,
-            )  # fmt: skip
-            if shared > self._shared:  # beyond 48 KB a kernel must ask
-                limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
-                self._shared = shared
-        return config
+            self._allow(shared)
+            return LaunchConfig(grid=grid, block=block, shmem_size=shared, is_cooperative=cooperative)
+
+    def _allow(self, shared: int) -> None:
+        """Beyond 48 KB of shared memory a kernel must ask."""
+        if shared > self._shared:
+            limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
+            self._shared = shared
+
+
+def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:
+    """What cuLaunchKernelEx takes: the address of the arguments' addresses; and what holds both."""
+    words = [x if isinstance(x, int) else int.from_bytes(np.asarray(x).tobytes(), "little") for x in arguments]
+    words_of = ctypes.c_uint64 * len(words)
+    values = words_of(*words)  # which keeps the low bits of an int
+    first = ctypes.addressof(values)
+    places = words_of(*range(first, first + 8 * len(words), 8))
+    return ctypes.addressof(places), (values, places)
+
+
+def _launch_config(grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool) -> Any:
+    """CUDA's own CUlaunchConfig; its stream is set at the launch."""
+    kinds, attributes = cu.CUlaunchAttributeID, []
+    if cooperative:
+        attributes.append(cu.CUlaunchAttribute())
+        attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attributes[-1].value.cooperative = 1
+    if overlap:
+        attributes.append(cu.CUlaunchAttribute())
+        attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = _three(grid)
+    config.blockDimX, config.blockDimY, config.blockDimZ = _three(block)
+    config.sharedMemBytes = shared
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+def _three(sizes: Any) -> tuple[int, ...]:
+    return (*(sizes if isinstance(sizes, tuple) else (sizes,)), 1, 1)[:3]
 
 
 def load_kernel(path: Path, name: str, device: int, **defines: Define) -> Kernel:

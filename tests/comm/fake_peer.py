@@ -131,7 +131,6 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(engine, "load_kernel", HostKernel)
         monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
-        monkeypatch.setattr(peer, "_stream", lambda handle: handle)
         monkeypatch.setattr(driver, "synchronize", nothing)
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import subprocess
@@ -219,16 +220,48 @@ def test_lock_that_is_held_too_long_is_passed_over(cache: KernelCache, caplog: p
     assert "held for over 0.1 s" in caplog.text
 
 
+def test_parameters_of_a_bound_launch() -> None:
+    """The driver finds each argument's bytes at the address it is given for it."""
+    kinds = [np.uint64, np.int64, np.int32, np.float64, np.float32, np.float64, np.float32, ml_dtypes.bfloat16, bool]
+    given = [2**64 - 1, -2, -3, 0.5, np.float32(1.1), np.float64(np.pi), ctypes.c_float(1.5),
+             ml_dtypes.bfloat16(3), True]  # fmt: skip
+    address, kept = kernels._parameters(given)
+    places = (ctypes.c_uint64 * len(given)).from_address(address)
+    for kind, x, place in zip(kinds, given, places, strict=True):
+        dtype = np.dtype(kind)
+        found = np.frombuffer(ctypes.string_at(place, dtype.itemsize), dtype)[0]
+        assert found == dtype.type(getattr(x, "value", x)), (kind, x)
+    del kept
+
+
+def test_config_of_a_bound_launch() -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    config = kernels._launch_config((7, 8), 128, 1000, True, True)
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 8, 1)
+    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
+    assert (config.sharedMemBytes, config.numAttrs) == (1000, 2)
+    ids = driver.CUlaunchAttributeID
+    assert [attribute.id for attribute in config.attrs] == [
+        ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    ]  # fmt: skip
+    assert config.attrs[0].value.cooperative == config.attrs[1].value.programmaticStreamSerializationAllowed == 1
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("how", ["called", "bound", "bound to a handle"])
 @pytest.mark.parametrize(
     ("name", "dtype"), [("float", np.float32), ("bfloat16", ml_dtypes.bfloat16), ("int", np.int32)]
 )
 @pytest.mark.parametrize("count", [1, 31, 4099])
-def test_launch(device: int, stream, rng: np.random.Generator, name: str, dtype: type, count: int) -> None:
+def test_launch(device: int, stream, rng: np.random.Generator, name: str, dtype: type, count: int, how: str) -> None:
     x, y = (rng.integers(-40, 40, count).astype(dtype) for _ in range(2))
     a, b = (Array.from_numpy(v, device, stream=stream) for v in (x, y))
     kernel = cuda.load_kernel(SAXPY, "saxpy", device, DTYPE=name, OP="larger")
-    kernel(stream, 4, 128, a.pointer, b.pointer, np.float32(2), count)
+    arguments = 4, 128, a.pointer, b.pointer, np.float32(2), count
+    if how == "called":
+        kernel(stream, *arguments)
+    else:
+        kernel.bind(*arguments)(stream if how == "bound" else int(stream.handle))
     expected = np.maximum(2 * x.astype(np.float64), y.astype(np.float64))
     np.testing.assert_array_equal(b.numpy(stream).astype(np.float64), expected)
     assert cuda.load_kernel(SAXPY, "saxpy", device, DTYPE=name, OP="larger") is kernel

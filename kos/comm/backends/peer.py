@@ -14,7 +14,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from kos.comm.operation import Operation
 from kos.comm.peer import MAX_RANKS, PeerEngine, Piece, Run
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import for_group
-from kos.cuda import driver, streams
+from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
@@ -46,8 +46,6 @@ _ALGORITHMS = ("one_shot", "two_shot", "ring", "tree")
 _BY_PARTS = 256 << 10
 """Bytes from which a broadcast goes to every rank in parts, which then go to all."""
 _NONE: Piece = (0, 0)
-
-_stream = lru_cache(256)(streams.as_stream)
 
 
 class PeerBackend(DeviceBackend):
@@ -226,14 +224,12 @@ class PeerBackend(DeviceBackend):
             return partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o))
 
     def _launch(self, run: Run, stream: int) -> None:
+        """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
         with driver.on_device(self.device):
-            self._follow(stream)
-            run(_stream(stream))
-
-    def _follow(self, stream: int) -> None:
-        """Let ``stream`` wait for the last operation, wherever that was queued: the kernels share the slab."""
-        last, self._at = self._at, stream
-        follow(stream, last, self._order)
+            if stream != self._at:
+                last, self._at = self._at, stream
+                follow(stream, last, self._order)
+            run(stream)
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""
@@ -290,8 +286,7 @@ class PeerBackend(DeviceBackend):
             )
             if run is not None:
                 return run
-        ordered = OrderedReduction(self, o) if o.send.count else _in_turn(())
-        return lambda stream: ordered(streams.handle(stream))
+        return OrderedReduction(self, o) if o.send.count else _in_turn(())
 
     def _bind_move(self, o: Operation) -> Run:
         """Everything that is one exchange."""
@@ -369,7 +364,7 @@ class PeerBackend(DeviceBackend):
                 self._exchanges.clear()
             with relaxed_capture():
                 self._exchanges[key] = self._engine.bind_exchange(sends, recvs)
-        self._exchanges[key](_stream(stream))
+        self._exchanges[key](stream)
 
     def share(self, pointer: int, nbytes: int, stream: int) -> None:
         """All-gather in place: this rank's ``nbytes`` lie at its place in the memory at ``pointer``."""
