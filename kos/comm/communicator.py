@@ -276,10 +276,10 @@ class Communicator(Operations):
             check_algorithm(algorithm, o)
         if async_op and self._batch is not None:
             raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
+        o.overlap = async_op
         self.backend.prepare(o)
         if self._batch is not None:
             return self._batch.add(o)
-        o.overlap = async_op
         work = self._launch(o, self._depth)
         return work if async_op else work.wait()
 

@@ -257,13 +257,19 @@ class PeerEngine:
             *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
         )  # fmt: skip
 
-    def bind_reduce_scatter(self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run | None:
+    def bind_reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, beside: bool = False
+    ) -> Run | None:
         """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
         part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, complex numbers,
-        PREMUL_SUM."""
+        PREMUL_SUM.  ``beside``: by copy engines; ``send`` is symmetric then."""
         nbytes = count * dtype.itemsize
         if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
             return None
+        if beside:
+            kernel = self._kernel("all_reduce_copies.cu", Launch("copies"), dtype, op)
+            inputs = self._everywhere(send)
+            return self._copies.reduce_scatter(kernel, self.bind_barrier(), 512, dtype.itemsize, count, inputs, recv)
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
@@ -272,12 +278,14 @@ class PeerEngine:
             self._context.pointer, self.memory.pointer, self.rank, self._in, batch, send, recv, count,
         )  # fmt: skip
 
-    def bind_all_gather(self, send: int, recv: int, nbytes: int) -> Run | None:
-        """The all-gather of ``nbytes`` from each rank into symmetric memory; None for anything else, and for parts
-        that are no whole vectors."""
+    def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
+        """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if ``beside``; None for
+        anything else, and for parts that are no whole vectors."""
         place = self._symmetric(recv, nbytes * self.size)
         if place is None or nbytes % 16 or not nbytes:
             return None
+        if beside:
+            return self._copies.all_gather(self.bind_barrier(), nbytes, send, self._everywhere(recv))
         kernel = load_kernel(KERNELS / "all_gather.cu", "all_gather", self.device, THREADS=512, **self._macros)
         blocks = min(-(-nbytes // _SHARE), self.blocks)
         return self._bind(
@@ -291,16 +299,16 @@ class PeerEngine:
         return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
 
     def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
-        inputs, outputs = (
-            [base + pointer - memory.pointer for base in memory.pointers]
-            for pointer in (send, recv)
-            for memory in self._memories.values()
-            if memory.offset_of(pointer, 1) is not None
-        )
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
-        return self._copies.bind(
-            kernel, self.bind_barrier(), launch.threads, launch.pieces, dtype.itemsize, count, inputs, outputs
-        )
+        return self._copies.all_reduce(
+            kernel, self.bind_barrier(), launch.threads, launch.pieces, dtype.itemsize, count,
+            self._everywhere(send), self._everywhere(recv),
+        )  # fmt: skip
+
+    def _everywhere(self, pointer: int) -> list[int]:
+        """Where a symmetric buffer lies on each rank, as this one sees it."""
+        memory = next(each for each in self._memories.values() if each.offset_of(pointer, 1) is not None)
+        return [base + pointer - memory.pointer for base in memory.pointers]
 
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False) -> Run:
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.

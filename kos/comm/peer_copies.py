@@ -1,4 +1,9 @@
-"""All-reduce by copy engines, which move larger packets than kernels: for large messages, between symmetric buffers."""
+"""Collectives by copy engines, between symmetric buffers: they move larger packets than kernels, and leave the
+multiprocessors to what computes beside them.
+
+All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice.  The barriers are
+kernels: they wait with a deadline, and order the copies of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +22,18 @@ class Copies:
 
     def __init__(self, rank: int, size: int, device: int) -> None:
         self._rank, self._size, self._device = rank, size, device
+        self._others = [(rank + k) % size for k in range(1, size)]
         self._stream: Any = None
         self._staging: list[Scratch] = []  # graphs may use an older one
 
-    def bind(
+    def all_reduce(
         self, kernel: Any, barrier: Run, threads: int, pieces: int, itemsize: int, count: int,
         inputs: Sequence[int], outputs: Sequence[int],
     ) -> Run:  # fmt: skip
         """``inputs[r]`` and ``outputs[r]`` are rank r's buffers of ``count`` elements, as this rank sees them.
 
-        Copy engines fetch and deliver, ``kernel`` adds a piece while the next one is fetched.  All ranks copy from (and
-        to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice; pulls and pushes share one
-        stream because together they are slower.
+        Copy engines fetch and deliver, ``kernel`` adds a piece while the next one is fetched.  Pulls and pushes share
+        one stream because together they are slower.
         """
         rank, size = self._rank, self._size
         chunk = -(-count // size // 128) * 128
@@ -43,7 +48,7 @@ class Copies:
         with driver.on_device(self._device):
             flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
             events = [call(cu.cuEventCreate, flag) for _ in range(2 * len(cuts) + 2)]
-        others = [(rank + k) % size for k in range(1, size)]
+        others = self._others
         sums = [
             kernel.bind(
                 132, threads, rank, inputs[rank] + at, staging[i % 2], stride, outputs[rank] + at, nbytes // itemsize
@@ -79,6 +84,40 @@ class Copies:
                     call(cu.cuStreamWaitEvent, copy, events[2 * i - 1], 0)
                     push(i - 1)
             wait(copy, main, events[-2])
+            barrier(stream)
+
+        return run
+
+    def reduce_scatter(
+        self, kernel: Any, barrier: Run, threads: int, itemsize: int, count: int, inputs: Sequence[int], recv: int
+    ) -> Run:
+        """``inputs[r]`` is rank r's buffer of ``count`` elements for each rank, as this rank sees it; the sum of this
+        rank's goes to ``recv``, which may be that part of its own input."""
+        rank, nbytes = self._rank, count * itemsize
+        stride = -(-nbytes // 128) * 128
+        staging, own = self._room(self._size * stride), inputs[rank] + rank * nbytes
+        add = kernel.bind(132, threads, rank, own, staging, stride, recv, count)
+
+        def run(stream: Any) -> None:
+            barrier(stream)
+            for peer in self._others:
+                source = inputs[peer] + rank * nbytes
+                call(cu.cuMemcpyDtoDAsync, staging + peer * stride, source, nbytes, streams.handle(stream))
+            add(stream)
+            barrier(stream)
+
+        return run
+
+    def all_gather(self, barrier: Run, nbytes: int, send: int, outputs: Sequence[int]) -> Run:
+        """``nbytes`` of ``send`` go to their place in every rank's buffer ``outputs[r]``, as this rank sees it."""
+        at = self._rank * nbytes
+        targets = [outputs[rank] + at for rank in (*self._others, self._rank)]
+
+        def run(stream: Any) -> None:
+            barrier(stream)
+            for target in targets:
+                if target != send:
+                    call(cu.cuMemcpyDtoDAsync, target, send, nbytes, streams.handle(stream))
             barrier(stream)
 
         return run

@@ -53,6 +53,7 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
 )
 
 MUCH = 5_000_000  # bytes: more than slots hold
+BESIDE = 4 << 20  # bytes from which copy engines carry what overlaps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -118,6 +119,40 @@ def test_symmetric_buffers_at_every_size(ranks: GPURanks, seed: int) -> None:
                 assert_bits(source.numpy(), expected, f"{count} from {start} in place")
                 rest = out.numpy()[start + count :].view(np.uint8)
                 assert (rest == 255).all(), f"{count} from {start}: wrote beyond its end"
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(("dtype", "op"), [(np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG)], ids=str)
+def test_what_overlaps_goes_by_copy_engines(ranks: GPURanks, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    """Between symmetric buffers, in place and out of place, again and again with other data; not what is elsewhere."""
+
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        part = -(-BESIDE // dtype.itemsize // n // 8) * 8 + 8
+        x, out = (comm.allocate(n * part, dtype) for _ in range(2))
+        mine = slice(me * part, (me + 1) * part)
+        elsewhere = on_gpu(comm, poison(n * part, dtype))
+        for turn in range(3):
+            xs = inputs(seed + turn, n, n * part, dtype)
+            total = in_rank_order(xs, op, [])
+            parts = np.concatenate([xs[r][r * part : (r + 1) * part] for r in range(n)])
+            for name, source, target, expected in (
+                ("all_reduce", x, out, total), ("all_reduce", x, x, total), ("all_reduce", elsewhere, x, total),
+                ("reduce_scatter", x, out[mine], total[mine]), ("reduce_scatter", x, x[mine], total[mine]),
+                ("reduce_scatter", x, elsewhere[mine], total[mine]),
+                ("all_gather", x[mine], out, parts), ("all_gather", elsewhere[mine], x, parts),
+            ):  # fmt: skip
+                for each in (x, out, elsewhere):
+                    each.fill_bytes(255)
+                source.copy_from(xs[me][mine] if name == "all_gather" else xs[me])
+                options = {} if name == "all_gather" else {"op": op}
+                work = getattr(comm, name)(source, out=target, async_op=True, **options)
+                here = name != "all_reduce" or source is not elsewhere
+                assert ("copies" in str(work.operation.way)) == (here and n > 1), (name, work.operation.way)
+                work.wait()
+                comm.synchronize()
+                assert_bits(target.numpy(), expected, f"{name}, turn {turn}")
 
     ranks.run(body)
 

@@ -35,6 +35,7 @@ from tests.comm.test_peer import (  # noqa: F401 -- collected here
     test_messages,
     test_messages_of_a_batch_wait_for_none_of_it,
     test_minimum_keeps_nan,
+    test_what_overlaps_goes_by_copy_engines,
     test_windows_are_freed_when_all_ranks_let_go,
 )
 from tests.host_compiler import COMPILER
@@ -88,6 +89,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with no_gpus(monkeypatch, SIZE):
         monkeypatch.setattr(on_gpus, "LARGE", 20_011)
         monkeypatch.setattr(on_gpus, "MUCH", 400_000)
+        for module, name in ((on_gpus, "BESIDE"), (peer_backend, "_BESIDE")):
+            monkeypatch.setattr(module, name, 10_000)
         yield
 
 

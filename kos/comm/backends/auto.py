@@ -88,6 +88,8 @@ class AutoBackend(Backend):
             return self._only
         if o.deterministic or o.algorithm != "auto":
             return self._ordered if self._ordered.has_algorithm(o) else self.gpus[0]
+        if o.overlap and self._ordered.beside(o):
+            return self._ordered
         limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
         if o.name in _BY_OUTPUT and o.recv is not None:
             buffer = o.recv

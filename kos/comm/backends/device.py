@@ -95,6 +95,10 @@ class DeviceBackend(HostBackend):
         """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
         return False
 
+    def beside(self, o: Operation) -> bool:
+        """Whether the backend carries an overlapped operation without multiprocessors."""
+        return False
+
     def has_algorithm(self, o: Operation) -> bool:
         """Whether the backend carries the operation by the algorithm that it names."""
         return True

@@ -5,7 +5,8 @@ and add in rank order (``nccl_ordered``).  So every result has the same bits on 
 ``deterministic`` or not, 16-bit floats are added in fp32, and any dtype, count and alignment will do.
 
 Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no
-detour.  Several ranks may share a GPU as processes, which take turns on it.
+detour, and what is large and overlaps other work (``async_op=True``) goes by copy engines.  Several ranks may share
+a GPU as processes, which take turns on it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
 from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
 from kos.comm.peer import MAX_RANKS, PeerEngine, Piece, Run
+from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import for_group
 from kos.cuda import driver
@@ -43,8 +45,11 @@ _HALT_SECONDS = 20.0
 _KNOWN = 4096
 """Launches that are kept: of calls with the same addresses, which a program makes again and again."""
 _ALGORITHMS = ("one_shot", "two_shot", "ring", "tree")
+_BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 256 << 10
 """Bytes from which a broadcast goes to every rank in parts, which then go to all."""
+_BESIDE = 4 << 20
+"""Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
 _NONE: Piece = (0, 0)
 
 
@@ -130,6 +135,18 @@ class PeerBackend(DeviceBackend):
             buffers = (o.recv, None) if o.name in ("broadcast", "scatter") else (o.send, None)
         return all(each is None or self._engine.is_symmetric(each.pointer, each.nbytes) for each in buffers)
 
+    def beside(self, o: Operation) -> bool:
+        """Whether copy engines carry it: it overlaps other work, is large, and its buffers are symmetric."""
+        buffer = o.recv if o.name == "all_gather" else o.send
+        if not o.overlap or o.name not in _BY_COPIES or buffer is None or buffer.nbytes < _BESIDE or self.size == 1:
+            return False
+        complex_or_scaled = buffer.dtype.kind == "complex" or (o.reduction and o.reduction.op is ReduceOp.PREMUL_SUM)
+        odd = o.name != "all_reduce" and buffer.nbytes % (16 * self.size)
+        if o.algorithm != "auto" or complex_or_scaled or odd:
+            return False
+        several = (o.send, o.recv) if o.name == "all_reduce" else (buffer,)
+        return all(each is not None and self._engine.is_symmetric(each.pointer, each.nbytes) for each in several)
+
     def has_algorithm(self, o: Operation) -> bool:
         return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in _ALGORITHMS)
 
@@ -203,7 +220,7 @@ class PeerBackend(DeviceBackend):
         send, recv, reduction = o.send, o.recv, o.reduction
         key = (
             o.name, send and (send.pointer, send.count, send.dtype), recv and (recv.pointer, recv.count, recv.dtype),
-            reduction and (reduction.op, reduction.factor), o.root, o.dst, o.src, o.algorithm,
+            reduction and (reduction.op, reduction.factor), o.root, o.dst, o.src, o.algorithm, o.overlap,
             o.send_counts and tuple(o.send_counts), o.recv_counts and tuple(o.recv_counts),
         )  # fmt: skip
         known = self._known.get(key)
@@ -267,7 +284,9 @@ class PeerBackend(DeviceBackend):
         dtype, count = DTYPES[name], o.send.count * per
         ends = o.send.pointer, o.recv.pointer
         launch = Launch(o.algorithm, threads=128)
-        if o.algorithm == "auto":
+        if self.beside(o):
+            launch = Launch("copies")
+        elif o.algorithm == "auto":
             launch = self._engine.launch_for(*ends, o.send.nbytes)
         reached = {"push": ends[1:], "direct": ends, "bulk": ends, "copies": ends}.get(launch.algorithm, ())
         o.way = self._engine.way(launch, o.send.nbytes, *reached)
@@ -281,8 +300,11 @@ class PeerBackend(DeviceBackend):
         name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
         if o.name == "reduce_scatter" and o.send.count:
             assert o.recv is not None
+            beside = self.beside(o)
+            if beside:
+                o.way = self._engine.way(Launch("copies"), o.send.nbytes, o.send.pointer)
             run = self._engine.bind_reduce_scatter(
-                o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op
+                o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op, beside=beside
             )
             if run is not None:
                 return run
@@ -299,9 +321,11 @@ class PeerBackend(DeviceBackend):
                     return self._broadcast_by_parts(send, recv, root or 0)
                 sends, recvs = [send if rank == root else _NONE] * size, self._only(root, recv)
             case "all_gather" | "all_gather_v":
-                direct = self._engine.bind_all_gather(send[0], recv[0], send[1]) if o.name == "all_gather" else None
+                direct, beside = None, self.beside(o)
+                if o.name == "all_gather":
+                    direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
                 if direct is not None:
-                    o.way = self._engine.way(Launch("all_gather"), recv[1], recv[0])
+                    o.way = self._engine.way(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
                     return direct
                 sends, recvs = [send] * size, self._cut(o.recv, o.recv_counts)
             case "all_to_all" | "all_to_all_v":
