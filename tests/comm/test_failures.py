@@ -429,11 +429,24 @@ def test_the_other_ranks_hear_of_an_exception(waiting: str) -> None:
     assert all("rank 1" in text for text in heard), heard
 
 
-def test_a_rank_that_returned_is_gone() -> None:
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
+    heard = threading.Event()
+
     def body(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            with pytest.raises(RankLost, match="rank 1 is gone: its function returned"):
-                comm.recv(np.zeros(1), 1)
+        part = comm.split(0)
+        assert part is not None
+        if comm.rank == 1 and closes:
+            comm.close()
+            part.send(np.ones(1), 0)  # another group
+            assert heard.wait(40)
+        elif comm.rank == 0:
+            if closes:
+                assert part.recv(np.zeros(1), 1) == 1
+            for call in (lambda: comm.recv(np.zeros(1), 1), comm.barrier, lambda: comm.rendezvous.allgather(b"")):
+                with pytest.raises(RankLost, match="rank 1 is gone: (its function returned|it closed its comm)"):
+                    call()
+            heard.set()
 
     spawn(body, 2, timeout=20)
 

@@ -69,6 +69,7 @@ class MockBackend(Backend):
     def close(self) -> None:
         if self._faults is not None:
             self._faults.close()
+        self._group.leave(self.rank, "it closed its communicator")
 
     def abort(self, reason: str) -> None:
         self._group.leave(self.rank, reason)
