@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 
 from kos.comm.arguments import check_timeout, number_in
 from kos.comm.backend import Backend, Probe
@@ -104,15 +105,16 @@ def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:
     """What all ranks together can use: a backend that one rank cannot use is usable on none."""
     mine = {name: kind.probe(rendezvous) for name, kind in BACKENDS.items()}
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
-    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps([wanted, ballot]).encode())]
-    for rank, (theirs, _) in enumerate(ballots):
+    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps([wanted, ballot, os.urandom(8).hex()]).encode())]
+    rendezvous.job = ballots[0][2]
+    for rank, (theirs, *_) in enumerate(ballots):
         if theirs != wanted:
             asked = f"rank {rendezvous.rank} asked for backend {wanted!r}"
             raise RendezvousError(f"init: {asked}, rank {rank} for {theirs!r}")
     agreed = dict(mine)
     for name in BACKENDS:
         holders: dict[str, int] = {}  # of each claim, the first rank
-        for rank, (_, votes) in enumerate(ballots):
+        for rank, (_, votes, _) in enumerate(ballots):
             usable, reason, claim = votes[name]
             if not usable:
                 agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")

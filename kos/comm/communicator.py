@@ -68,7 +68,9 @@ class Communicator(Operations):
         self._closed = False
         self._depth = 5  # frames from ``Recorder.record`` up to the caller of an operation
         ranks = list(range(self.size))
-        self._group = group or Group(Recorder(self.rank, self.size), "world", ranks, self.rank, backend.name)
+        self._group = group or Group(
+            Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
+        )
         self.recorder = self._group.recorder  # of the communicators split from this one too
         self.name = self._group.name
         _made.add(self)

@@ -32,6 +32,7 @@ class Rendezvous(ABC):
     rank: int
     size: int
     timeout: float
+    job: str = ""  # the same on all ranks, and no other job's
     threads: ThreadGroup | None = None
     mpi_comm: Any = None
     news: Any = None  # what a backend keeps there for the groups split from this one too

@@ -361,6 +361,21 @@ def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.Captur
     assert "rank_1.json: expected a dump of the job of rank 0's, got one of another job" in capsys.readouterr().err
 
 
+def test_dumps_of_two_jobs_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the second job rank 0 alone has left one, over that of the first."""
+    both = lambda comm: comm.recorder.dump(tmp_path / f"rank_{comm.rank}.json")  # noqa: E731
+    spawn(both, 2)
+    assert main([str(tmp_path)]) == 0
+    first = json.loads((tmp_path / "rank_1.json").read_text())["job"]
+    assert first == json.loads((tmp_path / "rank_0.json").read_text())["job"] != ""
+    spawn(lambda comm: both(comm) if comm.rank == 0 else None, 2)
+    second = json.loads((tmp_path / "rank_0.json").read_text())["job"]
+    capsys.readouterr()
+    assert main([str(tmp_path)]) == 2
+    expected = f"expected a dump of the job of rank 0's ({second}), got one of another job ({first})"
+    assert expected in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("size", "ranks", "calls", "said"),
     [

@@ -73,8 +73,8 @@ class Group:
 class Recorder:
     """The last operations of one rank, over a communicator and its splits."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, job: str = "") -> None:
+        self.rank, self.size, self.job = rank, size, job
         self._slots: list[Any] = [None] * SLOTS
         self._count = 0
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
@@ -128,6 +128,7 @@ class Recorder:
             "version": VERSION,
             "rank": self.rank,
             "world_size": self.size,
+            "job": self.job,
             "host": os.uname().nodename,
             "pid": os.getpid(),
             "reason": reason,

@@ -64,6 +64,7 @@ class Dump:
 
     rank: int
     size: int
+    job: str  # empty if unknown
     groups: dict[str, list[int]]
     calls: list[Call]
     time: int  # nanoseconds
@@ -86,7 +87,7 @@ def load(paths: Iterable[str | Path]) -> list[Dump]:
     """Read dumps, in the order of their ranks; a folder stands for the ``*.json`` in it.
 
     Raises DataError for a file that cannot be read or is no flight record, for two of the same rank, and for
-    one of another job, as far as its groups tell.
+    one of another job, as far as its groups tell, where another tool wrote it.
     """
     dumps: dict[int, Dump] = {}
     for given in map(Path, paths):
@@ -98,8 +99,11 @@ def load(paths: Iterable[str | Path]) -> list[Dump]:
             if dump.rank in dumps:
                 raise DataError(f"{file}: expected one dump a rank, got a second one of rank {dump.rank}")
             other = next(iter(dumps.values()), dump)
-            if dump.size != other.size or any(dump.groups.get(name, of) != of for name, of in other.groups.items()):
-                raise DataError(f"{file}: expected a dump of the job of rank {other.rank}'s, got one of another job")
+            alike = all(dump.groups.get(name, of) == of for name, of in other.groups.items())
+            if (dump.size, dump.job) != (other.size, other.job) or not alike:
+                job, another = (f" ({each.job})" if each.job else "" for each in (other, dump))
+                expected = f"expected a dump of the job of rank {other.rank}'s{job}, got one of another job{another}"
+                raise DataError(f"{file}: {expected}: give each job a folder of its own")
             dumps[dump.rank] = dump
     return [dumps[rank] for rank in sorted(dumps)]
 
@@ -111,7 +115,8 @@ def _load(file: Path) -> Dump:
             raise ValueError(f"version {data['version']!r}")
         groups = {name: [int(r) for r in json.loads(g["ranks"])] for name, g in data["pg_config"].items()}
         calls = [Call(entry) for entry in data["entries"]]
-        return Dump(int(data["rank"]), int(data["world_size"]), groups, calls, int(data.get("time_dumped_ns", 0)))
+        rank, size, job = int(data["rank"]), int(data["world_size"]), str(data.get("job", ""))
+        return Dump(rank, size, job, groups, calls, int(data.get("time_dumped_ns", 0)))
     except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:  # no file, no JSON, or of another kind
         got = f"one without {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise DataError(f"{file}: expected a flight record of version 2, got {got}") from error
