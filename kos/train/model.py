@@ -24,12 +24,20 @@ HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model 
 Weights = Mapping[str, Array]
 
 
+Lookups = Callable[[Array, Array], tuple[Array, Array]]
+
+
 class Gradients(NamedTuple):
-    """Where a backward puts the gradients of weights, whether it adds to them, and whom it tells."""
+    """Where a backward puts the gradients of weights, whether it adds to them, and whom it tells.
+
+    ``lookups(tokens_N, d_rows_ND)`` gives those of all ranks, where every rank works out for all what the embedding
+    gets from its lookups: a few rows, of which the sum over ranks would be the whole table.
+    """
 
     of: Weights
     accumulate: bool
     final: Callable[[str], object]
+    lookups: Lookups | None = None
 
 
 class BlockActivations(NamedTuple):
@@ -90,13 +98,16 @@ class Llama:
 
     def queue_loss_and_gradients(
         self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, loss: Array, *, accumulate: bool,
-        on_gradient: Callable[[str], object] | None = None,
+        on_gradient: Callable[[str], object] | None = None, lookups: Lookups | None = None,
     ) -> None:  # fmt: skip
         """As ``loss_and_gradients``, inside ``ops.step`` of the caller: the loss goes to ``loss`` (1,), float64.
 
+        With ``lookups`` (see ``Gradients``) a tied embedding is final once the head has put its share there, and one
+        that is not tied never is: what follows is no longer this rank's alone.
+
         Waits for nothing, so that a dialect that queues its work may have the pass captured.
         """
-        into = Gradients(gradients, accumulate, on_gradient or (lambda name: None))
+        into = Gradients(gradients, accumulate, on_gradient or (lambda name: None), lookups)
         with self.arena.scope():
             tokens_N, targets_N = self._flatten(tokens, targets)
             dx_ND = self._take(weights, len(tokens_N), self.config.hidden_size)
@@ -170,8 +181,12 @@ class Llama:
         """The last of all; a tied head has already put its share there."""
         name = self.config.embedding
         accumulate = into.accumulate or self.config.tie_word_embeddings
-        self.ops.embedding_backward(dx_ND, tokens_N, into.of[name], accumulate, self.arena)
-        into.final(name)
+        with self.arena.scope():
+            if into.lookups is not None:
+                tokens_N, dx_ND = into.lookups(tokens_N, dx_ND)
+            self.ops.embedding_backward(dx_ND, tokens_N, into.of[name], accumulate, self.arena)
+        if into.lookups is None:
+            into.final(name)
 
     def block(
         self, layer: int, weights: Weights, x_ND: Array, seq_len: int, out_ND: Array | None = None
@@ -277,7 +292,7 @@ class Llama:
                     ops.linear_backward(
                         logits_NV, normed_ND[rows], weights[name], d_normed_ND[rows], into.of[name], add, arena
                     )
-            if not self.config.tie_word_embeddings:
+            if into.lookups is not None or not self.config.tie_word_embeddings:
                 into.final(name)
             ops.zero(dx_ND)
             self._norm_backward(weights, norm, d_normed_ND, x_ND, rstd_N, dx_ND, into)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
 from kos.testing import spawn
+from kos.train.gpt2 import make_model
+from kos.train.llama_config import LlamaConfig
+from kos.train.ops import numpy as ops
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parameters import Parameters
 
@@ -53,6 +58,44 @@ def test_sum(size: int, deterministic: bool, bucket_bytes: int) -> None:
         np.testing.assert_allclose(result, exact, rtol=1e-5, atol=1e-5 * np.abs(micro).max())
         if deterministic:
             assert result.tobytes() == in_order.tobytes()
+
+
+def _gradients_of_a_model(comm: Communicator, tied: bool, gathered: bool, rounds: int) -> np.ndarray:
+    """Of a batch that all ranks share, in ``rounds``; with ``gathered`` each adds all ranks' lookups by itself."""
+    config = LlamaConfig(
+        vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model = make_model(config, ops)
+    weights = Parameters(config.parameter_shapes(), np.float32, config.fused_groups())
+    rng = np.random.default_rng(3)
+    weights.flat[:] = rng.normal(0, 0.2, weights.flat.size)
+    tokens = rng.integers(0, 37, (comm.size * rounds, 2, 9), np.int32)
+    gradients = weights.like()
+    gradients.flat[:] = np.nan if rounds == 1 or not gathered else 0
+    unsummed = config.embedding if gathered and not tied else None
+    parallel = DataParallel(comm, gradients, ops, bucket_bytes=600, unsummed=unsummed)
+    loss = np.zeros(1)
+    for index in range(rounds):
+        mine, last = tokens[index * comm.size + comm.rank], index + 1 == rounds
+        with ops.step(model.arena):
+            model.queue_loss_and_gradients(
+                weights, mine, np.roll(mine, -1, 1), gradients, loss, accumulate=parallel.accumulates(index),
+                on_gradient=parallel.gradient_ready if last else None,
+                lookups=partial(parallel.gather_lookups, model.arena) if last and gathered else None,
+            )  # fmt: skip
+        parallel.finish_round(index, rounds)
+    return gradients.flat
+
+
+@pytest.mark.parametrize(("tied", "rounds"), [(True, 1), (True, 2), (False, 1)])
+def test_gathered_lookups_give_the_same_sum(tied: bool, rounds: int) -> None:
+    summed, gathered = (
+        spawn(lambda comm, how=how: _gradients_of_a_model(comm, tied, how, rounds), 3) for how in (False, True)
+    )
+    for result in gathered:
+        assert result.tobytes() == gathered[0].tobytes()
+        np.testing.assert_allclose(result, summed[0], rtol=1e-4, atol=1e-5 * np.abs(summed[0]).max())
 
 
 @pytest.mark.parametrize(("batch", "micro", "size"), [(16, 2, 1), (16, 2, 4), (12, 3, 2), (8, 1, 8)])

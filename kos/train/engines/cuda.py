@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import Graph, capture
 from kos.cuda.streams import Event
+from kos.dtypes import DTYPES
 from kos.errors import CollectiveTimeout
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
@@ -61,11 +63,13 @@ class CudaEngine:
         self.sharded = config.zero == 1 and comm.size > 1
         multiple = comm.size * CHUNK if self.sharded else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
+        self.lookups = comm.size > 1 and gathers_lookups(config, model, comm.size, len(rounds))
 
         def plan() -> MemoryPlan:
             return plan_memory(
                 config, model, ops, ranks=comm.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
                 sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
+                lookups=self.lookups,
             ).check()  # fmt: skip
 
         heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
@@ -81,14 +85,20 @@ class CudaEngine:
         self.model.arena.reserve(self.plan.arena)
         self.model.arena.fix()
         shapes, groups = model.parameter_shapes(), model.fused_groups()
-        self.gradients = Parameters(shapes, "float32", groups, ops.zeros, multiple)
+        self.gradients = Parameters(shapes, "float32", groups, self._zeros, multiple)
+        self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
+        unsummed = model.embedding if self.lookups and not model.tie_word_embeddings else None
         self.parallel = DataParallel(
             comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=BUCKET_BYTES,
-            sharded=self.sharded,
+            sharded=self.sharded, unsummed=unsummed,
         )  # fmt: skip
         dtype = config.master_dtype
         master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)
-        copy = self.gradients.like(config.dtype) if self.sharded or config.dtype != dtype else None
+        copy = None
+        if self.sharded:
+            copy = Parameters(shapes, config.dtype, groups, self._zeros, multiple)
+        elif config.dtype != dtype:
+            copy = self.gradients.like(config.dtype)
         self.weights: Any = master if copy is None else copy  # what passes read
         self.optimizer = CudaAdamW(
             ops, master, copy, config.make_schedule(), betas=(config.beta1, config.beta2), eps=config.eps,
@@ -103,6 +113,15 @@ class CudaEngine:
         self._graph: Graph | None = None
         self._late = [_Late(self._all, self.optimizer.state) for _ in range(self.lag + 2)]
         self._newest: _Late | None = None  # of the steps under way
+
+    def _zeros(self, size: int, dtype: Any) -> Array:
+        """Memory that the ranks of a machine reach into, where they can: collectives beside a pass leave it all SMs."""
+        if "peer" not in self.comm.backend_name:
+            return self.ops.zeros(size, dtype)
+        memory = self.comm.allocate(size, dtype)
+        array = Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)
+        self.ops.zero(array)
+        return array
 
     def _search(self, ops: CudaOps, model: LlamaConfig, rounds: int) -> CudaOps:
         """Operations whose matrix products are the fastest found: by one rank of a machine, for all and for later.
@@ -236,6 +255,7 @@ class CudaEngine:
     def _queue_gradients(self) -> None:
         """Forward and backward of every micro-batch of this rank, and the sums over all."""
         weights = self.parallel.gather(self.weights) if self.sharded else self.weights
+        lookups = partial(self.parallel.gather_lookups, self.model.arena)
         for index in range(self._rounds):
             last = index + 1 == self._rounds
             tokens, targets = self.feed.batch[index][0], self.feed.batch[index][1]
@@ -244,6 +264,7 @@ class CudaEngine:
                     weights, tokens, targets, self.gradients, self._mine[1 + index : 2 + index],
                     accumulate=self.parallel.accumulates(index),
                     on_gradient=self.parallel.gradient_ready if last else None,
+                    lookups=lookups if last and self.lookups else None,
                 )  # fmt: skip
             self.parallel.finish_round(index, self._rounds)
 
@@ -290,6 +311,17 @@ class CudaEngine:
 
     def close(self) -> None:
         self._graph = None  # NCCL ends no communicator of which a graph holds calls
+
+
+def gathers_lookups(config: TrainConfig, model: LlamaConfig, ranks: int, rounds: int) -> bool:
+    """Whether the rows that all ranks look up in a step are fewer bytes on the wire than the embedding's gradient.
+
+    That is the last gradient of a backward, and no computation is left to hide its sum.
+    """
+    if config.deterministic or config.micro_batch_size is None:
+        return False
+    gathered = ranks * config.micro_batch_size * config.seq_len * DTYPES[config.dtype].itemsize
+    return gathered < 2 * 4 * model.vocab_size and (model.tie_word_embeddings or rounds == 1)
 
 
 class _Late:

@@ -56,9 +56,10 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, ops: CudaOps, *, ranks: int, head_rows: int, multiple: int,
-    rounds: int, sharing: int = 1, carry: bool = False,
+    rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank.  ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic)."""
+    """The plan of one rank.  ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
+    ``lookups``: those of all ranks are gathered."""
     assert config.micro_batch_size is not None
     count = -(-model.num_parameters() // multiple) * multiple
     itemsize = DTYPES[config.dtype].itemsize
@@ -68,7 +69,7 @@ def plan_memory(
     has_copy = sharded or config.dtype != master
     rows = min(head_rows, config.micro_batch_size * config.seq_len)
     logits = rows * model.vocab_size * itemsize
-    arena = _peak(config, model, ops, head_rows)
+    arena = _peak(config, model, ops, head_rows, ranks if lookups else 1)
     uses = {
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
@@ -95,8 +96,8 @@ def plan_memory(
     return MemoryPlan({use: size for use, size in uses.items() if size}, arena, free // sharing, name, knobs)
 
 
-def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int) -> int:
-    """Bytes that a pass, or a validation, takes from the arena at most."""
+def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int, looking: int) -> int:
+    """Bytes that a pass, or a validation, takes from the arena at most; ``looking``: ranks whose lookups it gathers."""
     sizing = _Sizing(ops)
     llama = make_model(model, sizing, head_rows=head_rows, recompute=config.recompute)
     weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), sizing.zeros)
@@ -104,8 +105,14 @@ def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int)
     assert config.micro_batch_size is not None
     tokens = sizing.zeros((config.micro_batch_size, config.seq_len), np.int32)
     loss = sizing.zeros(1, np.float64)
+
+    def lookups(*mine: Array) -> Any:
+        return [llama.arena.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
+
     with sizing.step(llama.arena):
-        llama.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=False)
+        llama.queue_loss_and_gradients(
+            weights, tokens, tokens, gradients, loss, accumulate=False, lookups=lookups if looking > 1 else None
+        )
     llama.loss(weights, tokens, tokens)
     return llama.arena.peak + 4 * tokens.nbytes + ALIGNMENT * 4  # validation brings its tokens from the host
 

@@ -37,7 +37,8 @@ class DataParallel:
     """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``.
 
     ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets,
-    ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.
+    ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.  ``unsummed`` names a gradient that
+    every rank works out for all of them.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class DataParallel:
         deterministic: bool = False,
         bucket_bytes: int = 4 << 20,
         sharded: bool = False,
+        unsummed: str | None = None,
     ) -> None:
         self.comm, self.gradients, self.ops = comm, gradients, ops
         self.deterministic, self.sharded = deterministic, sharded
@@ -56,6 +58,11 @@ class DataParallel:
         multiple, total = gradients.multiple, gradients.flat.size
         step = max(1, bucket_bytes // gradients.flat.dtype.itemsize // multiple) * multiple
         self.buckets = [slice(start, min(start + step, total)) for start in range(0, total, step)]
+        self._members = [
+            {name for name, span in gradients.spans.items() if span.start < b.stop and b.start < span.stop} - {unsummed}
+            for b in self.buckets
+        ]
+        self._missing: list[set[str]] = []  # of each bucket, in the last round
         self._in_flight: list[Work] = []
 
     def accumulates(self, round_index: int) -> bool:
@@ -66,9 +73,13 @@ class DataParallel:
         """Called in the last round as the backward finishes each gradient: starts the buckets it completes."""
         if self.comm.size == 1 or self.deterministic:
             return
-        span, flat = self.gradients.spans[name], self.gradients.flat
-        for bucket in self.buckets:
-            if span.start < bucket.stop <= span.stop or (bucket is self.buckets[-1] and self._is_last(name)):
+        flat = self.gradients.flat
+        self._missing = self._missing or [set(names) for names in self._members]
+        for bucket, missing in zip(self.buckets, self._missing, strict=True):
+            if name in missing:
+                missing.remove(name)
+                if missing:
+                    continue
                 x = flat[bucket]
                 work = (
                     self.comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
@@ -76,6 +87,16 @@ class DataParallel:
                     else self.comm.all_reduce(x, async_op=True)
                 )
                 self._in_flight.append(work)
+
+    def gather_lookups(self, arena: Any, tokens_N: Array, d_rows_ND: Array) -> tuple[Array, Array]:
+        """Those of all ranks, in memory of ``arena``; all gradients that were begun have come then."""
+        both = []
+        for mine in (tokens_N, d_rows_ND):
+            of_all = arena.take((self.comm.size, *mine.shape), mine.dtype)
+            self._in_flight.append(self.comm.all_gather(mine, of_all, async_op=True))
+            both.append(of_all.reshape(-1, *mine.shape[1:]))
+        self._await()
+        return both[0], both[1]
 
     def finish_round(self, round_index: int, rounds: int) -> None:
         """Called after each backward; after the last, ``gradients`` hold the sum over all micro-batches."""
@@ -89,9 +110,13 @@ class DataParallel:
             if self._carry is not None and round_index + 1 < rounds:
                 self.ops.copy(flat, self._carry)
         elif round_index + 1 == rounds:
-            for work in self._in_flight:
-                work.wait()
-            self._in_flight.clear()
+            self._await()
+            self._missing = []
+
+    def _await(self) -> None:
+        for work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
 
     # ZeRO-1.
 
@@ -111,9 +136,6 @@ class DataParallel:
         length = (bucket.stop - bucket.start) // self.comm.size
         start = bucket.start + self.comm.rank * length
         return slice(start, start + length)
-
-    def _is_last(self, name: str) -> bool:
-        return name == next(reversed(self.gradients.spans))
 
 
 class Arriving(Mapping[str, Array]):
