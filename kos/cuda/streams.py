@@ -21,15 +21,15 @@ LEGACY = 1
 """Handle of the legacy default stream (CU_STREAM_LEGACY), as in DLPack and ``__cuda_array_interface__``."""
 
 
-def create_stream(device: int) -> Stream:
-    """A new non-blocking stream on ``device``."""
+def create_stream(device: int, *, urgent: bool = False) -> Stream:
+    """A new non-blocking stream on ``device``; blocks of an ``urgent`` one's kernels begin before those of others."""
     driver.require()
     from cuda.core import Device, StreamOptions
 
     with driver.on_device(device):
         owner = Device(device)
         owner.set_current()  # cuda.core wants it said by itself, once on each thread
-        return owner.create_stream(options=StreamOptions(nonblocking=True))
+        return owner.create_stream(options=StreamOptions(nonblocking=True, priority=-1 if urgent else 0))
 
 
 def as_stream(stream: Any) -> Stream:

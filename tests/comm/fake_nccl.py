@@ -272,7 +272,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
-    monkeypatch.setattr(device, "create_stream", lambda index: SimpleNamespace(handle=99))
+    monkeypatch.setattr(device, "create_stream", lambda index, **_: SimpleNamespace(handle=99))
     monkeypatch.setattr(nccl, "Scratch", Memory)
     for module in (nccl_ordered, nccl_schedule):
         monkeypatch.setattr(module, "as_stream", lambda handle: handle)
