@@ -19,7 +19,7 @@ import numpy as np
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import Reduction
 from kos.comm.rendezvous import Rendezvous
-from kos.comm.schedules import build
+from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import Request, Transport, execute
 from kos.comm.staging import Staging
 from kos.comm.work import Engine, Idle, Steps, Work
@@ -110,8 +110,10 @@ class Backend(ABC):
         """An array in the memory that this backend moves best.  Collective."""
         return np.empty(shape, dtype)
 
-    def prepare(self, operation: Operation) -> None:  # noqa: B027
+    def prepare(self, operation: Operation) -> None:
         """Refuse, before anything is sent, what this backend cannot carry; resolve what can be beforehand."""
+        if operation.algorithm != "auto" and self.size > 1:
+            runnable(operation.name, operation.algorithm, self.size, root=operation.root or 0)
 
     def owns(self, work: Work) -> bool:
         """Whether it started ``work``; splits share an engine."""
@@ -210,7 +212,7 @@ class Backend(ABC):
         if nbytes == 0:
             return
         algorithm = self.choose(o, collective, nbytes)
-        schedule = build(collective, algorithm, self.size, root=o.root or 0)
+        schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
         combine = o.reduction.combine if o.reduction is not None else _no_reduction
         yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(o))
 

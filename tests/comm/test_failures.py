@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import kos
 from kos import ReduceOp
 from kos.comm.backends import mock, mpi_messages
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.schedules import ScheduleError, registry
+from kos.comm.schedules.schedule import Moves
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -449,6 +451,29 @@ def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
             heard.set()
 
     spawn(body, 2, timeout=20)
+
+
+def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is sent, for each number of ranks; what is registered last counts."""
+    monkeypatch.setitem(registry._REGISTRY, "all_reduce", dict(registry._REGISTRY["all_reduce"]))
+
+    def to_and_fro(n: int, c: int, back: int = 2) -> Iterator[list[Moves]]:
+        yield [Moves(np.arange(1, n), 0, 0, count=c, reduce=True)]
+        yield [Moves(0, np.arange(1, back), 0, count=c)]
+
+    def body(comm: kos.Communicator) -> float:
+        return float(comm.all_reduce(np.ones(2), algorithm="own").sum())
+
+    def refused(comm: kos.Communicator) -> None:
+        with pytest.raises(ScheduleError, match="all_reduce/own on 3 ranks.*: rank 2, after the last round, data"):
+            body(comm)
+        assert comm.all_reduce(np.ones(1)) == 3
+
+    registry.algorithm("all_reduce", "own")(lambda n, c: to_and_fro(n, c, n))
+    assert spawn(body, 3) == [6] * 3
+    registry.algorithm("all_reduce", "own")(lambda n, c: to_and_fro(n, c))
+    assert spawn(body, 2) == [4] * 2
+    spawn(refused, 3)
 
 
 def test_a_message_sent_before_leaving_arrives() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from kos.comm.backends.nccl_ordered import KERNELS, THREADS, blocks, kernel_types, up
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp
-from kos.comm.schedules import build
+from kos.comm.schedules import build, runnable
 from kos.comm.schedules.execute import place_scratch
 from kos.comm.schedules.schedule import IN_PLACE, Schedule
 from kos.cuda import Kernel, driver, load_kernel
@@ -93,7 +93,7 @@ class ScheduledCollective:
         schedule = build(o.name, o.algorithm, backend.size, root=o.root or 0)
         unit = next(elements[space] // schedule.units[space] for space in schedule.spaces(backend.rank))
         chunks = max(1, min(_MOST_CHUNKS, unit * self._itemsize // _CHUNK_BYTES))
-        schedule = build(o.name, o.algorithm, backend.size, chunks, o.root or 0)
+        schedule = runnable(o.name, o.algorithm, backend.size, chunks, o.root or 0)
         self._rounds = self._compile(schedule, spaces, unit)
 
     def _load(self, kernel: str, dtype: str, result: str, op: str) -> Kernel:

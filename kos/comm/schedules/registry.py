@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from kos.comm.schedules.schedule import IN_PLACE, ROOTED, Rounds, Schedule
+from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument
 
 
@@ -30,6 +31,8 @@ def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = 
 
     def register(rounds: Callable[..., Rounds]) -> Callable[..., Rounds]:
         _REGISTRY[collective][name] = Algorithm(rounds, parts, ordered, inspect.getdoc(rounds) or "")
+        build.cache_clear()
+        runnable.cache_clear()
         return rounds
     return register
 
@@ -81,3 +84,12 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
     arguments = {name: given[name] for name in inspect.signature(rounds).parameters}
     return Schedule(collective, algorithm, ranks, parts(ranks, chunks), root, ordered,
                     lambda: () if ranks == 1 and collective in IN_PLACE else rounds(**arguments))
+
+
+@lru_cache(maxsize=256)
+def runnable(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: int = 0) -> Schedule:
+    """``build`` for backends: an algorithm of the user's own is verified.  Raises ScheduleError where it is wrong."""
+    schedule = build(collective, algorithm, ranks, chunks, root)
+    if not _REGISTRY[collective][algorithm].rounds.__module__.startswith("kos.comm.schedules."):
+        verify(schedule)
+    return schedule
