@@ -9,6 +9,7 @@ device never waits for it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from functools import partial
@@ -126,9 +127,9 @@ class CudaEngine:
     def _search(self, ops: CudaOps, model: LlamaConfig, rounds: int) -> CudaOps:
         """Operations whose matrix products are the fastest found: by one rank of a machine, for all and for later.
 
-        Its passes are over before the optimizer's state takes the memory that trying them needs.
+        Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need.
         """
-        config = self.config
+        config, model = self.config, dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
 
         def passes() -> CudaOps:
             trying = CudaOps(ops.device, ops.stream, search=True)
