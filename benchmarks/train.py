@@ -102,11 +102,16 @@ class KosTraining:
         return [result.seconds for result in results], [result.loss for result in results]
 
     def peak_memory(self) -> int | None:
-        """Bytes of device memory that were in use at once; None on CPUs."""
+        """Bytes of device memory that arrays took at once; None on CPUs."""
+        from kos.memory.array import Array
         from kos.memory.pool import pool_of
 
-        ops = getattr(self.engine, "ops", None)  # of a GPU
-        return None if ops is None else pool_of(ops.device).statistics().peak
+        engine: Any = self.engine
+        if not hasattr(engine, "ops"):
+            return None
+        reached = (engine.gradients.flat, engine.weights.flat)  # by other ranks, where the pool has not given them
+        beside = sum(flat.nbytes for flat in reached if isinstance(flat.owner, Array))
+        return pool_of(engine.ops.device).statistics().peak + beside
 
 
 def work(options: argparse.Namespace, config: TrainConfig) -> None:

@@ -10,12 +10,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import kos
 from benchmarks import train
 from kos.comm import Communicator
+from kos.memory import pool as pool_module
+from kos.memory.array import Array
 from kos.testing import spawn
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 
@@ -181,6 +184,18 @@ def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.Monk
 
         losses[device] = spawn(run, 1)[0]
     assert losses["cuda"] == pytest.approx(losses["cpu"], rel=1e-5) and losses["cpu"][-1] < losses["cpu"][0]
+
+
+def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = SimpleNamespace(statistics=lambda: SimpleNamespace(peak=100))
+    monkeypatch.setattr(pool_module, "pool_of", lambda device: pool)
+    own = Array(0, (3,), "float32", 0)
+    gradients, weights = (SimpleNamespace(flat=Array(0, (5,), "float32", 0, owner=owner)) for owner in (own, "pool"))
+    training = object.__new__(train.KosTraining)
+    training.engine = SimpleNamespace(ops=SimpleNamespace(device=0), gradients=gradients, weights=weights)  # type: ignore[assignment]
+    assert training.peak_memory() == 120
+    training.engine = SimpleNamespace()  # type: ignore[assignment]
+    assert training.peak_memory() is None
 
 
 @pytest.mark.parametrize(
