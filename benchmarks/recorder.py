@@ -77,7 +77,7 @@ def main() -> None:
             record[COMPLETED] = time_ns()
 
     nothing = best(empty)
-    launched, over = best(partial(group.recorder.record, group, operation, 1)) - nothing, best(complete) - nothing
+    launched, over = best(partial(group.record, operation, 1)) - nothing, best(complete) - nothing
     print(f"recorder: launch {launched:.0f} ns + completion {over:.0f} ns = {launched + over:.0f} ns a call")
     for ranks in (2, 4, 8):
         calls = calls_beside_others(ranks, operation)

@@ -39,7 +39,7 @@ class Persistent:
         if comm._batch is not None:
             return comm._batch.add(o, self)
         o.overlap = False  # as a batch may have left it
-        self._work = comm._launch(o, 4)
+        self._work = comm._launch(o, 3)
         return self._work
 
 

@@ -15,7 +15,7 @@ from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch
-from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.operation import Operation
 from kos.comm.operations import Operations
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
@@ -62,11 +62,9 @@ class Communicator(Operations):
         self._timeout = timeout
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
-        self._collectives = 0
-        self._messages = 0
         self._batch: Batch | None = None
         self._closed = False
-        self._depth = 5  # frames from ``Recorder.record`` up to the caller of an operation
+        self._depth = 4  # frames from ``Group.record`` up to the caller of an operation
         ranks = list(range(self.size))
         self._group = group or Group(
             Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
@@ -139,7 +137,7 @@ class Communicator(Operations):
         host = getattr(self.backend, "host", self.backend)
         if not isinstance(host, DeviceBackend):  # a call like others: compared with theirs before it waits elsewhere
             via = host if host is not self.backend else None
-            self._launch(Operation(call, self.rank, timeout=self._timeout, via=via), 5).wait()
+            self._launch(Operation(call, self.rank, timeout=self._timeout, via=via), 4).wait()
         else:
             with self._meeting():
                 calls = [theirs.decode() for theirs in self.rendezvous.allgather(call.encode())]
@@ -286,10 +284,10 @@ class Communicator(Operations):
         return work if async_op else work.wait()
 
     def _launch(self, operation: Operation, depth: int) -> Work:
-        """Launch a checked operation, whose caller is ``depth`` frames above ``Recorder.record``."""
+        """Launch a checked operation, whose caller is ``depth`` frames above ``Group.record``."""
         if self._closed:
             self._check_open()
-        self._note(operation, depth)
+        self._group.record(operation, depth)
         try:
             return self.backend.start(operation)
         except Exception as error:
@@ -303,25 +301,13 @@ class Communicator(Operations):
             operation.overlap = overlap
         if not isinstance(self.backend, DeviceBackend | AutoBackend):
             for operation in operations:
-                works.append(self._launch(operation, 5))
+                works.append(self._launch(operation, 4))
             return
         # Numbered as they begin: ranks are compared by how far they have come.
         for operation in self.backend.in_order(operations) if isinstance(self.backend, AutoBackend) else operations:
-            self._note(operation, 4)
+            self._group.record(operation, 3)
         if operations:
             works.extend(self.backend.start_all(operations))
-
-    def _note(self, operation: Operation, depth: int) -> None:
-        """Number and record an operation: at the launch, not when it was checked: a refused call does not count."""
-        operation.group = self.name
-        if operation.name not in POINT_TO_POINT:
-            operation.sequence, ends = self._collectives, None
-            self._collectives += 1
-        else:
-            operation.sequence = self._messages
-            self._messages += 1
-            ends = operation.dst, operation.src, operation.tag, operation.recv_tag
-        self.recorder.record(self._group, operation, depth, ends)
 
     def _check_open(self) -> None:
         if self._closed:

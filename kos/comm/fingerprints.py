@@ -17,7 +17,7 @@ from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, K
 
 _FAILURES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost)}
 
-TEXTS, TEXT_BYTES = 64, 1024
+TEXTS, TEXT_BYTES = 256, 1024
 """Descriptions of calls kept per rank, and bytes of each."""
 
 _DTYPES = [entry.numpy for entry in DTYPES.values()]

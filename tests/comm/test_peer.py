@@ -297,11 +297,11 @@ def test_refusals(ranks: GPURanks) -> None:
         if there != comm.device:
             elsewhere = Array.empty(4, np.float32, there)
             refused[f"got Array in memory of cuda:{there}"] = lambda: comm.all_reduce(elsewhere)
-        before = comm._collectives
+        before = comm._group.collectives
         for message, call in refused.items():
             with pytest.raises(InvalidArgument, match=message):
                 call()
-        assert comm._collectives == before
+        assert comm._group.collectives == before
         assert (comm.all_reduce(x).numpy() == comm.size).all()
 
     ranks.run(body)

@@ -20,7 +20,7 @@ from kos.comm.operation import Operation
 from kos.comm.peer import PeerEngine
 from kos.comm.reduction import resolve
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm import test_conformance as conformance
@@ -286,6 +286,21 @@ def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
         assert len({ways[name, 100] for name in names}) == 1
         assert len({ways[name, 1 << 17] for name in names}) == 4
         assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
+
+    ranks.run(body)
+
+
+def test_a_tag_is_refused_of_a_message_that_went_without_one(ranks: ThreadRanks) -> None:
+    """Launches are kept by what was called."""
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(5, np.float32, 0)
+        to, other = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        y = Array.zeros(5, np.float32, 0)
+        for _ in range(2):
+            comm.send_recv(x, y, to, other)
+            with pytest.raises(InvalidArgument, match="tag: expected 0"):
+                comm.send_recv(x, y, to, other, tag=1)
 
     ranks.run(body)
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from kos.comm import mpi_job
 from kos.comm.arguments import check_timeout
 from kos.comm.backends.host import HostBackend
-from kos.comm.operation import Operation
+from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.recorder import COMPLETED
 from kos.comm.recorder import failed as record_failure
 from kos.comm.rendezvous import Rendezvous
@@ -32,6 +32,10 @@ from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import LEGACY, Event
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
 
+Launch = Callable[[int], None]
+"""Queues an operation on the stream of that handle."""
+KNOWN = 4096
+"""Launches that are kept: of calls with the same addresses, which a program makes again and again."""
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with the other ranks', as far as those have come."""
 _DEAD_SECONDS = 0.5
@@ -58,10 +62,7 @@ def device_of(rendezvous: Rendezvous) -> DeviceInfo:
 
 
 class DeviceBackend(HostBackend):
-    """Carries arrays on the GPU ``device``.  Subclasses resolve operations (``prepare``) and end them (``halt``).
-
-    ``prepare`` leaves in ``operation.launch`` a function of a stream's handle that queues the operation there.
-    """
+    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``)."""
 
     device: int
     table: Table | None = None
@@ -72,6 +73,7 @@ class DeviceBackend(HostBackend):
         self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
+        self._known: dict[tuple[Any, ...], tuple[Launch, str | None, int]] = {}  # with the call's way and mark
         self._last: Operation | None = None
         self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
         self._announced: Operation | None = None  # the last collective
@@ -85,7 +87,7 @@ class DeviceBackend(HostBackend):
         """Carry one communicator's operations together with ``others`` of this GPU, and with ``host``."""
         self.together = others
         if self._side is None and len(others) > 1:
-            side = create_stream(self.device)
+            side = create_stream(self.device, urgent=True)
             for each in others:
                 each._side = side  # one for all: what overlaps the caller's work does not overlap itself
         if host is not None and host.shares_memory:
@@ -118,32 +120,55 @@ class DeviceBackend(HostBackend):
         return mpi_job.Backoff()
 
     def prepare(self, o: Operation) -> None:
-        """Refuse arrays that are elsewhere, and arrays of two orders; subclasses go on from here."""
-        first, recv = o.send or o.recv, o.recv
-        if first is None:
-            return
-        if first.device != self.device:
-            raise InvalidArgument(
-                f"x: expected memory of cuda:{self.device} (backend {self.name}), "
-                f"got {type(first.array).__name__} in memory of {first.place}"
-            )
-        if recv is not None and recv.stream != first.stream:
-            raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-        o.stream, o.queue = first.stream, first.queue
+        """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the launch of the operation."""
+        send, recv, reduction = o.send, o.recv, o.reduction
+        first = send or recv
+        if first is not None:
+            if first.device != self.device:
+                raise InvalidArgument(
+                    f"x: expected memory of cuda:{self.device} (backend {self.name}), "
+                    f"got {type(first.array).__name__} in memory of {first.place}"
+                )
+            if recv is not None and recv.stream != first.stream:
+                raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+            o.stream, o.queue = first.stream, first.queue
+        if tag := o.tag or o.recv_tag:
+            raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
+        key = (
+            o.name, send and send.pointer, send and send.count, send and send.dtype,
+            recv and recv.pointer, recv and recv.count, recv and recv.dtype,
+            reduction and reduction.op, reduction and reduction.factor, o.root, o.dst, o.src, o.algorithm,
+            o.deterministic, o.overlap, o.send_counts and tuple(o.send_counts), o.recv_counts and tuple(o.recv_counts),
+        )  # fmt: skip
+        known = self._known.get(key)
+        if known is None:
+            launch, lasts = self.resolve(o)
+            known = launch, o.way, self._calls.mark(o) if self._calls is not None and o.collective else 0
+            if lasts:
+                if len(self._known) == KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        o.launch, o.way, o.mark = known
+
+    @abstractmethod
+    def resolve(self, o: Operation) -> tuple[Launch, bool]:
+        """What queues the operation, and whether that will do for every such call; sets ``o.way`` where it matters."""
 
     def start(self, operation: Operation) -> Work:
-        self.check_fit(operation.name)
+        if self.broken is not None:
+            self.check_fit(operation.name)
+        launch, stream = operation.launch, operation.stream
         try:
             self._announce(operation)
             if operation.overlap:
                 return self._start_beside((operation,))[0]
-            assert operation.launch is not None
-            operation.launch(operation.stream)
+            assert launch is not None
+            launch(stream)
         except Exception as error:
             self._give_up(operation, error)
         self._last = operation
-        self._streams[operation.stream] = operation.queue
-        return DeviceWork(operation, self, operation.stream)
+        self._streams[stream] = operation.queue
+        return DeviceWork(operation, self, stream)
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
         self.check_fit(operations[0].name)
@@ -162,7 +187,7 @@ class DeviceBackend(HostBackend):
         return [DeviceWork(o, self, o.stream) for o in operations]
 
     def _announce(self, o: Operation) -> None:
-        if self._calls is not None and o.collective:
+        if self._calls is not None and o.name not in POINT_TO_POINT:
             self._calls.announce(o)
             self._announced = o
             if o.sequence >= self._compare_at:
@@ -180,7 +205,7 @@ class DeviceBackend(HostBackend):
         """Handle of the stream of what overlaps the caller's work."""
         if self._side is None:
             with relaxed_capture():
-                self._side = create_stream(self.device)
+                self._side = create_stream(self.device, urgent=True)  # few blocks, for which other ranks wait
         return int(self._side.handle)
 
     def _start_beside(self, operations: Sequence[Operation]) -> list[Work]:

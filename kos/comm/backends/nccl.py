@@ -19,7 +19,7 @@ from typing import Any
 
 from kos.comm import nccl_binding as binding
 from kos.comm.backend import Probe
-from kos.comm.backends.device import DeviceBackend, Scratch, device_of
+from kos.comm.backends.device import DeviceBackend, Launch, Scratch, device_of
 from kos.comm.backends.nccl_ordered import OrderedReduction, Piece, kernel_types
 from kos.comm.backends.nccl_schedule import ScheduledCollective
 from kos.comm.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
@@ -28,20 +28,16 @@ from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda import driver
 from kos.dtypes import DTYPES, DType
-from kos.errors import BackendUnavailable, CollectiveTimeout, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, CollectiveTimeout, KosError
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.windows import Window
 
 log = logging.getLogger(__name__)
 
-Launch = Callable[[int], None]
 Message = tuple[int, int, int]  # rank, address, bytes
 _Kind = tuple[str, int, str]
 
 _ABORT_SECONDS = 20.0
-_KNOWN = 4096
-"""Launches that are kept: of calls with the same addresses, which a program makes again and again."""
-_SIMPLE = frozenset({"all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all"})
 _SCRATCH_BYTES = 1 << 20  # the least that is allocated
 
 _OPS = {
@@ -63,7 +59,6 @@ class NCCLBackend(DeviceBackend):
         self._comm = self._join(rendezvous) if comm is None else comm
         self._revoked: Any = None  # the communicator after a failure
         self._outlives = _outlives_ranks(rendezvous)
-        self._known: dict[tuple[Any, ...], tuple[Launch, int]] = {}  # and the call's fingerprint
         self._met: set[_Kind] = set()  # kinds of calls that have connected to the others
         self._met_together: set[tuple[int, frozenset[_Kind]]] = set()  # which batches have: how many, and what
         self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
@@ -222,37 +217,14 @@ class NCCLBackend(DeviceBackend):
 
     # How operations are carried: each function returns the launch of one operation.
 
-    def prepare(self, o: Operation) -> None:
-        super().prepare(o)
-        if o.tag or o.recv_tag:
-            tag = o.tag or o.recv_tag
-            raise InvalidArgument(f"tag: expected 0 (nccl matches messages by their order), got {tag}")
-        send, recv, reduction = o.send, o.recv, o.reduction
-        key = (
-            o.name, send and send.pointer, recv and recv.pointer, send and send.count, send and send.dtype,
-            reduction and reduction.op, o.root, o.deterministic, o.algorithm,
-        )  # fmt: skip
-        known = self._known.get(key)
-        if known is None:
-            o.launch = self._resolve(o, key)
-        else:
-            o.launch, o.mark = known
-
-    def _resolve(self, o: Operation, key: tuple[Any, ...]) -> Launch:
-        """The launch of ``o``; kept for the next such call if that has all of its numbers in its key."""
+    def resolve(self, o: Operation) -> tuple[Launch, bool]:
         named = o.algorithm != "auto"
         launch = ScheduledCollective(self, o) if named else self._launchers[o.name](o)
         buffer = o.send or o.recv
         # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes, and by peer.
         how = f"{type(launch).__name__} {o.algorithm} {o.root} {o.dst} {o.src}"
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, how
-        if kind not in self._met:
-            return _First(self, o, launch, kind)
-        if o.name in _SIMPLE and (o.reduction is None or o.reduction.op is not ReduceOp.PREMUL_SUM):
-            if len(self._known) == _KNOWN:
-                self._known.clear()
-            self._known[key] = launch, self._calls.mark(o) if self._calls is not None else 0
-        return launch
+        return (launch, True) if kind in self._met else (_First(self, o, launch, kind), False)
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """What NCCL does alone goes as one group; what our kernels take part in follows, one by one."""

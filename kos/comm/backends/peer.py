@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 from kos.comm.backend import Probe
-from kos.comm.backends.device import DeviceBackend, Scratch, device_of, follow
+from kos.comm.backends.device import KNOWN, DeviceBackend, Scratch, device_of, follow
 from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
 from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
@@ -42,8 +42,6 @@ from kos.memory.windows import Window
 log = logging.getLogger(__name__)
 
 _HALT_SECONDS = 20.0
-_KNOWN = 4096
-"""Launches that are kept: of calls with the same addresses, which a program makes again and again."""
 _ALGORITHMS = ("one_shot", "two_shot", "ring", "tree")
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 256 << 10
@@ -66,7 +64,6 @@ class PeerBackend(DeviceBackend):
     def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
         super().__init__(rendezvous, device)
         self._rendezvous = rendezvous
-        self._known: dict[tuple[Any, ...], tuple[Callable[[int], None], str | None]] = {}
         self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
         self._made = 0  # windows, so far
@@ -215,30 +212,12 @@ class PeerBackend(DeviceBackend):
 
     # How operations are carried.
 
-    def prepare(self, o: Operation) -> None:
-        super().prepare(o)
-        send, recv, reduction = o.send, o.recv, o.reduction
-        key = (
-            o.name, send and (send.pointer, send.count, send.dtype), recv and (recv.pointer, recv.count, recv.dtype),
-            reduction and (reduction.op, reduction.factor), o.root, o.dst, o.src, o.algorithm, o.overlap,
-            o.send_counts and tuple(o.send_counts), o.recv_counts and tuple(o.recv_counts),
-        )  # fmt: skip
-        known = self._known.get(key)
-        if known is None:
-            known = self._resolve(o), o.way
-            if len(self._known) == _KNOWN:
-                self._known.clear()
-            self._known[key] = known
-        o.launch, o.way = known
-
-    def _resolve(self, o: Operation) -> Callable[[int], None]:
-        if o.tag or o.recv_tag:
-            raise InvalidArgument(f"tag: expected 0 (peer matches messages by their order), got {o.tag or o.recv_tag}")
+    def resolve(self, o: Operation) -> tuple[Callable[[int], None], bool]:
         if not self.has_algorithm(o):
             own = ", ".join(("'auto'", *_ALGORITHMS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.algorithm!r}")
         with relaxed_capture():
-            return partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o))
+            return partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o)), True
 
     def _launch(self, run: Run, stream: int) -> None:
         """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
@@ -384,7 +363,7 @@ class PeerBackend(DeviceBackend):
         """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
         key = *sends, *recvs
         if key not in self._exchanges:
-            if len(self._exchanges) == _KNOWN:
+            if len(self._exchanges) == KNOWN:
                 self._exchanges.clear()
             with relaxed_capture():
                 self._exchanges[key] = self._engine.bind_exchange(sends, recvs)

@@ -63,11 +63,38 @@ class Group:
     def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, backend: str) -> None:
         self.recorder, self.name, self.ranks, self.rank, self.backend = recorder, name, ranks, rank, backend
         self.number = recorder.add(self)
+        self.collectives = self.messages = 0  # launched so far
         self._splits = itertools.count()
 
     def next_split(self) -> str:
         """The name of the next split of this group; the same on all its ranks, for all of them split it."""
         return f"{self.name}.{next(self._splits)}"
+
+    def record(self, operation: Operation, depth: int) -> None:
+        """Number ``operation``, which is about to be launched, and note it as its caller ``depth`` frames up asked.
+
+        At the launch, not when it was checked: a refused call does not count.
+        """
+        ends: Ends | None = None
+        if operation.name not in POINT_TO_POINT:
+            operation.sequence = self.collectives
+            self.collectives += 1
+        else:
+            operation.sequence = self.messages
+            self.messages += 1
+            ends = operation.dst, operation.src, operation.tag, operation.recv_tag
+        operation.group = self.name
+        try:
+            frame = _getframe(depth)
+        except ValueError:  # C called us
+            frame = _getframe(depth - 1)
+        send, recv, recorder = operation.send, operation.recv, self.recorder
+        recorder.slots[recorder.count & _LAST] = operation.record = [
+            self, time_ns(), frame.f_code, frame.f_lasti, operation.name, operation.sequence,
+            send and send.shape, recv is not send and recv and recv.shape, send.dtype if send else recv and recv.dtype,
+            operation.reduction, operation.root, ends, operation.timeout, None, None,
+        ]  # fmt: skip
+        recorder.count += 1
 
 
 class Recorder:
@@ -75,8 +102,8 @@ class Recorder:
 
     def __init__(self, rank: int, size: int, job: str = "") -> None:
         self.rank, self.size, self.job = rank, size, job
-        self._slots: list[Any] = [None] * SLOTS
-        self._count = 0
+        self.slots: list[Any] = [None] * SLOTS
+        self.count = 0  # of the operations that were noted
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._open: set[int] = set()
@@ -98,26 +125,12 @@ class Recorder:
         if not self._open:
             recorders.discard(self)
 
-    def record(self, group: Group, operation: Operation, depth: int, ends: Ends | None = None) -> None:
-        """Note that ``operation`` is about to be launched, as its caller ``depth`` frames up asked."""
-        try:
-            frame = _getframe(depth)
-        except ValueError:  # C called us
-            frame = _getframe(depth - 1)
-        send, recv, count = operation.send, operation.recv, self._count
-        self._slots[count & _LAST] = operation.record = [
-            group, time_ns(), frame.f_code, frame.f_lasti, operation.name, operation.sequence,
-            send and send.shape, recv is not send and recv and recv.shape, send.dtype if send else recv and recv.dtype,
-            operation.reduction, operation.root, ends, operation.timeout, None, None,
-        ]  # fmt: skip
-        self._count = count + 1
-
     def entries(self) -> list[dict[str, Any]]:
         """The operations, the oldest first, with the keys of PyTorch's entries and a few more.
 
         ``send_recv`` becomes two entries.  The additional keys: ``reduce_op``, ``root``, ``tag``, ``error``.
         """
-        kept = [(n, self._slots[n & _LAST]) for n in range(max(0, self._count - SLOTS), self._count)]
+        kept = [(n, self.slots[n & _LAST]) for n in range(max(0, self.count - SLOTS), self.count)]
         return [entry for number, slot in kept for entry in _describe(number, _Entry(*slot))]
 
     def to_dict(self, reason: str = "") -> dict[str, Any]:
