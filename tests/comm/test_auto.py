@@ -427,6 +427,15 @@ def test_the_parts_take_turns(fake: FakeNCCL) -> None:
             comm.all_reduce(small, stream=8)
             comm.all_reduce(large, stream=9)
         assert [pair for pair in list(seen) if order in pair][2:] == [(order, 9), (8, order)]
+        comm.rendezvous.barrier()
+        seen.clear()
+        comm.rendezvous.barrier()
+        with comm.batch():  # of several streams: each part after all of the other's
+            for x, stream in ((large, 5), (zeros(9000), 6), (small, 7), (zeros(8), 8)):
+                comm.all_reduce(x, stream=stream)
+        taken = [pair for pair in list(seen) if order in pair]
+        waits = ((5, 8), (6, 8), (7, 5), (7, 6), (8, 5), (8, 6))
+        assert taken == [each for s, b in waits for each in ((order, b), (s, order))]
 
     run(body)
 

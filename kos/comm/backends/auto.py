@@ -7,9 +7,9 @@ compare their calls in one place, overlap on one stream, and fail together.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
@@ -51,7 +51,8 @@ class AutoBackend(Backend):
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
             gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
-        self._turn = self.gpus[0], 0  # the last part to queue something, and the stream
+        # The last part to queue something, and on which streams.
+        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()
         self._order = None if self._only is not None else Event(self.device)
 
     @classmethod
@@ -130,19 +131,20 @@ class AutoBackend(Backend):
             self.check_fit(operation.name)
         part = operation.via
         if part is not self.host:
-            self._take_turn(part, operation)
+            self._take_turn(part, (part.side if operation.overlap else operation.stream,))
         work: Work = part.start(operation)
         return work
 
-    def _take_turn(self, part: DeviceBackend, o: Operation) -> None:
+    def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
         """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
-        might begin with another."""
+        might begin with another.  Of its own calls, on whatever streams, each lets one follow the other; a batch is
+        in what order it likes."""
         if self._order is not None:
-            stream = part.side if o.overlap else o.stream
-            (former, last), self._turn = self._turn, (part, stream)
+            (former, last), self._turn = self._turn, (part, streams)
             if former is not part:
                 with driver.on_device(self.device):
-                    follow(stream, last, self._order)
+                    for stream, before in itertools.product(streams, last):
+                        follow(stream, before, self._order)
 
     def in_order(self, operations: Sequence[Operation]) -> list[Operation]:
         """As they are launched together, the same on all ranks: part by part."""
@@ -152,13 +154,12 @@ class AutoBackend(Backend):
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
         self.check_fit(operations[0].name)
         works: dict[int, Work] = {}
-        for part, several in groupby(self.in_order(operations), lambda o: o.via):
+        for part, several in itertools.groupby(self.in_order(operations), lambda o: o.via):
             mine = list(several)
             if part is self.host:
                 started = [part.start(o) for o in mine]
             else:
-                for o in mine:
-                    self._take_turn(part, o)
+                self._take_turn(part, dict.fromkeys(part.side if o.overlap else o.stream for o in mine))
                 started = part.start_all(mine)
             works.update(zip(map(id, mine), started, strict=True))
         return [works[id(o)] for o in operations]
