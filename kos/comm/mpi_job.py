@@ -175,11 +175,11 @@ def see_loss() -> None:
 
 def keep_unfinished(request: Any) -> None:
     """Keep a request that nobody waits for any more, and with it the memory that MPI may still touch."""
-    _unfinished[:] = [kept for kept in _unfinished if not _is_over(kept)]
+    _unfinished[:] = [kept for kept in _unfinished if not is_over(kept)]
     _unfinished.append(request)
 
 
-def _is_over(request: Any) -> bool:
+def is_over(request: Any) -> bool:
     try:
         return bool(request.Test())
     except load_mpi().Exception:  # MPI has ended and freed it

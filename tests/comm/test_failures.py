@@ -303,6 +303,32 @@ def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: py
     ranks_of_mpi.run(give_up_a_send)
 
 
+def abort_a_send(comm: kos.Communicator) -> None:
+    """Of a send that is under way at an abort nobody gets what its memory held later."""
+    for elements in (4, 4096, 1 << 20):
+        part, x = comm.duplicate(), np.ones(elements)
+        if comm.rank == 0:
+            part.send(x, 1, async_op=True)
+            part.abort(0, "it had enough")
+            x[:] = -7
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            y = np.zeros(elements)
+            with contextlib.suppress(RankLost):  # a short one has left its memory
+                part.recv(y, 0)
+                assert (y == 1).all()
+            with pytest.raises(RankLost, match="rank 0 is gone: .*it had enough"):
+                part.recv(y, 0)
+    comm.barrier()
+
+
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_a_send_under_way_at_an_abort(several: Any, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    if memory == "none":
+        monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+    several.run(abort_a_send)
+
+
 def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(several: Any) -> None:
     def body(comm: kos.Communicator) -> None:
         x, y = np.full(1 << 18, float(comm.rank)), np.zeros(1 << 18)

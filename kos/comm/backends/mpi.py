@@ -19,7 +19,7 @@ import numpy as np
 from kos.comm import mpi_job
 from kos.comm.backend import Probe, ends_group
 from kos.comm.backends.host import HostBackend
-from kos.comm.backends.mpi_messages import LARGEST, TAGS, Messages, News, as_bytes
+from kos.comm.backends.mpi_messages import LARGEST, TAGS, UNSENT, Messages, News, as_bytes
 from kos.comm.fingerprints import Fingerprints
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
@@ -89,7 +89,7 @@ class MPIBackend(HostBackend):
             self._messages.tell("gone", self.stops_at(self._begun), reason)
 
     def abort(self, reason: str) -> None:
-        super().abort(reason)
+        super().abort((UNSENT if self._messages.sending() else "") + reason)
         if mpi_job.fault_tolerant() and not self._MPI.Is_finalized():
             for comm in self._comms:
                 comm.Revoke()  # ranks of other hosts hear it by this
