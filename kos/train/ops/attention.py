@@ -51,15 +51,13 @@ def attention(
     log_sum_exp: Array,
     stream: Any,
     *,
-    spare: int = 0,
     family: str | None = None,
     tiles: Tiles | None = None,
 ) -> None:
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
     ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
-    fp32, of the scaled scores, is kept for the backward.  ``spare`` multiprocessors are left to kernels that run
-    beside this one, whose blocks stay until all is done.  ``family`` and ``tiles`` are for measurements.
+    fp32, of the scaled scores, is kept for the backward.  ``family`` and ``tiles`` are for measurements.
     """
     samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
@@ -82,7 +80,7 @@ def attention(
     kernel = _kernel("forward_hopper", "attention_forward", qkv, head_dim, tiles)
     shared = (2 * rows + 2 * int(tiles["STAGES"]) * keys) * row + _ALIGNMENT + 256
     maps = (_map(qkv, samples, length), _map(out, samples, length))
-    staying = min(grid, max(1, device_info(qkv.device).multiprocessors - spare))
+    staying = min(grid, device_info(qkv.device).multiprocessors)
     kernel(stream, staying, 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared)
 
 

@@ -38,15 +38,15 @@ FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
-    ``search`` lets matrix products be timed for their fastest algorithm on first use.  Attention leaves ``spare``
-    multiprocessors to communication that runs beside the forward, or is cuDNN's where ``cudnn`` is set.
+    ``search`` lets matrix products be timed for their fastest algorithm on first use.  Attention is cuDNN's where
+    ``cudnn`` is set.
     """
 
     cudnn: CudnnAttention | None = None
 
-    def __init__(self, device: int, stream: Any = None, *, search: bool = False, spare: int = 0) -> None:
+    def __init__(self, device: int, stream: Any = None, *, search: bool = False) -> None:
         driver.set_device(device)
-        self.device, self.spare = device, spare
+        self.device = device
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
         self.matmul = Matmul(device, self.stream, search=search)
         self.multiprocessors = device_info(device).multiprocessors
@@ -340,7 +340,7 @@ class CudaOps:
         if self.cudnn is not None:
             self.cudnn.forward(qkv, heads, kv_heads, out, log_sum_exp, arena)
         else:
-            attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream, spare=self.spare)
+            attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream)
 
     def attention_backward(
         self,
