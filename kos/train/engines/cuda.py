@@ -44,7 +44,8 @@ from kos.train.optimizer import AdamW
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parameters import Parameters, Shard
 
-BUCKET_BYTES = 64 << 20
+BUCKET_BYTES = 64 << 20  # at least
+BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
 HEAD_ROWS = 8192  # tokens whose logits are in memory at once
 _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
 
@@ -65,12 +66,18 @@ class CudaEngine:
         multiple = comm.size * CHUNK if self.sharded else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self.lookups = comm.size > 1 and gathers_lookups(config, model, comm.size, len(rounds))
+        bucket_bytes, staging = BUCKET_BYTES, 0
+        if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
+            bucket_bytes = max(BUCKET_BYTES, 4 * model.num_parameters() // BUCKETS)
+        self._reaches = comm.size > 1 and "peer" in comm.backend_name
+        if self._reaches:
+            staging = bucket_bytes * (1 if self.sharded else 2)
 
         def plan() -> MemoryPlan:
             return plan_memory(
                 config, model, ops, ranks=comm.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
                 sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
-                lookups=self.lookups,
+                lookups=self.lookups, staging=staging,
             ).check()  # fmt: skip
 
         heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
@@ -90,7 +97,7 @@ class CudaEngine:
         self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
         unsummed = model.embedding if self.lookups and not model.tie_word_embeddings else None
         self.parallel = DataParallel(
-            comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=BUCKET_BYTES,
+            comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
             sharded=self.sharded, unsummed=unsummed,
         )  # fmt: skip
         dtype = config.master_dtype
@@ -117,7 +124,7 @@ class CudaEngine:
 
     def _zeros(self, size: int, dtype: Any) -> Array:
         """Memory that the ranks of a machine reach into, where they can: collectives beside a pass leave it all SMs."""
-        if "peer" not in self.comm.backend_name:
+        if not self._reaches:
             return self.ops.zeros(size, dtype)
         memory = self.comm.allocate(size, dtype)
         array = Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)

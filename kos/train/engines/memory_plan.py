@@ -56,10 +56,10 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, ops: CudaOps, *, ranks: int, head_rows: int, multiple: int,
-    rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False,
+    rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False, staging: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank.  ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
-    ``lookups``: those of all ranks are gathered."""
+    ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added."""
     assert config.micro_batch_size is not None
     count = -(-model.num_parameters() // multiple) * multiple
     itemsize = DTYPES[config.dtype].itemsize
@@ -78,7 +78,7 @@ def plan_memory(
         f"activations, recompute {config.recompute}": arena - logits,
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": 3 * 8 * rounds * config.micro_batch_size * config.seq_len + cublaslt.WORKSPACE,
-        "kernels, graph, communication": RESERVE,
+        "kernels, graph, communication": RESERVE + staging,
     }
     knobs = []
     if config.micro_batch_size > 1:
