@@ -66,7 +66,7 @@ def test_under_mpirun(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("missing", "told"), [(0, "kos: error: rank 1: "), (1, "bad ")])
 def test_a_rank_that_does_not_reach_mpi_init(missing: int, told: str) -> None:
     late = f'test "$OMPI_COMM_WORLD_RANK" = {missing} && sleep 60; exec "$@"'
-    code = "import kos.doctor.__main__ as d\nd.NOTICE = 0.5"
+    code = "import kos.doctor.__main__ as d\nd.NOTICE, d.GRACE = 0.5, 1.0"
     status, said, seconds = run("--timeout", "1", launcher=(MPIRUN, "-n", "2", "sh", "-c", late, "sh"), code=code)
     assert status == 1 and seconds < 30
     why = f"; MPI_Init waits for 2 ranks, of which rank {1 - missing} came on this host"
