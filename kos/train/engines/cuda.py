@@ -329,7 +329,8 @@ def gathers_lookups(config: TrainConfig, model: LlamaConfig, ranks: int, rounds:
     if config.deterministic or config.micro_batch_size is None:
         return False
     gathered = ranks * config.micro_batch_size * config.seq_len * DTYPES[config.dtype].itemsize
-    return gathered < 2 * 4 * model.vocab_size and (model.tie_word_embeddings or rounds == 1)
+    summed = (4 if config.zero else 8) * model.vocab_size  # an all-reduce moves it twice
+    return gathered < summed and (model.tie_word_embeddings or rounds == 1)
 
 
 class _Late:
