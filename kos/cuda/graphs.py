@@ -49,7 +49,8 @@ class Graph:
         # No wait here: the collector may run during a capture. The driver frees a running graph when it ends.
         executable, self._executable = self._executable, None
         if executable is not None:
-            cu.cuGraphExecDestroy(executable)
+            with relaxed_capture():
+                cu.cuGraphExecDestroy(executable)
 
 
 @contextmanager
@@ -63,9 +64,14 @@ def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
     handle = streams.handle(stream)
     if handle == streams.LEGACY:
         raise InvalidArgument("capture: expected a stream of its own, got the legacy default stream")
-    call(cu.cuStreamBeginCapture, handle, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
     collects = gc.isenabled()
     gc.disable()
+    try:
+        call(cu.cuStreamBeginCapture, handle, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    except BaseException:
+        if collects:
+            gc.enable()
+        raise
     try:
         graph = Graph(int(call(cu.cuCtxGetDevice)))
         graph.keep(stream, *keep)
