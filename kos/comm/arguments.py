@@ -131,7 +131,7 @@ def output(out: Any, send: Buffer, shape: tuple[int, ...], stream: Any, own: int
 def in_and_out(x: Any, out: Any, stream: Any) -> tuple[Buffer, Buffer]:
     """The buffers of an operation whose output is as large as its input; the same one twice if in place."""
     if out is None or out is x:
-        buffer = as_buffer(x, "x", writable=True, stream=stream)
+        buffer = as_buffer(x, "x", True, stream)
         return buffer, buffer
     send = as_buffer(x, "x", writable=False, stream=stream)
     recv = as_buffer(out, "out", writable=True, stream=stream)

@@ -119,13 +119,13 @@ class Backend(ABC):
         """Whether it started ``work``; splits share an engine."""
         return work.backend is self
 
-    def check_fit(self, name: str) -> None:
-        """Raise the first failure of this communicator, if there was one, from ``name``, which is called now."""
+    def check_fit(self, what: object) -> None:
+        """Raise the first failure of this communicator, if there was one, from ``what``, which is called now."""
         if self.broken is not None:
-            raise type(self.broken)(f"{name}: the communicator failed before: {self.broken}")
+            raise type(self.broken)(f"{what}: the communicator failed before: {self.broken}")
 
-    def start(self, operation: Operation) -> Work:
-        """Launch one checked operation."""
+    def start(self, operation: Operation) -> Work | None:
+        """Launch one checked operation; None where it is queued in the order of its stream, so that nobody waits."""
         self.check_fit(operation.name)
         buffer = operation.send or operation.recv
         on_host = buffer is None or buffer.device is None

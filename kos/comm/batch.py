@@ -9,6 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise, zip_longest
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from kos.comm.backends.device import DeviceWork
 from kos.comm.operation import Operation
 from kos.comm.work import Work
 from kos.errors import InvalidArgument
@@ -26,6 +27,9 @@ class Persistent:
     def __init__(self, comm: Communicator, operation: Operation) -> None:
         self._comm, self._operation = comm, operation
         self._work: Work | None = None
+        # What starts on a GPU return: they queue up on one stream, so one will do for all.
+        backend: Any = operation.via or comm.backend
+        self._queued = None if operation.launch is None else DeviceWork(operation, backend)
 
     def start(self) -> Any:
         """Launch it once more; returns its Work.  Inside a batch it joins that, and returns the output array.
@@ -39,8 +43,11 @@ class Persistent:
         if comm._batch is not None:
             return comm._batch.add(o, self)
         o.overlap = False  # as a batch may have left it
-        self._work = comm._launch(o, 3)
-        return self._work
+        work = comm._launch(o, 3)
+        if work is None:
+            return self._queued
+        self._work = work
+        return work
 
 
 def persistent(call: Callable[Concatenate[Comm, P], Any]) -> Callable[Concatenate[Comm, P], Persistent]:

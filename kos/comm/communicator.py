@@ -15,7 +15,7 @@ from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Operation
 from kos.comm.operations import Operations
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous import Rendezvous
@@ -265,14 +265,14 @@ class Communicator(Operations):
 
     # Launching operations.
 
-    def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = "auto",
+    def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = AUTO,
             deterministic: bool = False) -> Any:  # fmt: skip
         o.timeout = self._timeout if timeout is None else check_timeout(timeout)
         if deterministic is not False:
             o.deterministic = truth("deterministic", deterministic)
         if async_op is not False:
             async_op = truth("async_op", async_op)
-        if type(algorithm) is not str or algorithm != "auto":
+        if algorithm is not AUTO:
             check_algorithm(algorithm, o)
         if async_op and self._batch is not None:
             raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
@@ -281,10 +281,12 @@ class Communicator(Operations):
         if self._batch is not None:
             return self._batch.add(o)
         work = self._launch(o, self._depth)
+        if work is None:
+            return o.recv.array if o.recv is not None else None
         return work if async_op else work.wait()
 
-    def _launch(self, operation: Operation, depth: int) -> Work:
-        """Launch a checked operation, whose caller is ``depth`` frames above ``Group.record``."""
+    def _launch(self, operation: Operation, depth: int) -> Any:
+        """``Backend.start`` of a checked operation, whose caller is ``depth`` frames above ``Group.record``."""
         if self._closed:
             self._check_open()
         self._group.record(operation, depth)

@@ -11,6 +11,8 @@ from kos.errors import CollectiveMismatch
 from kos.memory import Buffer
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
+AUTO = "auto"
+"""The algorithm of calls that name none."""
 COLLECTIVE_TAGS = 1 << 20
 """Tags below are the users'; collectives use as many above, by sequence number."""
 
@@ -35,7 +37,7 @@ class Operation:
     recv_tag: int = 0
     send_counts: Sequence[int] | None = None
     recv_counts: Sequence[int] | None = None
-    algorithm: str = "auto"
+    algorithm: str = AUTO
     deterministic: bool = False
     timeout: float | None = None
     sequence: int = -1

@@ -85,18 +85,23 @@ def primary_context(device: int) -> Any:
     return call(cu.cuDevicePrimaryCtxRetain, call(cu.cuDeviceGet, device))
 
 
+def is_current(device: int) -> bool:
+    """Whether kernels of this thread are launched on ``device``."""
+    return bool(primary_context(device) == cu.cuCtxGetCurrent()[1])
+
+
 class on_device:
     """Make ``device`` current on this thread within a ``with`` block, and the former one after it."""
 
-    __slots__ = ("_pushed", "context")
+    __slots__ = ("_device", "_pushed")
 
     def __init__(self, device: int) -> None:
-        self.context = primary_context(device)
+        self._device = device
 
     def __enter__(self) -> None:
-        self._pushed = cu.cuCtxGetCurrent()[1] != self.context  # mostly it is current: asking costs a third
+        self._pushed = not is_current(self._device)  # mostly it is: asking costs a third of changing it
         if self._pushed:
-            call(cu.cuCtxPushCurrent, self.context)
+            call(cu.cuCtxPushCurrent, primary_context(self._device))
 
     def __exit__(self, *_: object) -> None:
         if self._pushed:

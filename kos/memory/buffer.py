@@ -71,7 +71,7 @@ class Buffer:
 _ON_DEVICE: Any = None  # ``flat`` of memory that the host cannot see
 
 
-def as_buffer(x: Any, what: str, *, writable: bool, stream: Any = None) -> Buffer:
+def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
     """Take ``x`` as a Buffer without copying.
 
     On the host: an ndarray, or CPU memory behind DLPack.  On a GPU: a ``kos.memory.Array``, or memory behind
@@ -105,7 +105,9 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
         raise InvalidArgument(f"{what}: expected an array with memory, got one that was freed, {array!r}")
     if stream is None:
         stream = array.stream
-    handle = streams.LEGACY if stream is None else _handle(stream)
+    known, handle = _last_stream
+    if known is not stream:
+        handle = _handle(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
     return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle, stream)
@@ -114,10 +116,8 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
 def _handle(stream: Any) -> int:
     """``streams.handle``, remembered for the last stream: calls in a row are mostly on one."""
     global _last_stream
-    known, handle = _last_stream
-    if known is not stream:
-        handle = streams.handle(stream)
-        _last_stream = stream, handle
+    handle = streams.handle(stream)
+    _last_stream = stream, handle
     return handle
 
 

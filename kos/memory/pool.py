@@ -43,23 +43,19 @@ class Allocation:
     What is let go of while that stream is captured is freed after the capture, unless it was allocated in one.
     """
 
-    __slots__ = ("__weakref__", "_pool", "_serial", "nbytes", "pointer", "stream")
+    __slots__ = ("__weakref__", "_pool", "_serial", "closed", "nbytes", "pointer", "stream")
 
     def __init__(self, pool: MemoryPool, serial: int, pointer: int, nbytes: int, stream: Any) -> None:
         self._pool: MemoryPool | None = pool
         self._serial = serial
+        self.closed = False  # whether the memory was given back
         self.pointer = pointer
         self.nbytes = nbytes
         self.stream = stream  # kept alive: the memory is freed in its order
 
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was given back."""
-        return self._pool is None
-
     def close(self) -> None:
         """Free the memory in the order of its stream; a second call does nothing."""
-        pool, self._pool = self._pool, None
+        pool, self._pool, self.closed = self._pool, None, True
         if pool is not None:
             pool._free(self._serial, self.pointer, self.stream)
 

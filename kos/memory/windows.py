@@ -16,19 +16,15 @@ class Registrar(Protocol):
 class Window:
     """The owner of an array in registered memory."""
 
-    __slots__ = ("_registrar", "_window", "pointer")
+    __slots__ = ("_registrar", "_window", "closed", "pointer")
 
     def __init__(self, registrar: Registrar, pointer: int, window: Any) -> None:
         self._registrar, self.pointer, self._window = registrar, pointer, window
-
-    @property
-    def closed(self) -> bool:
-        """Whether the memory was given back."""
-        return not self.pointer
+        self.closed = False  # whether the memory was given back
 
     def close(self) -> None:
         """Give it back; nothing may be using it.  A second call does nothing."""
-        pointer, self.pointer = self.pointer, 0
+        pointer, self.pointer, self.closed = self.pointer, 0, True
         if pointer and not sys.is_finalizing():
             self._registrar.release(pointer, self._window)
 

@@ -270,6 +270,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     for module in (array, streams, device, driver, graphs, nccl_schedule):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
+    monkeypatch.setattr(driver, "is_current", lambda index: True)
     monkeypatch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
     monkeypatch.setattr(device, "create_stream", lambda index, **_: SimpleNamespace(handle=99))

@@ -126,13 +126,13 @@ class AutoBackend(Backend):
         operation.via = part = self.of(operation)
         part.prepare(operation)
 
-    def start(self, operation: Operation) -> Work:
+    def start(self, operation: Operation) -> Work | None:
         if self.host.broken is not None or operation.via is self.host:
             self.check_fit(operation.name)
         part = operation.via
         if part is not self.host:
             self._take_turn(part, (part.side if operation.overlap else operation.stream,))
-        work: Work = part.start(operation)
+        work: Work | None = part.start(operation)
         return work
 
     def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
@@ -157,7 +157,7 @@ class AutoBackend(Backend):
         for part, several in itertools.groupby(self.in_order(operations), lambda o: o.via):
             mine = list(several)
             if part is self.host:
-                started = [part.start(o) for o in mine]
+                started: list[Any] = [part.start(o) for o in mine]
             else:
                 self._take_turn(part, dict.fromkeys(part.side if o.overlap else o.stream for o in mine))
                 started = part.start_all(mine)

@@ -36,6 +36,7 @@ Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
 KNOWN = 4096
 """Launches that are kept: of calls with the same addresses, which a program makes again and again."""
+_IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v"}
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with the other ranks', as far as those have come."""
 _DEAD_SECONDS = 0.5
@@ -136,9 +137,9 @@ class DeviceBackend(HostBackend):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
         key = (
             o.name, send and send.pointer, send and send.count, send and send.dtype,
-            recv and recv.pointer, recv and recv.count, recv and recv.dtype,
-            reduction and reduction.op, reduction and reduction.factor, o.root, o.dst, o.src, o.algorithm,
-            o.deterministic, o.overlap, o.send_counts and tuple(o.send_counts), o.recv_counts and tuple(o.recv_counts),
+            recv is not send and recv and (recv.pointer, recv.count, recv.dtype),
+            reduction and reduction.op, reduction and reduction.factor, o.root, o.algorithm, o.deterministic, o.overlap,
+            o.name in _IN_PIECES and (o.dst, o.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
         known = self._known.get(key)
         if known is None:
@@ -154,7 +155,7 @@ class DeviceBackend(HostBackend):
     def resolve(self, o: Operation) -> tuple[Launch, bool]:
         """What queues the operation, and whether that will do for every such call; sets ``o.way`` where it matters."""
 
-    def start(self, operation: Operation) -> Work:
+    def start(self, operation: Operation) -> Work | None:
         if self.broken is not None:
             self.check_fit(operation.name)
         launch, stream = operation.launch, operation.stream
@@ -168,7 +169,7 @@ class DeviceBackend(HostBackend):
             self._give_up(operation, error)
         self._last = operation
         self._streams[stream] = operation.queue
-        return DeviceWork(operation, self, stream)
+        return None
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
         self.check_fit(operations[0].name)
@@ -184,7 +185,7 @@ class DeviceBackend(HostBackend):
             self._give_up(first, error)
         self._last = operations[-1]
         self._streams.update((o.stream, o.queue) for o in operations)
-        return [DeviceWork(o, self, o.stream) for o in operations]
+        return [DeviceWork(o, self) for o in operations]
 
     def _announce(self, o: Operation) -> None:
         if self._calls is not None and o.name not in POINT_TO_POINT:
@@ -223,7 +224,7 @@ class DeviceBackend(HostBackend):
             self.queue(operations, side)
             call(cu.cuEventRecord, event.handle, side)
         self._last = last
-        works = [DeviceWork(o, self, o.stream, event) for o in operations]
+        works = [DeviceWork(o, self, event) for o in operations]
         if not captured:  # what a graph uses is kept by the graph
             self._flying.append(works)
         return list(works)
@@ -352,25 +353,24 @@ class DeviceWork(Work):
     after the operation.  ``wait(timeout)`` and ``synchronize(timeout)`` wait on the host, in seconds.
     """
 
-    __slots__ = ("event", "stream")
+    __slots__ = ("event",)
 
     backend: DeviceBackend
 
-    def __init__(self, operation: Operation, backend: DeviceBackend, stream: int, event: _Event | None = None) -> None:
+    def __init__(self, operation: Operation, backend: DeviceBackend, event: _Event | None = None) -> None:
         self.operation = operation
         self.backend = backend
-        self.stream = stream
         self.event = event  # what ends an operation on the communicator's own stream
 
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
         if self.event is None:
-            return self.backend.idle_stream(self.stream)
+            return self.backend.idle_stream(self.operation.stream)
         (status,) = cu.cuEventQuery(self.event.handle)
         return _is_over("cuEventQuery", status)
 
     def done(self) -> bool:
-        self._check()
+        self.backend.check_fit(self.operation)
         over = self.over()
         self.backend.check(self.operation)
         return over
@@ -378,24 +378,22 @@ class DeviceWork(Work):
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is not None:
             return self.synchronize(timeout)
-        self._check()
+        backend, recv = self.backend, self.operation.recv
+        if backend.broken is not None:
+            backend.check_fit(self.operation)
         if self.event is not None:
-            with driver.on_device(self.backend.device):
-                call(cu.cuStreamWaitEvent, self.stream, self.event.handle, 0)
-        return self.result
+            with driver.on_device(backend.device):
+                call(cu.cuStreamWaitEvent, self.operation.stream, self.event.handle, 0)
+        return recv.array if recv is not None else None
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        self._check()
+        self.backend.check_fit(self.operation)
         timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
         self.backend.wait_on_host(self.operation, self.over, timeout)
         return self.wait()
 
     def cancel(self, error: KosError) -> None:
         """Nothing: what is queued ends with its backend."""
-
-    def _check(self) -> None:
-        if self.backend.broken is not None:  # else its text is not made
-            self.backend.check_fit(str(self.operation))
 
 
 class _Event:

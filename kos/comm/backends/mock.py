@@ -61,7 +61,7 @@ class MockBackend(Backend):
     def idle(self) -> Idle:
         return self._idle
 
-    def start(self, operation: Operation) -> Work:
+    def start(self, operation: Operation) -> Work | None:
         if self._faults is not None and self.broken is None and operation.name not in ("split", "duplicate"):
             self._faults.start(operation, self._tag(operation) if operation.collective else operation.tag)
         return super().start(operation)

@@ -205,10 +205,11 @@ class PeerBackend(DeviceBackend):
         return f"{super().missing(operation)}; {self._engine.last_wait(1.0)}"
 
     def _announce(self, o: Operation) -> None:
-        self.inspect(o)
+        if self._engine.failed:
+            self._engine.check(str(o))
         if o.timeout is not None and o.timeout > self._seconds:
             self.timeout = o.timeout
-        super()._announce(o)
+        DeviceBackend._announce(self, o)
 
     # How operations are carried.
 
@@ -221,11 +222,13 @@ class PeerBackend(DeviceBackend):
 
     def _launch(self, run: Run, stream: int) -> None:
         """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
-        with driver.on_device(self.device):
-            if stream != self._at:
-                last, self._at = self._at, stream
-                follow(stream, last, self._order)
-            run(stream)
+        if not driver.is_current(self.device):
+            with driver.on_device(self.device):
+                return self._launch(run, stream)
+        if stream != self._at:
+            last, self._at = self._at, stream
+            follow(stream, last, self._order)
+        run(stream)
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""
