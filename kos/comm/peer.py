@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.launches import DEFAULT, Launch, Launches
-from kos.comm.peer_copies import Copies
+from kos.comm.peer_copies import BESIDE, Copies
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda import driver, load_kernel
@@ -110,7 +110,6 @@ class PeerEngine:
         self._registered = 0
         self._record = pinned_empty(16, np.uint64, device)
         self._record[:] = 0
-        self._failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
         self.timeout = timeout
         inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
         self._in = _INBOX + inboxes
@@ -268,9 +267,8 @@ class PeerEngine:
         if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
             return None
         if beside:
-            kernel = self._kernel("all_reduce_copies.cu", Launch("copies"), dtype, op)
-            inputs = self._everywhere(send)
-            return self._copies.reduce_scatter(kernel, self.bind_barrier(), 512, dtype.itemsize, count, inputs, recv)
+            kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE, dtype, op), self._everywhere(send)
+            return self._copies.reduce_scatter(kernel, self.bind_barrier(), BESIDE, dtype.itemsize, count, inputs, recv)
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
@@ -302,7 +300,7 @@ class PeerEngine:
     def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
         return self._copies.all_reduce(
-            kernel, self.bind_barrier(), launch.threads, launch.pieces, dtype.itemsize, count,
+            kernel, self.bind_barrier(), launch, dtype.itemsize, count,
             self._everywhere(send), self._everywhere(recv),
         )  # fmt: skip
 
@@ -354,7 +352,7 @@ class PeerEngine:
     @property
     def failed(self) -> bool:
         """Whether a kernel has given up; the engine is then of no more use.  Reads host memory only."""
-        return bool(self._failure[0])
+        return bool(self._record[_Word.FAILED])
 
     def check(self, what: str) -> None:
         """Raise for a kernel that gave up, naming the rank it waited for; ``what`` names the operation."""

@@ -8,13 +8,18 @@ kernels: they wait with a deadline, and order the copies of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kos.comm.backends.device import Scratch
+from kos.comm.launches import Launch
 from kos.cuda import create_stream, driver, streams
 from kos.cuda.driver import call, cu
 
 Run = Callable[[Any], None]
+BESIDE = Launch("copies", blocks=32)
+"""What overlaps other work: few blocks, for all of which there is a multiprocessor soon."""
+_BLOCKS = 132
 
 
 class Copies:
@@ -27,7 +32,7 @@ class Copies:
         self._staging: list[Scratch] = []  # graphs may use an older one
 
     def all_reduce(
-        self, kernel: Any, barrier: Run, threads: int, pieces: int, itemsize: int, count: int,
+        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int,
         inputs: Sequence[int], outputs: Sequence[int],
     ) -> Run:  # fmt: skip
         """``inputs[r]`` and ``outputs[r]`` are rank r's buffers of ``count`` elements, as this rank sees them.
@@ -38,10 +43,11 @@ class Copies:
         rank, size = self._rank, self._size
         chunk = -(-count // size // 128) * 128
         begin, end = min(rank * chunk, count), min((rank + 1) * chunk, count)
-        step = -(-chunk // pieces // 128) * 128
+        step = -(-chunk // launch.pieces // 128) * 128
         cuts = [(at * itemsize, (min(at + step, end) - at) * itemsize) for at in range(begin, end, step)]
         stride = step * itemsize
-        staging = [self._room(2 * size * stride) + half * size * stride for half in range(2)]
+        room = self._room(min(launch.pieces, 2) * size * stride)
+        staging = [room + half * size * stride for half in range(2)]
         if self._stream is None:
             self._stream = create_stream(self._device)
         copy = streams.handle(self._stream)
@@ -49,10 +55,9 @@ class Copies:
             flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
             events = [call(cu.cuEventCreate, flag) for _ in range(2 * len(cuts) + 2)]
         others = self._others
+        add = partial(kernel.bind, launch.blocks or _BLOCKS, launch.threads, rank)
         sums = [
-            kernel.bind(
-                132, threads, rank, inputs[rank] + at, staging[i % 2], stride, outputs[rank] + at, nbytes // itemsize
-            )
+            add(inputs[rank] + at, staging[i % 2], stride, outputs[rank] + at, nbytes // itemsize)
             for i, (at, nbytes) in enumerate(cuts)
         ]
 
@@ -89,14 +94,14 @@ class Copies:
         return run
 
     def reduce_scatter(
-        self, kernel: Any, barrier: Run, threads: int, itemsize: int, count: int, inputs: Sequence[int], recv: int
+        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int, inputs: Sequence[int], recv: int
     ) -> Run:
         """``inputs[r]`` is rank r's buffer of ``count`` elements for each rank, as this rank sees it; the sum of this
         rank's goes to ``recv``, which may be that part of its own input."""
         rank, nbytes = self._rank, count * itemsize
         stride = -(-nbytes // 128) * 128
         staging, own = self._room(self._size * stride), inputs[rank] + rank * nbytes
-        add = kernel.bind(132, threads, rank, own, staging, stride, recv, count)
+        add = kernel.bind(launch.blocks or _BLOCKS, launch.threads, rank, own, staging, stride, recv, count)
 
         def run(stream: Any) -> None:
             barrier(stream)

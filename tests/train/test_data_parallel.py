@@ -73,8 +73,10 @@ def _gradients_of_a_model(comm: Communicator, tied: bool, gathered: bool, rounds
     tokens = rng.integers(0, 37, (comm.size * rounds, 2, 9), np.int32)
     gradients = weights.like()
     gradients.flat[:] = np.nan if rounds == 1 or not gathered else 0
-    unsummed = config.embedding if gathered and not tied else None
-    parallel = DataParallel(comm, gradients, ops, bucket_bytes=600, unsummed=unsummed)
+    lookups = config.embedding if gathered else None
+    parallel = DataParallel(comm, gradients, ops, bucket_bytes=2400, least_bytes=300, lookups=lookups, tied=tied)
+    lengths = [bucket.stop - bucket.start for bucket in parallel.buckets]
+    assert sum(lengths) == gradients.flat.size and min(lengths[:-1]) < max(lengths) == 600
     loss = np.zeros(1)
     for index in range(rounds):
         mine, last = tokens[index * comm.size + comm.rank], index + 1 == rounds

@@ -26,6 +26,7 @@ from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
 from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
 from kos.comm.peer import MAX_RANKS, PeerEngine, Piece, Run
+from kos.comm.peer_copies import BESIDE
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import for_group
@@ -267,7 +268,7 @@ class PeerBackend(DeviceBackend):
         ends = o.send.pointer, o.recv.pointer
         launch = Launch(o.algorithm, threads=128)
         if self.beside(o):
-            launch = Launch("copies")
+            launch = BESIDE
         elif o.algorithm == "auto":
             launch = self._engine.launch_for(*ends, o.send.nbytes)
         reached = {"push": ends[1:], "direct": ends, "bulk": ends, "copies": ends}.get(launch.algorithm, ())

@@ -71,7 +71,7 @@ class CudaEngine:
             bucket_bytes = max(BUCKET_BYTES, 4 * model.num_parameters() // BUCKETS)
         self._reaches = comm.size > 1 and "peer" in comm.backend_name
         if self._reaches:
-            staging = bucket_bytes * (1 if self.sharded else 2)
+            staging = bucket_bytes
 
         def plan() -> MemoryPlan:
             return plan_memory(
@@ -95,10 +95,10 @@ class CudaEngine:
         shapes, groups = model.parameter_shapes(), model.fused_groups()
         self.gradients = Parameters(shapes, "float32", groups, self._zeros, multiple)
         self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
-        unsummed = model.embedding if self.lookups and not model.tie_word_embeddings else None
         self.parallel = DataParallel(
             comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
-            sharded=self.sharded, unsummed=unsummed,
+            least_bytes=bucket_bytes // 4, sharded=self.sharded,
+            lookups=model.embedding if self.lookups else None, tied=model.tie_word_embeddings,
         )  # fmt: skip
         dtype = config.master_dtype
         master = Shard(self.gradients, self.parallel.parts(), dtype) if self.sharded else self.gradients.like(dtype)

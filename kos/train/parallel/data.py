@@ -33,12 +33,24 @@ def deal(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[r
     return [range(start, start + micro_batch_size) for start in starts]
 
 
+def cut(end: int, total: int, multiple: int, largest: int, least: int) -> list[slice]:
+    """``total`` elements in buckets of ``largest``, rounded to ``multiple``; towards ``end``, where the backward ends,
+    of a quarter of what is left, down to ``least``: the sum of the last one overlaps nothing."""
+    buckets, start = [], 0
+    while start < total:
+        size = largest if start >= end else max(min(largest, (end - start) // 4), least)
+        stop = min(start + max(1, size // multiple) * multiple, total)
+        buckets.append(slice(start, stop))
+        start = stop
+    return buckets
+
+
 class DataParallel:
     """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``.
 
     ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets,
-    ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.  ``unsummed`` names a gradient that
-    every rank works out for all of them.
+    ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.  ``lookups`` names the
+    embedding whose lookups are gathered: its sum over the ranks begins early, if it is ``tied``, or not at all.
     """
 
     def __init__(
@@ -50,16 +62,22 @@ class DataParallel:
         deterministic: bool = False,
         bucket_bytes: int = 4 << 20,
         sharded: bool = False,
-        unsummed: str | None = None,
+        least_bytes: int | None = None,
+        lookups: str | None = None,
+        tied: bool = False,
     ) -> None:
         self.comm, self.gradients, self.ops = comm, gradients, ops
         self.deterministic, self.sharded = deterministic, sharded
         self._carry = gradients.like().flat if deterministic and comm.rank == 0 else None
-        multiple, total = gradients.multiple, gradients.flat.size
-        step = max(1, bucket_bytes // gradients.flat.dtype.itemsize // multiple) * multiple
-        self.buckets = [slice(start, min(start + step, total)) for start in range(0, total, step)]
+        total, spans = gradients.flat.size, gradients.spans
+        sizes = (size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes))
+        self.buckets = cut(spans[lookups].start if lookups else total, total, gradients.multiple, *sizes)
         self._members = [
-            {name for name, span in gradients.spans.items() if span.start < b.stop and b.start < span.stop} - {unsummed}
+            {
+                name
+                for name, span in spans.items()
+                if span.start < b.stop and b.start < span.stop and (tied or name != lookups)
+            }
             for b in self.buckets
         ]
         self._missing: list[set[str]] = []  # of each bucket, in the last round
