@@ -161,3 +161,29 @@ def test_threads_import_the_packages_one_at_a_time(monkeypatch: pytest.MonkeyPat
     for thread in threads:
         thread.join(10)
     assert together == [False] and second.is_set()
+
+
+def test_a_device_is_current_within_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a driver that keeps a stack: what is current is not pushed, and comes back after whatever happens inside."""
+    stack, pushes = ["context of 0"], []
+
+    def push(context: str) -> tuple[int]:
+        pushes.append(context)
+        stack.append(context)
+        return (0,)
+
+    stand_in = SimpleNamespace(
+        cuCtxGetCurrent=lambda: (0, stack[-1]), cuCtxPushCurrent=push, cuCtxPopCurrent=lambda: (0, stack.pop())
+    )
+    monkeypatch.setattr(driver, "cu", stand_in)
+    monkeypatch.setattr(driver, "primary_context", lambda device: f"context of {device}")
+    with driver.on_device(0):
+        assert pushes == [] and driver.is_current(0)
+        with pytest.raises(ZeroDivisionError), driver.on_device(1):
+            assert driver.is_current(1) and not driver.is_current(0)
+            with driver.on_device(0), driver.on_device(0):
+                assert driver.is_current(0)
+            assert driver.is_current(1)
+            _ = 1 / 0
+        assert driver.is_current(0)
+    assert stack == ["context of 0"] and pushes == ["context of 1", "context of 0"]
