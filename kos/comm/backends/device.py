@@ -14,6 +14,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 from kos.comm import mpi_job
@@ -201,7 +202,7 @@ class DeviceBackend(HostBackend):
             assert o.launch is not None
             o.launch(o.stream if stream is None else stream)
 
-    @property
+    @cached_property
     def side(self) -> int:
         """Handle of the stream of what overlaps the caller's work."""
         if self._side is None:
@@ -403,8 +404,7 @@ class _Event:
 
     def __init__(self, free: list[Any]) -> None:
         self._free = free
-        flags = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self.handle = free.pop() if free else call(cu.cuEventCreate, flags)
+        self.handle = free.pop() if free else call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def __del__(self) -> None:
         self._free.append(self.handle)
