@@ -263,10 +263,13 @@ class Kernel:
             call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(self.handle.handle)))
         config = _launch_config(grid, block, shared, cooperative, overlap)
         parameters, kept = _parameters(arguments)
-        function, queue = cu.CUfunction(int(self.handle.handle)), cu.cuLaunchKernelEx
+        function, queue, last = cu.CUfunction(int(self.handle.handle)), cu.cuLaunchKernelEx, None
+        config.hStream = streams.LEGACY
 
         def launch(stream: Any, keep: Any = (self, kept)) -> None:
-            config.hStream = streams.handle(stream)
+            nonlocal last
+            if stream is not last:
+                config.hStream, last = streams.handle(stream), stream
             (status,) = queue(config, function, parameters, 0)
             if status:
                 raise driver.error_of("cuLaunchKernelEx", status)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -9,6 +10,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,9 +19,9 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
-from kos.cuda import kernels
+from kos.cuda import driver, kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
-from kos.errors import BackendUnavailable, CompileError, InvalidArgument
+from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument
 from kos.memory.array import Array
 
 SAXPY = KERNELS / "saxpy.cu"
@@ -153,7 +156,7 @@ def test_read_only_file_system_still_reads(
 RACER = """
 import sys
 from pathlib import Path
-from kos.cuda import kernels
+from kos.cuda import driver, kernels
 source, directory, record = map(Path, sys.argv[1:])
 compile_ = kernels._compile
 def counted(*arguments):
@@ -245,6 +248,35 @@ def test_config_of_a_bound_launch() -> None:
         ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     ]  # fmt: skip
     assert config.attrs[0].value.cooperative == config.attrs[1].value.programmaticStreamSerializationAllowed == 1
+
+
+def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a driver that launches nothing; and what it refuses is raised."""
+    bindings = pytest.importorskip("cuda.bindings.driver")
+    launched, statuses = [], [0, 0, 0, 0, 0, bindings.CUresult.CUDA_ERROR_INVALID_VALUE]
+
+    def launch(config: Any, function: Any, parameters: int, extra: int) -> tuple[int]:
+        place = ctypes.c_uint64.from_address(parameters).value
+        launched.append((int(config.hStream), int(function), ctypes.c_uint64.from_address(place).value))
+        return (statuses[len(launched) - 1],)
+
+    names = ("CUlaunchConfig", "CUlaunchAttribute", "CUlaunchAttributeID", "CUfunction")
+    stand_in = SimpleNamespace(
+        **{name: getattr(bindings, name) for name in names},
+        cuLaunchKernelEx=launch, cuFuncLoad=lambda function: (0,), cuKernelGetFunction=lambda kernel: (0, kernel),
+        cuGetErrorString=lambda status: (0, b"refused"),
+    )  # fmt: skip
+    for module in (kernels, driver):
+        monkeypatch.setattr(module, "cu", stand_in)
+    monkeypatch.setattr(driver, "on_device", lambda device: contextlib.nullcontext())
+    kernel = object.__new__(kernels.Kernel)
+    kernel.handle, kernel.device, kernel._shared = SimpleNamespace(handle=0x4000), 0, 1 << 20
+    bound = kernel.bind(1, 32, 99)
+    for stream in (None, 5, 5, 7, None):
+        bound(stream)
+    assert launched == [(handle, 0x4000, 99) for handle in (1, 5, 5, 7, 1)]
+    with pytest.raises(CudaError, match="cuLaunchKernelEx failed: .*INVALID_VALUE.*refused"):
+        bound(5)
 
 
 @pytest.mark.gpu
