@@ -68,7 +68,6 @@ class MemoryPool:
 
     def __init__(self, device: int) -> None:
         self.device = device
-        self._context = driver.on_device(device)
         properties = cu.CUmemPoolProps()
         properties.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -93,7 +92,7 @@ class MemoryPool:
         label = label or _call_site()
         pointer, of_graph = 0, False
         self._free_deferred()
-        with self._context:
+        with driver.on_device(self.device):
             if nbytes:
                 of_graph = _is_captured(stream)
                 status, pointer = cu.cuMemAllocFromPoolAsync(nbytes, self._pool, streams.handle(stream))
@@ -116,7 +115,8 @@ class MemoryPool:
             self._give_back(pointer, stream, of_graph)
 
     def _give_back(self, pointer: int, stream: Any, of_graph: bool) -> None:
-        with self._context, relaxed_capture():  # what was used last may be let go of while a graph is captured
+        # What was used last may be let go of while a graph is captured.
+        with driver.on_device(self.device), relaxed_capture():
             if of_graph or not _is_captured(stream):
                 call(cu.cuMemFreeAsync, pointer, streams.handle(stream))
             else:  # a graph frees nothing but what graphs allocate
