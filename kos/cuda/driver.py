@@ -91,7 +91,7 @@ def is_current(device: int) -> bool:
 
 
 class on_device:
-    """Make ``device`` current on this thread within a ``with`` block, and the former one after it; each of one block."""
+    """Make ``device`` current on this thread in a ``with`` block, and the former one after it; for one block each."""
 
     __slots__ = ("_device", "_pushed")
 
