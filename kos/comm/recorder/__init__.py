@@ -75,26 +75,28 @@ class Group:
 
         At the launch, not when it was checked: a refused call does not count.
         """
+        name, send, recv = operation.name, operation.send, operation.recv
         ends: Ends | None = None
-        if operation.name not in POINT_TO_POINT:
-            operation.sequence = self.collectives
-            self.collectives += 1
+        if name not in POINT_TO_POINT:
+            sequence = self.collectives
+            self.collectives = sequence + 1
         else:
-            operation.sequence = self.messages
-            self.messages += 1
+            sequence = self.messages
+            self.messages = sequence + 1
             ends = operation.dst, operation.src, operation.tag, operation.recv_tag
-        operation.group = self.name
+        operation.group, operation.sequence = self.name, sequence
         try:
             frame = _getframe(depth)
         except ValueError:  # C called us
             frame = _getframe(depth - 1)
-        send, recv, recorder = operation.send, operation.recv, self.recorder
-        recorder.slots[recorder.count & _LAST] = operation.record = [
-            self, time_ns(), frame.f_code, frame.f_lasti, operation.name, operation.sequence,
+        recorder = self.recorder
+        count = recorder.count
+        recorder.slots[count & _LAST] = operation.record = [
+            self, time_ns(), frame.f_code, frame.f_lasti, name, sequence,
             send and send.shape, recv is not send and recv and recv.shape, send.dtype if send else recv and recv.dtype,
             operation.reduction, operation.root, ends, operation.timeout, None, None,
         ]  # fmt: skip
-        recorder.count += 1
+        recorder.count = count + 1
 
 
 class Recorder:
