@@ -1,8 +1,8 @@
 """What is always on costs a call: python -m benchmarks.recorder
 
 Times apart from everything else, as the communicator makes them: the flight recorder's record of a launched
-operation, which is numbered with it, and of its completion; and on a host the fingerprint of a call, its publication and its comparison with
-the other ranks' calls, which have come.  Nanoseconds a call, the best of many runs.
+operation, which is numbered with it, and of its completion; and on a host the fingerprint of a call, its publication
+and its comparison with the other ranks' calls, which have come.  Nanoseconds a call, the best of many runs.
 """
 
 from __future__ import annotations
