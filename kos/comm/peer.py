@@ -269,7 +269,8 @@ class PeerEngine:
             return None
         if beside:
             kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE, dtype, op), self._everywhere(send)
-            return self._copies.reduce_scatter(kernel, self.bind_barrier(), BESIDE, dtype.itemsize, count, inputs, recv)
+            barrier = self.bind_barrier(overlap=False)
+            return self._copies.reduce_scatter(kernel, barrier, BESIDE, dtype.itemsize, count, inputs, recv)
         launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
         blocks, batch = self._batches(launch, -(-nbytes // 16))
         kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
@@ -285,7 +286,7 @@ class PeerEngine:
         if place is None or nbytes % 16 or not nbytes:
             return None
         if beside:
-            return self._copies.all_gather(self.bind_barrier(), nbytes, send, self._everywhere(recv))
+            return self._copies.all_gather(self.bind_barrier(overlap=False), nbytes, send, self._everywhere(recv))
         kernel = load_kernel(KERNELS / "all_gather.cu", "all_gather", self.device, THREADS=512, **self._macros)
         blocks = min(-(-nbytes // _SHARE), self.blocks)
         return self._bind(
@@ -301,7 +302,7 @@ class PeerEngine:
     def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
         kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
         return self._copies.all_reduce(
-            kernel, self.bind_barrier(), launch, dtype.itemsize, count,
+            kernel, self.bind_barrier(overlap=False), launch, dtype.itemsize, count,
             self._everywhere(send), self._everywhere(recv),
         )  # fmt: skip
 
@@ -345,10 +346,12 @@ class PeerEngine:
                 return memory.peer_pointers.pointer, offset
         return None
 
-    def bind_barrier(self) -> Run:
-        """A barrier of all ranks' streams."""
+    def bind_barrier(self, *, overlap: bool = True) -> Run:
+        """A barrier of all ranks' streams; without ``overlap`` it begins when all before it is over, copies too."""
         kernel = load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros)
-        return self._bind(kernel, 1, 32, self._context.pointer, self.memory.pointer, self.rank)
+        arguments = self._context.pointer, self.memory.pointer, self.rank
+        run: Run = kernel.bind(1, 32, *arguments, overlap=overlap and self._overlap)
+        return run
 
     @property
     def failed(self) -> bool:

@@ -2,7 +2,8 @@
 multiprocessors to what computes beside them.
 
 All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice.  The barriers are
-kernels: they wait with a deadline, and order the copies of all ranks.
+kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that has given up run
+all the same: what they leave is undefined, as after any failure.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from typing import Any
 
 from kos.comm.backends.device import Scratch
 from kos.comm.launches import Launch
-from kos.cuda import create_stream, driver, streams
+from kos.cuda import create_stream, streams
 from kos.cuda.driver import call, cu
+from kos.cuda.streams import Event
 
 Run = Callable[[Any], None]
 BESIDE = Launch("copies", blocks=32)
@@ -51,10 +53,7 @@ class Copies:
         if self._stream is None:
             self._stream = create_stream(self._device)
         copy = streams.handle(self._stream)
-        with driver.on_device(self._device):
-            flag = cu.CUevent_flags.CU_EVENT_DISABLE_TIMING
-            events = [call(cu.cuEventCreate, flag) for _ in range(2 * len(cuts) + 2)]
-        others = self._others
+        events, others = [Event(self._device) for _ in range(2 * len(cuts) + 2)], self._others
         add = partial(kernel.bind, launch.blocks or _BLOCKS, launch.threads, rank)
         sums = [
             add(inputs[rank] + at, staging[i % 2], stride, outputs[rank] + at, nbytes // itemsize)
@@ -71,9 +70,9 @@ class Copies:
             for peer in others:
                 call(cu.cuMemcpyDtoDAsync, outputs[peer] + at, outputs[rank] + at, nbytes, copy)
 
-        def wait(before: int, after: int, event: Any) -> None:
-            call(cu.cuEventRecord, event, before)
-            call(cu.cuStreamWaitEvent, after, event, 0)
+        def wait(before: int, after: int, event: Event) -> None:
+            event.record(before)
+            event.hold(after)
 
         def run(stream: Any) -> None:
             main = streams.handle(stream)
@@ -84,9 +83,9 @@ class Copies:
                     pull(i)
                     wait(copy, main, events[2 * i])
                     sums[i](stream)
-                    call(cu.cuEventRecord, events[2 * i + 1], main)
+                    events[2 * i + 1].record(main)
                 if i > 0:
-                    call(cu.cuStreamWaitEvent, copy, events[2 * i - 1], 0)
+                    events[2 * i - 1].hold(copy)
                     push(i - 1)
             wait(copy, main, events[-2])
             barrier(stream)

@@ -8,6 +8,7 @@ graph.replay(stream)
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,7 @@ class Graph:
     def __del__(self) -> None:
         # No wait here: the collector may run during a capture. The driver frees a running graph when it ends.
         executable, self._executable = self._executable, None
-        if executable is not None:
+        if executable is not None and not sys.is_finalizing():
             with relaxed_capture():
                 cu.cuGraphExecDestroy(executable)
 

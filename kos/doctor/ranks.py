@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import itertools
@@ -67,10 +68,11 @@ def roll_call(rank: int) -> Callable[[], str]:
 
 def start_mpi() -> None:
     """MPI_Init as mpi4py would call it, but without Python's lock: while it waits, ``give_up`` can say so."""
-    spec = importlib.util.find_spec("mpi4py.MPI")
-    if spec is not None and spec.origin is not None and "mpiabi" not in spec.origin:
-        multiple = 3  # MPI_THREAD_MULTIPLE in Open MPI and MPICH
-        ctypes.CDLL(spec.origin).MPI_Init_thread(None, None, multiple, ctypes.byref(ctypes.c_int()))
+    with contextlib.suppress(ImportError, OSError):  # which the rendezvous says better
+        spec = importlib.util.find_spec("mpi4py.MPI")
+        if spec is not None and spec.origin is not None and "mpiabi" not in spec.origin:
+            multiple = 3  # MPI_THREAD_MULTIPLE in Open MPI and MPICH
+            ctypes.CDLL(spec.origin).MPI_Init_thread(None, None, multiple, ctypes.byref(ctypes.c_int()))
 
 
 def compare(everybody: Sequence[Facts]) -> Iterator[Check]:

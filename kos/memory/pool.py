@@ -124,11 +124,14 @@ class MemoryPool:
                     self._deferred.append((pointer, stream))
 
     def _free_deferred(self) -> None:
-        if self._deferred:
-            with self._lock:
-                waiting, self._deferred = self._deferred, []
-            for pointer, stream in waiting:
-                self._give_back(pointer, stream, False)
+        with self._lock:
+            waiting, self._deferred = self._deferred, []
+        while waiting:
+            try:
+                self._give_back(*waiting.pop(), False)
+            except BaseException:
+                self._deferred += waiting
+                raise
 
     def statistics(self) -> PoolStatistics:
         kind = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT

@@ -157,6 +157,37 @@ def test_what_overlaps_goes_by_copy_engines(ranks: GPURanks, seed: int, dtype: n
     ranks.run(body)
 
 
+def test_what_overlaps_in_a_graph(ranks: GPURanks, seed: int) -> None:
+    """Replayed with other data: what follows, on the first stream, finds all that the other ranks' engines brought."""
+
+    def body(gpu: Any) -> None:
+        comm, n, me = gpu.comm, gpu.size, gpu.rank
+        stream = cuda.create_stream(comm.device)
+        part = BESIDE // 4 // n // 4 * 4 + 4
+        whole, gathered = (comm.allocate(n * part, np.float32) for _ in range(2))
+        x, out = (Array(a.pointer, a.shape, a.dtype, a.device, owner=a, stream=stream) for a in (whole, gathered))
+        mine = slice(me * part, (me + 1) * part)
+        copies = [Array.empty(n * part, np.float32, comm.device, stream=stream) for _ in range(2)]
+        with cuda.capture(stream, keep=[x, out, *copies]) as graph:
+            comm.reduce_scatter(x, x[mine], async_op=True).wait()
+            comm.all_gather(x[mine], out, async_op=True).wait()
+            copies[0].copy_from(out, stream)
+            comm.all_reduce(out, async_op=True).wait()
+            copies[1].copy_from(out, stream)
+        for turn in range(5):
+            xs = inputs(seed + turn, n, n * part, np.dtype(np.float32))
+            x.copy_from(xs[me], stream)
+            out.fill_bytes(255, stream)
+            graph.replay(stream)
+            comm.synchronize(stream=stream)
+            total = in_rank_order(xs, ReduceOp.SUM, [])
+            assert_bits(copies[0].numpy(stream), total, f"gathered, turn {turn}")
+            assert_bits(copies[1].numpy(stream), in_rank_order([total] * n, ReduceOp.SUM, []), f"added, turn {turn}")
+        graph.close()
+
+    ranks.run(body)
+
+
 def test_any_bytes_to_and_from_anybody(ranks: GPURanks, seed: int) -> None:
     """all_to_all_v of random lengths and alignments, some empty, some of many batches."""
 

@@ -12,7 +12,7 @@ from kos.testing import spawn
 from kos.train.gpt2 import make_model
 from kos.train.llama_config import LlamaConfig
 from kos.train.ops import numpy as ops
-from kos.train.parallel.data import DataParallel, deal
+from kos.train.parallel.data import DataParallel, cut, deal
 from kos.train.parameters import Parameters
 
 SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
@@ -98,6 +98,16 @@ def test_gathered_lookups_give_the_same_sum(tied: bool, rounds: int) -> None:
     for result in gathered:
         assert result.tobytes() == gathered[0].tobytes()
         np.testing.assert_allclose(result, summed[0], rtol=1e-4, atol=1e-5 * np.abs(summed[0]).max())
+
+
+@pytest.mark.parametrize("multiple", [4, 128, 8 * 16_384])
+def test_buckets_are_whole_and_begin_where_vectors_do(multiple: int) -> None:
+    total = 1_235_814_400 // multiple * multiple
+    buckets = cut(973_145_088, total, multiple, 38_619_200, 9_654_800)
+    assert [b.start for b in buckets] == [0, *(b.stop for b in buckets[:-1])] and buckets[-1].stop == total
+    assert all(bucket.start % multiple == 0 for bucket in buckets)
+    lengths = [bucket.stop - bucket.start for bucket in buckets if bucket.stop < 973_145_088]
+    assert lengths == sorted(lengths, reverse=True) and lengths[-1] <= 9_654_800 < lengths[0] <= 38_619_200
 
 
 @pytest.mark.parametrize(("batch", "micro", "size"), [(16, 2, 1), (16, 2, 4), (12, 3, 2), (8, 1, 8)])

@@ -5,8 +5,8 @@ and add in rank order (``nccl_ordered``).  So every result has the same bits on 
 ``deterministic`` or not, 16-bit floats are added in fp32, and any dtype, count and alignment will do.
 
 Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no
-detour, and what is large and overlaps other work (``async_op=True``) goes by copy engines.  Several ranks may share
-a GPU as processes, which take turns on it.
+detour, and a call of 4 MiB or more that overlaps other work (``async_op=True``, on all ranks) goes by copy engines.
+Several ranks may share a GPU as processes, which take turns on it.
 """
 
 from __future__ import annotations

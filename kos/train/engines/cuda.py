@@ -46,6 +46,7 @@ from kos.train.parameters import Parameters, Shard
 
 BUCKET_BYTES = 64 << 20  # at least
 BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
+ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
 HEAD_ROWS = 8192  # tokens whose logits are in memory at once
 _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
 
@@ -63,14 +64,14 @@ class CudaEngine:
         assert config.micro_batch_size is not None  # for_world has chosen it
         rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
         self.sharded = config.zero == 1 and comm.size > 1
-        multiple = comm.size * CHUNK if self.sharded else 1
+        multiple = comm.size * CHUNK if self.sharded else ALIGNED if comm.size > 1 else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self.lookups = comm.size > 1 and gathers_lookups(config, model, comm.size, len(rounds))
         bucket_bytes, staging = BUCKET_BYTES, 0
         if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
             bucket_bytes = max(BUCKET_BYTES, 4 * model.num_parameters() // BUCKETS)
         self._reaches = comm.size > 1 and "peer" in comm.backend_name
-        if self._reaches:
+        if self._reaches and not config.deterministic:
             staging = bucket_bytes
 
         def plan() -> MemoryPlan:
