@@ -78,6 +78,23 @@ class Pair:
             self.weights, self.tokens, self.targets, self.gradients, accumulate=accumulate
         )
 
+    def errors(self, gradients):
+        """By name, of the gradients in an array of their layout, relative to float64's."""
+        flat = gradients.flat if isinstance(gradients.flat, np.ndarray) else gradients.flat.numpy(self.ops.stream)
+        return {
+            name: np.linalg.norm(flat[span] - self.gradients64.flat[span]) / np.linalg.norm(self.gradients64.flat[span])
+            for name, span in self.gradients64.spans.items()
+        }
+
+    def error32(self):
+        """The largest relative error of numpy's float32, on the same weights and tokens."""
+        weights = self.weights64.like(np.float32)
+        weights.flat[:] = self.weights64.flat
+        gradients = weights.like()
+        model = make_model(self.config, numpy_ops, head_rows=40)
+        model.loss_and_gradients(weights, self.tokens, self.targets, gradients, accumulate=False)
+        return max(self.errors(gradients).values())
+
     def run64(self):
         return self.model64.loss_and_gradients(
             self.weights64, self.tokens, self.targets, self.gradients64, accumulate=False
@@ -85,15 +102,14 @@ class Pair:
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *GPT2])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.15)])
-def test_loss_and_gradients(ops, shape, dtype, tolerance):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loss_and_gradients(ops, shape, dtype):
+    """fp32: within 1e-5, or twice the error of numpy's float32, which some weights bring to as much."""
     pair = Pair(ops, (SHAPES | GPT2)[shape], dtype)
     loss, expected = pair.run(), pair.run64()
-    assert loss == pytest.approx(expected, rel=tolerance / 4)
-    errors = {}
-    for name in pair.gradients:
-        got, want = pair.gradients[name].numpy(ops.stream).astype(np.float64), pair.gradients64[name]
-        errors[name] = np.linalg.norm(got - want) / np.linalg.norm(want)
+    tolerance = max(1e-5, 2 * pair.error32()) if dtype == "float32" else 0.15
+    assert loss == pytest.approx(expected, rel=1e-5 / 4 if dtype == "float32" else tolerance / 4)
+    errors = pair.errors(pair.gradients)
     worst = max(errors, key=lambda name: errors[name])
     print(f"{shape} {dtype}: loss {loss} ({expected}), worst gradient {worst}: {errors[worst]:.2e}")
     assert not any(np.isnan(error) for error in errors.values()) and errors[worst] < tolerance, worst
