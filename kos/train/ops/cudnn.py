@@ -4,8 +4,6 @@ A graph is built once for a shape and a direction.  Its tensors are our arrays a
 nothing is copied, keys and values are not repeated.  The backward is the deterministic one, which does not take T = 1.
 On Hopper it keeps the gradients of all scores, 2 B H T² bytes of workspace; since cuDNN 9.25 the frontend has a slower
 one, linear in T, by CUDNN_FRONTEND_ATTN_DP_WORKSPACE_LIMIT=0 in the environment (NVIDIA/cudnn-frontend#398).
-
-cuDNN 9.19 and 9.27 have built and sized these graphs for sm_90, without a GPU.  They have not run on one yet.
 """
 
 from __future__ import annotations
