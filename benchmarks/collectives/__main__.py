@@ -208,6 +208,10 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
                 op = found[0]["op"]
                 print(report.heading(op, control.size), flush=True)
             print("\n".join(report.table(found)), flush=True)
+    measured = {row["backend"] for row in rows}
+    for each in benchmark.implementations:
+        if each.backend not in measured:
+            benchmark.skipped[each.backend] = "it has none of these operations in this type and place"
     result = None
     if control.rank == 0:
         wrong = sum(row["wrong"] for row in rows)
