@@ -77,6 +77,11 @@ class Communicator(Operations):
         return f"<Communicator {self.name}: rank {self.rank} of {self.size} on {self.backend_name}>"
 
     @property
+    def world_ranks(self) -> list[int]:
+        """Of each rank its rank in the communicator that ``kos.init`` made; errors of a group name the group's own."""
+        return list(self._group.ranks)
+
+    @property
     def timeout(self) -> float:
         """Seconds that any wait may take where the call does not say otherwise.
 

@@ -39,7 +39,7 @@ class TCPRendezvous(Rendezvous):
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
-        self._told_local_rank, self._purpose = local_rank, b""
+        self._told_local_rank, self._purpose, self._address = local_rank, b"", ""
         self._connection: Connection | None = None  # to the hub, while the group is open
         self._door: socket.socket | None = None  # where ranks that are left call
         self._doors: list[tuple[str, int]] = []  # of all ranks
@@ -140,7 +140,10 @@ class TCPRendezvous(Rendezvous):
 
     def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Come together around the hub, which is this rank's if it has the listener."""
-        where = f"rank 0 listens at {host or self.network.hub}:{'-'.join(map(str, ports))}"
+        at = "-".join(map(str, ports))
+        where = f"rank 0 listens at {host or self.network.hub}:{at}"
+        if listener is not None and not self.network.loopback:
+            where = f"rank 0 listens at port {at}, for others to find by {self._address or 'the address they know'}"
         self._purpose = purpose
         if listener is not None:
             self._connection, hubs_end = pair()
@@ -234,6 +237,7 @@ class EnvRendezvous(TCPRendezvous):
         super().__init__(place.rank, place.size, timeout, network, place.local_rank)
         if self.size == 1:
             return
+        self._address = f"MASTER_ADDR={host}"
         network.secret = load_secret(environ, one_host=self.rank == 0 or is_ours(host))
         if self.rank == 0:
             listener = _listen(network, place.ports)

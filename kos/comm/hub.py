@@ -77,7 +77,9 @@ class Hub(threading.Thread):
         if self._deadline is not None and time.monotonic() >= self._deadline:
             missing = [rank for rank in range(self._size) if rank not in self._slots]
             absent = f"ranks {missing} of {self._size} did not come within {self.timeout:g} s"
-            self._fail(FAILED, f"rendezvous: {absent} ({self._where})")
+            strangers = self._door.strangers
+            refused = f"; callers that did not know the secret: {strangers}" if strangers else ""
+            self._fail(FAILED, f"rendezvous: {absent} ({self._where}{refused})")
 
     def _admit(self, rank: int, size: int, connection: Connection) -> None:
         """A process that knows the secret says which rank it is."""

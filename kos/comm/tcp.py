@@ -217,6 +217,7 @@ class Door:
         self._listener, self._key, self._selector, self._admit = listener, key, selector, admit
         self._strangers: dict[socket.socket, float] = {}  # -> deadline, the oldest first
         self._shut_until: float | None = None  # while it is not in the selector
+        self.strangers = 0  # callers that did not prove themselves
         selector.register(listener, selectors.EVENT_READ, self._answer)
 
     def close(self) -> None:
@@ -268,6 +269,7 @@ class Door:
             del self._strangers[sock]
             self._admit(*end.value)
         except (OSError, Stranger):
+            self.strangers += 1
             self._dismiss(sock)
 
     def _dismiss(self, sock: socket.socket) -> None:

@@ -12,6 +12,7 @@ from kos.cuda import streams
 from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
+from kos.memory.dlpack import host_array
 
 _DLPACK_CPU, _DLPACK_GPU = 1, (2, 13)  # 13: managed memory
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
@@ -165,8 +166,11 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
                 f"{what}: expected memory of the host or of a CUDA GPU, got {type(x).__name__} on {where}"
             )
         try:
-            return np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError) as error:
+            try:
+                return np.from_dlpack(x)
+            except (BufferError, RuntimeError):  # 16- and 8-bit floats
+                return host_array(x)
+        except (BufferError, RuntimeError, TypeError, InvalidArgument) as error:
             raise InvalidArgument(
                 f"{what}: expected an array that DLPack can share, got {type(x).__name__}: {error}"
             ) from error

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 
-CUDA = 2
+CPU, CUDA = 1, 2
 _MANAGED = 13
 _VERSION = (1, 1)
 _READ_ONLY = 1
@@ -140,8 +143,8 @@ class ImportedTensor:
             self._managed.deleter(ctypes.addressof(self._managed))
 
 
-def import_capsule(capsule: Any) -> ImportedTensor:
-    """Take over a DLPack capsule of contiguous CUDA memory.
+def import_capsule(capsule: Any, kinds: Sequence[int] = (CUDA, _MANAGED)) -> ImportedTensor:
+    """Take over a DLPack capsule of contiguous memory of CUDA, or of devices of other ``kinds``.
 
     Raises InvalidArgument for memory elsewhere, for strides that are not C-contiguous and for dtypes that
     kos does not move; the capsule then stays with its producer.
@@ -154,7 +157,7 @@ def import_capsule(capsule: Any) -> ImportedTensor:
     if versioned and managed.major != _VERSION[0]:
         raise InvalidArgument(f"DLPack: expected version {_VERSION[0]}, got {managed.major}")
     tensor = managed.tensor
-    if tensor.device_type not in (CUDA, _MANAGED):
+    if tensor.device_type not in kinds:
         raise InvalidArgument(f"DLPack: expected a CUDA device, got device type {tensor.device_type}")
     dtype = _TYPES.get((tensor.code, tensor.bits))
     if dtype is None or tensor.lanes != 1:
@@ -167,3 +170,13 @@ def import_capsule(capsule: Any) -> ImportedTensor:
     _rename(capsule, _USED[name])
     pointer = (tensor.data or 0) + tensor.byte_offset
     return ImportedTensor(pointer, shape, dtype, tensor.device, readonly, managed)
+
+
+def host_array(source: Any) -> np.ndarray[Any, Any]:
+    """The memory of ``source``, on the host, as an ndarray: also of the dtypes that NumPy's own reader refuses."""
+    tensor = import_capsule(source.__dlpack__(), (CPU,))
+    memory = (ctypes.c_char * (math.prod(tensor.shape) * tensor.dtype.itemsize)).from_address(tensor.pointer or 1)
+    memory.owner = tensor  # type: ignore[attr-defined]  # which gives it back when the last view is gone
+    array = np.frombuffer(memoryview(memory), tensor.dtype.numpy).reshape(tensor.shape)
+    array.flags.writeable = not tensor.readonly
+    return array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -155,6 +156,24 @@ def test_arrays_behind_dlpack() -> None:
 
     for result in spawn(body, 2, timeout=10):
         assert (result == 3).all()
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
+def test_tensors_of_short_floats(name: str) -> None:
+    """Which NumPy's own reader of DLPack refuses."""
+    torch = pytest.importorskip("torch")
+
+    def body(comm: kos.Communicator) -> tuple[Any, Any]:
+        mine = torch.full((2, 3), comm.rank + 1.0).to(getattr(torch, name))
+        return comm.all_reduce(mine), mine.float().numpy()
+
+    for result, tensor in spawn(body, 2, timeout=10):
+        assert result.dtype == name and result.shape == (2, 3) and (result == 3).all() and (tensor == 3).all()
+    kept = as_buffer(torch.ones(1000).to(getattr(torch, name)), "x", writable=True)
+    gc.collect()
+    assert (kept.flat == 1).all()
+    with pytest.raises(InvalidArgument, match=r"x: expected an array that DLPack can share, .* C-contiguous"):
+        as_buffer(torch.ones(2, 3).to(getattr(torch, name)).t(), "x", writable=True)
 
 
 def test_buffer() -> None:

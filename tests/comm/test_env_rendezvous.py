@@ -342,6 +342,18 @@ def test_missing_ranks_are_named_on_all_others() -> None:
     assert errors == [expected] * 3
 
 
+def test_rank_0_says_where_others_look_for_it() -> None:
+    [error] = errors_of(0.3, environment(0, 2, free_port(), MASTER_ADDR="no-such-host.invalid"))
+    assert "for others to find by MASTER_ADDR=no-such-host.invalid)" in error
+
+
+def test_strangers_are_told_of() -> None:
+    port = free_port()
+    with_another = lambda: errors_of(20, environment(1, 2, port, KOS_SECRET="wrong"))  # noqa: E731
+    [error], _ = run_threads(lambda: errors_of(1.5, environment(0, 2, port)), with_another)
+    assert error.endswith(f"(rank 0 listens at 127.0.0.1:{port}; callers that did not know the secret: 1)")
+
+
 def test_a_master_that_cannot_be_reached() -> None:
     port = free_port()
     [error] = errors_of(0.3, environment(1, 2, port))

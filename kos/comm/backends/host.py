@@ -96,7 +96,7 @@ class HostBackend(Backend):
             try:
                 self._calls.check(operation)
             except KosError as known:  # the ranks of the host know better what it met on its way
-                error = known
+                error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
         failure = super().failed(operation, error)
         self._calls.fail(failure, self.ended_by(operation))
         return failure

@@ -44,9 +44,10 @@ class TCPBackend(HostBackend):
     name = "tcp"
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None, poller: Poller | None = None) -> None:
-        super().__init__(rendezvous, engine)
         self._poller = poller or Poller()
-        self._mesh = self.transport = Mesh(rendezvous, self._poller)
+        mesh = Mesh(rendezvous, self._poller)
+        super().__init__(rendezvous, engine)
+        self._mesh = self.transport = mesh
         self._fingerprints = self._calls or Fingerprints()
 
     @classmethod
@@ -242,7 +243,11 @@ def _connect_all(rendezvous: Rendezvous) -> dict[int, socket.socket]:
         return {}
     network: Network = rendezvous.network
     deadline = time.monotonic() + rendezvous.timeout
-    with network.listen() as listener:
+    try:
+        listener = network.listen()
+    except OSError as error:
+        raise RendezvousError(f"tcp: rank {rank} cannot listen for the other ranks: {error}") from error
+    with listener:
         card = [network.host, listener.getsockname()[1], os.urandom(16).hex()]
         cards = [json.loads(c) for c in rendezvous.allgather(json.dumps(card).encode())]
         found: dict[int, Connection] = {}

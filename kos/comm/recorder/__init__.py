@@ -58,7 +58,7 @@ class _Entry(NamedTuple):
 
 
 class Group:
-    """One communicator as the recorder knows it; ``ranks`` are those of the communicator it was split from."""
+    """One communicator as the recorder knows it; ``ranks`` are its ranks in the world."""
 
     def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, backend: str) -> None:
         self.recorder, self.name, self.ranks, self.rank, self.backend = recorder, name, ranks, rank, backend
