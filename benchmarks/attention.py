@@ -18,9 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ImportError:
+    raise SystemExit("kos: error: benchmarks.attention: expected PyTorch (pip install torch), got none") from None
 
 from benchmarks.collectives import report
 from kos import cuda
@@ -183,6 +186,8 @@ def main() -> None:
     parser.add_argument("--no-peers", action="store_true", help="leave torch out")
     parser.add_argument("--json", help="write all rows to this file")
     arguments = parser.parse_args()
+    if why := cuda.unavailable():
+        raise SystemExit(f"kos: error: benchmarks.attention: expected a GPU, got none: {why}")
     cuda.set_device(0)
     torch.cuda.init()
     stream = cuda.create_stream(0)

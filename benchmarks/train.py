@@ -32,7 +32,8 @@ import numpy as np
 
 from benchmarks.collectives import report
 from kos.comm.mpi_job import launched_rank
-from kos.errors import ConfigError, KosError
+from kos.cuda import unavailable
+from kos.errors import BackendUnavailable, ConfigError, KosError
 from kos.files import check_writable, replace_file
 from kos.train.config import TrainConfig, parse
 from kos.train.data import Dataset, Tokens
@@ -395,8 +396,6 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
     config = parse(rest)
     options.device = config.device
     if config.device == "auto" or not any(word.startswith("--device") for word in rest):
-        from kos.cuda import unavailable
-
         options.device = "cpu" if unavailable() else "cuda"
     options.threads = options.threads or max(1, (os.cpu_count() or 1) // options.ranks)
     options.torch = options.torch or VARIANTS[options.device]
@@ -414,6 +413,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             check_writable(options.json)
         config.for_world(options.ranks, options.device)
+        if options.device == "cuda" and (why := unavailable()):
+            raise BackendUnavailable(f"--device cuda: {why}")
         if options.compare and importlib.util.find_spec("torch") is None:
             raise ConfigError("--compare torch: expected PyTorch (pip install torch), got none")
     except KosError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from benchmarks.collectives.limits import DeviceLimits
 from benchmarks.collectives.measure import DeviceTimer, HostTimer, Job, Run, measure
 from benchmarks.collectives.memory import DeviceMemory, HostMemory, Space
 from benchmarks.collectives.peers_gpu import RawNCCL
+from kos import cuda
 from kos.comm import Communicator
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, kernels
@@ -292,6 +294,33 @@ def test_no_gpu_under_mpirun() -> None:
     )  # fmt: skip
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "kos: error: --device gpu: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "lacks", "said"),
+    [
+        ("train", "a GPU", "--device cuda: no CUDA driver"),
+        ("attention", "a GPU", "benchmarks.attention: expected a GPU, got none: no CUDA driver"),
+        ("attention", "torch", "benchmarks.attention: expected PyTorch .*, got none"),
+        ("kernels", "a GPU", "benchmarks.kernels: expected a GPU, got none: no CUDA driver"),
+        ("kernels", "torch", "benchmarks.kernels: expected PyTorch .*, got none"),
+    ],
+)
+def test_what_a_benchmark_lacks_is_one_line(
+    program: str, lacks: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"benchmarks.{program}"
+    monkeypatch.setattr(sys, "argv", [name, *(["--preset", "124m", "--device", "cuda"] if program == "train" else [])])
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(cuda, "unavailable", lambda: "no CUDA driver")
+    monkeypatch.setattr(driver, "unavailable", lambda: "no CUDA driver")
+    if lacks == "torch":
+        monkeypatch.setitem(sys.modules, "torch", None)
+    elif program != "train":
+        pytest.importorskip("torch")
+    with pytest.raises(SystemExit, match=f"^kos: error: {said}$"):
+        runpy.run_module(name, run_name="__main__")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_only_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
