@@ -84,11 +84,14 @@ class Console:
 
 
 def _bar(terminal: TextIO, steps: int) -> Any:
+    """None where the terminal does not say how wide it is: a bar of no width would show nothing."""
+    width = os.get_terminal_size(terminal.fileno()).columns
+    if not width:
+        return None
     from rich.console import Console as Terminal
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.table import Column
 
-    width = os.get_terminal_size(terminal.fileno()).columns
     room = width - len(f"training {steps}/{steps} ---- 0:00:00 ")  # where it is small, the values are cut
     return Progress(
         TextColumn("training {task.completed}/{task.total}"),

@@ -49,7 +49,7 @@ class Terminal:
 
     def __init__(self, columns: int) -> None:
         self._master, self.slave = os.openpty()
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30 if columns else 0, columns, 0, 0))
         self._said = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -100,6 +100,11 @@ def _check_bar(said: str, columns: int = 100) -> None:
 @pytest.mark.parametrize("columns", [100, 80, 60, 30])
 def test_a_terminal_gets_a_bar(columns: int) -> None:
     _check_bar(_on_a_terminal(sys.executable, "-c", SPEAKER, columns=columns), columns)
+
+
+def test_a_terminal_of_unknown_size_gets_lines() -> None:
+    """That of ``expect`` and of some containers: 0 x 0."""
+    assert _on_a_terminal(sys.executable, "-c", SPEAKER, columns=0).replace("\r\n", "\n") == PLAIN
 
 
 def test_a_pipe_gets_lines() -> None:
