@@ -248,4 +248,4 @@ def test_what_a_step_will_take_is_said(text: Path, tmp_path: Path, monkeypatch: 
     rows = _train(text, tmp_path, 2, steps=1)
     model = TrainConfig.from_preset("tiny", **SMALL).model.resolve(256, 32)
     minutes = model.flops_per_token(32).causal * 8 * 32 / 2 / 1e5 / 60
-    assert f"a step: at least {minutes:.0f} min" in capsys.readouterr().out and len(rows) == 1
+    assert f"a step: about {minutes:.0f} min" in capsys.readouterr().out and len(rows) == 1

@@ -80,9 +80,9 @@ class CpuEngine:
     def describe(self) -> str:
         flops, speed = self._flops * self._tokens * len(self.rounds), product_speed()
         seconds = flops / speed
-        least = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
+        step = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
         return (
-            f"about {self.plan.total / GIB:.2f} GiB of memory a rank; a step: at least {least} "
+            f"about {self.plan.total / GIB:.2f} GiB of memory a rank; a step: about {step} "
             f"({flops / 1e12:.2g} TFLOP a rank, {speed / 1e9:.0f} GFLOP/s in a matrix product)"
         )
 
