@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, head for one, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (KosError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+        print(f"kos: error: {e}", file=sys.stderr)
         return 2
     return 0
 

@@ -61,11 +61,11 @@ def test_the_command_asks_first_whether_it_can_draw(tmp_path, monkeypatch, capsy
                           ("x.pdf", "ends in .png or .svg")):
         assert main(["ring", "--draw", file]) == 2
         said = capsys.readouterr()
-        assert said.out == "" and said.err.startswith(f"error: {file}: ") and problem in said.err
+        assert said.out == "" and said.err.startswith(f"kos: error: {file}: ") and problem in said.err
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["ring", "--draw", str(tmp_path / "x.svg")]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err == "error: a picture needs matplotlib: pip install 'kos[plot]'\n"
+    assert said.out == "" and said.err == "kos: error: a picture needs matplotlib: pip install 'kos[plot]'\n"
     for others in ([], ["ring", "--predict"]):
         with pytest.raises(SystemExit, match="2"):
             main([*others, "--draw", "x.svg"])
@@ -107,13 +107,13 @@ def test_one_is_not_many(capsys):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["rong"], "error: unknown algorithm 'rong' for all_reduce, expected one of ring"),
-    (["ring", "--collective", "reduce_all"], "error: unknown collective 'reduce_all'"),
-    (["ring", "--ranks", "257"], "error: prints and proves up to 256 ranks, got 257; --predict takes more"),
-    (["ring", "--ranks", "0"], "error: ranks must be at least 1, got 0"),
-    (["--collective", "foo"], "error: unknown collective 'foo', expected one of"),
-    (["hierarchical", "--ranks-per-node", "0"], "error: ranks must be a multiple of ranks_per_node, got 8 and 0"),
-    (["--predict", "--topology", "moon"], "error: unknown topology 'moon', expected one of h200"),
+    (["rong"], "kos: error: unknown algorithm 'rong' for all_reduce, expected one of ring"),
+    (["ring", "--collective", "reduce_all"], "kos: error: unknown collective 'reduce_all'"),
+    (["ring", "--ranks", "257"], "kos: error: prints and proves up to 256 ranks, got 257; --predict takes more"),
+    (["ring", "--ranks", "0"], "kos: error: ranks must be at least 1, got 0"),
+    (["--collective", "foo"], "kos: error: unknown collective 'foo', expected one of"),
+    (["hierarchical", "--ranks-per-node", "0"], "kos: error: ranks must be a multiple of ranks_per_node, got 8 and 0"),
+    (["--predict", "--topology", "moon"], "kos: error: unknown topology 'moon', expected one of h200"),
 ])
 def test_errors_are_one_line(arguments, message, capsys):
     assert main(arguments) == 2
