@@ -50,7 +50,8 @@ def init(
     it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto": for
     host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster
     at (``Communicator.explain`` says what and why).  Raises BackendUnavailable where the backend asked for
-    cannot run, with the reason; RendezvousError where the ranks do not find each other.
+    cannot run, or none for the ``device`` that a rank was given, with the reason; InvalidArgument for a
+    ``device`` with a backend for host memory; RendezvousError where the ranks do not find each other.
 
     Under mpirun an uncaught exception on one rank ends the whole job from here on.
     """
@@ -65,21 +66,31 @@ def init(
         rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi")
     if device is not None:
         rendezvous.device = device
-    probes = _agree(backend, rendezvous)
+    probes, told = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
         usable = [name for name, probe in probes.items() if probe.usable]
         chosen = next((name for name in usable if not issubclass(BACKENDS[name], DeviceBackend)), "")
         if not chosen:
-            reasons = "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
-            raise BackendUnavailable(f"auto: no backend can run here: {reasons}")
+            raise BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}")
+    elif told is not None and not issubclass(BACKENDS[backend], DeviceBackend):
+        raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {told}")
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     made = BACKENDS[chosen](rendezvous)
-    if backend == "auto" and (gpus := _for_gpus(rendezvous, probes)):
-        made = AutoBackend(rendezvous, made, gpus)
+    if backend == "auto":
+        if gpus := _for_gpus(rendezvous, probes):
+            made = AutoBackend(rendezvous, made, gpus)
+        elif told is not None:
+            made.close()
+            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if issubclass(kind, DeviceBackend)})
+            raise BackendUnavailable(f"auto: expected a backend for GPU {told}, got none: {why}")
     return Communicator(made, rendezvous, probes, timeout)
+
+
+def _reasons(probes: dict[str, Probe]) -> str:
+    return "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
 
 
 def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBackend]:
@@ -101,11 +112,15 @@ def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBa
     return made
 
 
-def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:
-    """What all ranks together can use: a backend that one rank cannot use is usable on none."""
+def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dict[str, Probe], str | None]:
+    """What all ranks together can use: a backend that one rank cannot use is usable on none.
+
+    Beside it the first device that a rank was told to use, and that rank.
+    """
     mine = {name: kind.probe(rendezvous) for name, kind in BACKENDS.items()}
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
-    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps([wanted, ballot, os.urandom(8).hex()]).encode())]
+    said = [wanted, ballot, os.urandom(8).hex(), device]
+    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(said).encode())]
     rendezvous.job = ballots[0][2]
     for rank, (theirs, *_) in enumerate(ballots):
         if theirs != wanted:
@@ -114,11 +129,12 @@ def _agree(wanted: str, rendezvous: Rendezvous) -> dict[str, Probe]:
     agreed = dict(mine)
     for name in BACKENDS:
         holders: dict[str, int] = {}  # of each claim, the first rank
-        for rank, (_, votes, _) in enumerate(ballots):
+        for rank, (_, votes, *_) in enumerate(ballots):
             usable, reason, claim = votes[name]
             if not usable:
                 agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
                 break
             if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
                 agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
-    return agreed
+    given = (f"{device} of rank {rank}" for rank, (*_, device) in enumerate(ballots) if device is not None)
+    return agreed, next(given, None)

@@ -22,6 +22,7 @@ from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    InvalidArgument,
     KosError,
     RankLost,
     RendezvousError,
@@ -605,6 +606,24 @@ def test_a_backend_that_cannot_run_here_says_why() -> None:
     assert lines[0].split() == ["backend", "usable", "why"]
     assert lines[1].startswith("mpi      no      the ranks are not processes of an MPI job")
     assert lines[-1].startswith("mock     in use  1 rank in this process")
+
+
+@pytest.mark.parametrize(
+    ("backend", "error", "said"),
+    [
+        ("auto", BackendUnavailable, "auto: expected a backend for GPU 3 of rank 1, got none: nccl: .+; peer"),
+        ("mock", InvalidArgument, "device: expected None with backend 'mock', which uses no GPU, got 3 of rank 1"),
+    ],
+)
+def test_a_device_without_a_backend_for_gpus(backend: str, error: type[Exception], said: str) -> None:
+    """Refused on every rank, whoever asked for it; threads have none, GPU or not."""
+    group = ThreadGroup(2)
+
+    def ask(rank: int) -> None:
+        with pytest.raises(error, match=f"^{said}"):
+            kos.init(backend, rendezvous=ThreadRendezvous(group, rank, 5.0), device=3 if rank else None)
+
+    assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
 
 def test_ranks_that_ask_for_different_backends() -> None:
