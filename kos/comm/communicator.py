@@ -236,8 +236,10 @@ class Communicator(Operations):
         self.recorder.close(self._group)
         self.synchronize()
         self._closed = True
-        self.backend.close()
-        self.rendezvous.close()
+        try:
+            self.backend.close()
+        finally:
+            self.rendezvous.close()
 
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
         """Give up on what is in flight without waiting for anybody; the communicator is closed after it.

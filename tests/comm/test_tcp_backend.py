@@ -153,6 +153,20 @@ def test_mismatch_between_hosts(case: str, odd: int) -> None:
     assert time.monotonic() - began < TIMEOUT / 2
 
 
+def test_calls_that_differ_are_found_at_the_end_at_the_latest() -> None:
+    """A root does not wait for those whom it sends to: two roots are done before either knows of the other."""
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        x = np.full(3, comm.rank + 1.0)
+        with pytest.raises(CollectiveMismatch, match=r"broadcast #1 .* they differ in root"):  # noqa: PT012
+            comm.broadcast(x, root=comm.rank)
+            comm.rendezvous.barrier()  # the messages have been sent
+            comm.close()
+
+    TCPRanks(2).run(body)
+
+
 @pytest.mark.parametrize("count", [4, LONG])
 @pytest.mark.parametrize("posted", ["before", "after"])
 def test_message_of_another_dtype(count: int, posted: str) -> None:

@@ -66,6 +66,9 @@ class TCPBackend(HostBackend):
         super().close()
         self._poller.progress()  # who waits because it called something else has told
         self._mesh.leave(BYE, "")
+        if self._mesh.disputed and self._mesh.failure is not None:  # of calls that were over here when it was found
+            error = self._mesh.failure[1]
+            raise type(error)(str(error))
 
     def part(self, reason: str) -> None:
         super().part(reason)
@@ -154,6 +157,7 @@ class Mesh:
         self.rank, self.poller = rendezvous.rank, poller
         self.lost: str | None = None  # the first rank that left without a goodbye
         self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
+        self.disputed = False  # another rank's call differs from this one's: one of the two will say how
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's last: fingerprint and description
         self._heard: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, where it has called nothing yet
         self._group = ""
@@ -192,6 +196,7 @@ class Mesh:
         mine, mine_text = self.called(tag)
         if mine == mark:
             return
+        self.disputed = self.disputed or bool(mine)
         if mine and not text:
             self.describe(rank, tag)
         elif mine:
@@ -224,6 +229,10 @@ class Mesh:
 
     def leave(self, kind: int, why: str) -> None:
         """Close all connections, after a last word for whose way there is a moment."""
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while self.disputed and self.failure is None and time.monotonic() < deadline:
+            self.poller.pause(seconds=0.001)
+            self.poller.progress()
         if self.failure is not None:  # which this rank may have heard alone, in a message
             self.fail(*self.failure)
         for peer in self.peers.values():
