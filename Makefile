@@ -38,12 +38,15 @@ help:  ## list the targets
 # mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where the
 # terminal's Ctrl-C does not reach it: the first becomes SIGUSR1, which it forwards (save and stop), the next SIGTERM.
 # What comes within a second is the same one: who signals all of a group is heard here, and by make, which passes it on.
+# SIGUSR1 kills who does not listen yet: in the first second it waits; a start yet slower is killed by it, 138, here 130.
 train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; settings go in ARGS
 	@[[ "$(RANKS)" =~ ^[1-9][0-9]*$$ ]] || { echo "make: RANKS: expected a number from 1, got '$(RANKS)'" >&2; exit 1; }
-	@heard=-2; trap '((SECONDS < heard + 2)) || { heard=$$SECONDS; kill -$${signal:=USR1} $$job; signal=TERM; }' INT TERM HUP; \
+	@signal=USR1; deaf=0; \
+	stop() { [[ $$! ]] || exit 130; ((SECONDS > 1)) || { ((++deaf)); setsid sleep 1; }; kill -$$signal $$!; signal=TERM; }; \
+	trap '((SECONDS < deaf || ! (deaf = SECONDS + 2))) || stop 2>/dev/null' INT TERM HUP; \
 	echo "$(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS)"; \
-	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & job=$$!; \
-	while kill -0 $$job 2>/dev/null; do wait $$job; code=$$?; done; exit $$code
+	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & \
+	while kill -0 $$! 2>/dev/null; do wait $$!; done; wait $$!; code=$$?; exit $$((code == 138 ? 130 : code))
 
 test: $(VENV)/.kos-test-$(MPI)  ## run all tests, serial and under mpirun; pytest's arguments go in ARGS
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(ARGS)

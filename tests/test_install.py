@@ -131,10 +131,11 @@ MPIRUN = """\
                 os.write(1, b"GONE\\n")
                 os._exit(code)
         return handler
+    os.write(1, " ".join(["BEGUN", *sys.argv[1:]]).encode() + b"\\n")
+    time.sleep(0.2)  # SIGUSR1 kills here, as it does any process that does not listen
     signal.signal(signal.SIGUSR1, said("USR1", None if {stubborn} else 0))
     signal.signal(signal.SIGTERM, said("TERM", 7))
     signal.signal(signal.SIGINT, said("INT", 8))
-    os.write(1, " ".join(["READY", *sys.argv[1:]]).encode() + b"\\n")
     time.sleep(30)
     """
 
@@ -160,8 +161,8 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path,
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().endswith(f"/mpirun -n 3 {venv}/bin/python -m kos.train --steps 5\n")
-        ready = process.stdout.readline().split()
-        assert ready == ["READY", "-n", "3", f"{venv}/bin/python", "-m", "kos.train", "--steps", "5"]
+        begun = process.stdout.readline().split()
+        assert begun == ["BEGUN", "-n", "3", f"{venv}/bin/python", "-m", "kos.train", "--steps", "5"]
         os.killpg(process.pid, number)  # what a terminal does: to make, its shell and nobody else
         assert process.stdout.readline() == "USR1\n"
         os.killpg(process.pid, number)
