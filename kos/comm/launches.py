@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 from kos.errors import InvalidArgument
 
-ALGORITHMS = ("one_shot", "two_shot", "ring", "tree", "direct", "bulk", "push", "copies")
+PACKETS = ("one_shot", "two_shot", "ring", "tree")
+ALGORITHMS = (*PACKETS, "direct", "bulk", "push", "copies")
 T = TypeVar("T")
 _RANGES = {
     "blocks": (0, 128), "threads": (32, 1024), "unroll": (1, 8),
@@ -63,7 +64,9 @@ class Launches:
     ordinary: Rows[Launch]
 
     def pick(self, nbytes: int, symmetric: bool) -> Launch:
-        return pick(self.symmetric if symmetric else self.ordinary, nbytes)
+        """Where packets are as fast as what reaches into symmetric buffers, it does not matter where buffers lie."""
+        launch = pick(self.symmetric, nbytes) if symmetric else None
+        return pick(self.ordinary, nbytes) if launch is None or launch.algorithm in PACKETS else launch
 
     def as_json(self) -> dict[str, Any]:
         return {kind: [[limit, launch.as_json()] for limit, launch in getattr(self, kind)] for kind in _KINDS}

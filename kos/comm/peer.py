@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.launches import DEFAULT, Launch, Launches
+from kos.comm.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.peer_copies import BESIDE, Copies
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
@@ -53,7 +53,7 @@ _FAILED = CHANNELS * _LINE_BYTES
 _INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
 _CAPACITY = 512
 _SHARE = 8192
-_PACKETS = ("one_shot", "two_shot", "ring", "tree")
+
 
 
 class _Word(IntEnum):
@@ -179,7 +179,7 @@ class PeerEngine:
                 f"got {count} at 0x{send:x} and 0x{recv:x}"
             )
         launch = self._possible(launch or self.launch_for(send, recv, count * dtype.itemsize), op)
-        if launch.algorithm in _PACKETS:
+        if launch.algorithm in PACKETS:
             return self._bind_packets(launch, send, recv, count, dtype, op, factor)
         if launch.algorithm == "copies":
             if self._symmetric(send, count * dtype.itemsize) and self._symmetric(recv, count * dtype.itemsize):

@@ -490,7 +490,7 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
 
     run(body)
     engine = SimpleNamespace(launches=Peer.table.launches)
-    for nbytes, way in ((65536, "peer one_shot"), (65537, "peer push")):
+    for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
         assert PeerBackend.carrier(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
 
 

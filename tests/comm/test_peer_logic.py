@@ -16,6 +16,7 @@ import pytest
 
 from kos import ReduceOp
 from kos.comm.backends import peer as peer_backend
+from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
 from kos.comm.peer import PeerEngine
 from kos.comm.reduction import resolve
@@ -274,6 +275,8 @@ def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
+        symmetric = (1000, Launch("one_shot", threads=64)), (None, Launch("direct"))  # packets go as elsewhere
+        comm.backend.use(Launches(symmetric, ((1000, Launch("one_shot")), (None, Launch("two_shot")))))
         ordinary, symmetric = Array.zeros(1 << 18, np.float32, 0), comm.allocate(1 << 18, np.float32)
         other = comm.allocate(1 << 18, np.float32)
         ways, names = {}, ("ordinary", "symmetric", "shifted", "another")

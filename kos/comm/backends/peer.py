@@ -23,7 +23,7 @@ from typing import Any
 from kos.comm.backend import Probe
 from kos.comm.backends.device import KNOWN, DeviceBackend, Scratch, device_of, follow
 from kos.comm.backends.nccl_ordered import OrderedReduction, kernel_types
-from kos.comm.launches import Launch, Launches
+from kos.comm.launches import PACKETS, Launch, Launches
 from kos.comm.operation import Operation
 from kos.comm.peer import MAX_RANKS, PeerEngine, Piece, Run
 from kos.comm.peer_copies import BESIDE
@@ -43,7 +43,6 @@ from kos.memory.windows import Window
 log = logging.getLogger(__name__)
 
 _HALT_SECONDS = 20.0
-_ALGORITHMS = ("one_shot", "two_shot", "ring", "tree")
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 256 << 10
 """Bytes from which a broadcast goes to every rank in parts, which then go to all."""
@@ -146,7 +145,7 @@ class PeerBackend(DeviceBackend):
         return all(each is not None and self._engine.is_symmetric(each.pointer, each.nbytes) for each in several)
 
     def has_algorithm(self, o: Operation) -> bool:
-        return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in _ALGORITHMS)
+        return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in PACKETS)
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         all_reduce = name == "all_reduce"
@@ -216,7 +215,7 @@ class PeerBackend(DeviceBackend):
 
     def resolve(self, o: Operation) -> tuple[Callable[[int], None], bool]:
         if not self.has_algorithm(o):
-            own = ", ".join(("'auto'", *_ALGORITHMS)) if o.name == "all_reduce" else "'auto'"
+            own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.algorithm!r}")
         with relaxed_capture():
             return partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o)), True
