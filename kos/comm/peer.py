@@ -55,7 +55,6 @@ _CAPACITY = 512
 _SHARE = 8192
 
 
-
 class _Word(IntEnum):
     """The record through which host and kernels talk: 64-bit words of host memory."""
 

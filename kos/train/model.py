@@ -22,8 +22,6 @@ from kos.train.ops import Array, Ops
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
 
 Weights = Mapping[str, Array]
-
-
 Lookups = Callable[[Array, Array], tuple[Array, Array]]
 
 
