@@ -17,6 +17,7 @@ import pytest
 
 from kos.train import checkpoint
 from kos.train.metrics import read_metrics
+from tests.run import NEVER_STARTED
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX"))},
@@ -35,9 +36,12 @@ def _command(*flags: str | Path, ranks: int = 2) -> list[str]:
 
 
 def _run(*flags: str | Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command(*flags, ranks=ranks), env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
-    )
+    command = _command(*flags, ranks=ranks)
+    for _ in range(3):
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+        if done.returncode != NEVER_STARTED:
+            break
+    return done
 
 
 def _errors(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -72,6 +76,7 @@ def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case
     done = _run("--out", tmp_path / "run", *flags)
     assert time.monotonic() - began < SECONDS / 2
     assert done.returncode != 0 and "Traceback" not in done.stderr
+    assert len(_errors(done)) == 1, f"exit status {done.returncode}: {done.stderr}"
     (error,) = _errors(done)
     assert "expected" in error and expected in error
 
