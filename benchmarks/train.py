@@ -284,6 +284,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
 
         peak = peak_flops(device_info(0).name)
     flops, rows = model.flops_per_token(config.seq_len), []
+    variant = config.dtype + "-grads" * (config.grad_dtype == "bfloat16")
     steps = min(len(group.losses) for group in groups)
     for group in groups:
         pairs = list(zip(groups[0].losses, group.losses, strict=False))
@@ -296,7 +297,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             "seq_len": config.seq_len,
             "ranks": options.ranks,
             "implementation": "kos" if group.name == "kos" else "torch",
-            "variant": config.dtype if group.name == "kos" else group.name,
+            "variant": variant if group.name == "kos" else group.name,
             "tokens_per_second": speed,
             "step_ms": 1e3 * seconds,
             "mfu_causal": each and each * flops.causal,

@@ -34,8 +34,8 @@ CUDA_MICRO_BATCH_TOKENS = 32_768
 """The same on a GPU, whose matrix products gain nothing from more rows."""
 
 ON_CPU: dict[str, tuple[Any, ...]] = {
-    "dtype": ("auto", "float32"), "master_weights": ("float32",), "attention": ("auto", "flash"), "zero": (0,),
-    "graph": (True,),
+    "dtype": ("auto", "float32"), "master_weights": ("float32",), "grad_dtype": ("float32",),
+    "attention": ("auto", "flash"), "zero": (0,), "graph": (True,),
 }  # fmt: skip
 """Options that mean something on GPUs only, and what they may be on a CPU."""
 
@@ -120,6 +120,12 @@ class TrainConfig(Section):
     master_weights: Literal["float32", "none"] = option(
         "Device", "what AdamW updates on GPUs: float32, or none: bfloat16 weights alone, rounded at random", "float32"
     )
+    grad_dtype: Literal["float32", "bfloat16"] = option(
+        "Device",
+        "of gradients on GPUs, in memory and between ranks: float32, or bfloat16, half the bytes (micro-batches of a "
+        "rank, where there are several, add up in float32; over ranks peer rounds once, nccl at each rank)",
+        "float32",
+    )
     zero: int = option("Device", "of GPUs, 1: each keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
     recompute: Literal["none", "norms", "block"] = option(
         "Device", "what the backward computes again to save memory: none, norms (and SwiGLU) or whole blocks", "none"
@@ -168,7 +174,7 @@ class TrainConfig(Section):
         return self.model_dump(mode="json")
 
     def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
-        """This configuration as ``size`` ranks run it on ``device``: with its dtype and micro-batch size.
+        """This configuration as ``size`` ranks run it on ``device``: with its dtypes and micro-batch size.
 
         Each step, a rank takes ``batch_size / (micro_batch_size * size)`` micro-batches.  A size that was
         not given becomes the largest divisor that fits: of ``batch_size / size``, and of at most
@@ -188,8 +194,11 @@ class TrainConfig(Section):
                     raise ConfigError(f"{flag_of(name)}: expected {allowed[-1]} on the CPU, got {got}")
         if dtype == "auto":
             dtype = "float32" if device == "cpu" else "bfloat16"
-        if self.master_weights == "none" and dtype != "bfloat16":
-            raise ConfigError(f"--master-weights: expected float32 with --dtype {dtype}, got none")
+        for name in ("master_weights", "grad_dtype"):
+            if (got := getattr(self, name)) != "float32" and dtype != "bfloat16":
+                raise ConfigError(f"{flag_of(name)}: expected float32 with --dtype {dtype}, got {got}")
+        if self.grad_dtype != "float32" and self.deterministic:
+            raise ConfigError(f"--grad-dtype: expected float32 with --deterministic, got {self.grad_dtype}")
         batch, micro = self.batch_size, self.micro_batch_size
         if micro is None:
             if batch % size:
@@ -202,7 +211,9 @@ class TrainConfig(Section):
                 f"--batch-size: expected a multiple of micro-batch size × ranks = {micro} × {size} = "
                 f"{micro * size}, got {batch}"
             )
-        return self.model_copy(update={"micro_batch_size": micro, "device": device, "dtype": dtype})
+        grad_dtype = self.grad_dtype if batch == micro * size else "float32"
+        chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}
+        return self.model_copy(update=chosen)
 
     @property
     def master_dtype(self) -> str:

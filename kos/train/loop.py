@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 EXACT = (
     *("seed", "batch_size", "micro_batch_size", "seq_len", "deterministic"),
-    *("device", "dtype", "master_weights", "attention"),
+    *("device", "dtype", "master_weights", "grad_dtype", "attention"),
 )
 """Settings that a resumed run must keep to go on bit for bit."""
 
@@ -132,7 +132,8 @@ class Trainer:
             got = f"{other} (see --tokenizer)" if other != name else "another of that name (--tokenizer, --data)"
             raise CheckpointError(f"{found.path}: expected the tokenizer of this run, {name}, got {got}")
         before, now = found.config, self.description
-        changed = [name for name in EXACT if before.get("config", {}).get(name) != now["config"][name]]
+        known = {"grad_dtype": "float32", **before.get("config", {})}
+        changed = [name for name in EXACT if known.get(name) != now["config"][name]]
         changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
         if changed:
             _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))

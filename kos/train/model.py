@@ -281,15 +281,23 @@ class Llama:
             rstd_N = self._norm_statistics(weights, len(x_ND))
             normed_ND = self._norm(weights, norm, x_ND, rstd_N)
             d_normed_ND = self._take(weights, *x_ND.shape)
-            for rows in self._chunks(len(targets_N)):
+            chunks, d_weight = self._chunks(len(targets_N)), into.of[name]
+            wide = ops.statistics_dtype(x_ND.dtype)
+            in_place = len(chunks) == 1 or d_weight.dtype == wide
+            sum_VD = d_weight if in_place else arena.take(d_weight.shape, wide)  # rounded once, not once a chunk
+            if into.accumulate and not in_place:
+                ops.copy(d_weight, sum_VD)
+            for rows in chunks:
                 self.pause()
                 with arena.scope():
                     logits_NV = self._logits(weights, normed_ND[rows])
                     ops.cross_entropy_with_gradient(logits_NV, targets_N[rows], count, losses_N[rows], arena)
                     add = into.accumulate or rows.start > 0
                     ops.linear_backward(
-                        logits_NV, normed_ND[rows], weights[name], d_normed_ND[rows], into.of[name], add, arena
+                        logits_NV, normed_ND[rows], weights[name], d_normed_ND[rows], sum_VD, add, arena
                     )
+            if not in_place:
+                ops.copy(sum_VD, d_weight)
             if into.lookups is not None or not self.config.tie_word_embeddings:
                 into.final(name)
             ops.zero(dx_ND)

@@ -24,7 +24,7 @@ REQUIRED_FLAGS = """
 --preset --data --tokenizer --steps --batch-size --micro-batch-size --seq-len --lr --seed --out --resume
  --eval-every --save-every --log-every --deterministic --config --min-lr --warmup-steps --schedule
 --decay-fraction --weight-decay --beta1 --beta2 --eps --grad-clip --eval-batches --keep
---sample-tokens --device --dtype --zero --recompute --attention --graph --skip-outliers
+--sample-tokens --device --dtype --grad-dtype --zero --recompute --attention --graph --skip-outliers
 --prompt --temperature --top-k --init-from --debug --backend --timeout --hidden-size
 --num-hidden-layers --num-attention-heads --num-key-value-heads --intermediate-size --vocab-size
 """

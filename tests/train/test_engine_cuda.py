@@ -127,6 +127,22 @@ def test_resume_without_master_weights_bit_for_bit(one, text, tmp_path):
     assert state(tmp_path / "rest") == state(tmp_path / "run")
 
 
+def test_bfloat16_gradients(text, tmp_path):
+    """Of one micro-batch a step: losses within 0.5% of fp32's; again, eager and resumed the same bits."""
+    flags = ["--device", "cuda", "--micro-batch-size", 16]
+    run(text, tmp_path / "fp32", *flags)
+    said = run(text, tmp_path / "bf16", *flags, "--grad-dtype", "bfloat16")
+    assert "gradients, bfloat16" in said and state(tmp_path / "bf16") != state(tmp_path / "fp32")
+    for name in ("loss", "grad_norm"):  # the first are of the same pass
+        np.testing.assert_allclose(column(tmp_path / "bf16", name)[0], column(tmp_path / "fp32", name)[0], rtol=1e-3)
+    np.testing.assert_allclose(column(tmp_path / "bf16"), column(tmp_path / "fp32"), rtol=5e-3)
+    middle = tmp_path / "bf16" / "checkpoints" / "step-10"
+    for name, more in (("again", []), ("eager", ["--no-graph"]), ("rest", ["--resume", middle])):
+        run(text, tmp_path / name, *flags, "--grad-dtype", "bfloat16", *more)
+        assert column(tmp_path / name) == column(tmp_path / "bf16")[10 * (name == "rest") :], name
+        assert state(tmp_path / name) == state(tmp_path / "bf16"), name
+
+
 def test_what_is_refused(text, tmp_path):
     run(text, tmp_path, "--device", "cuda", error="expected a GPU for every rank, got none", CUDA_VISIBLE_DEVICES="")
     said = run(text, tmp_path, "--device", "cuda", "--intermediate-size", 100_000_000, error="memory: expected at most")

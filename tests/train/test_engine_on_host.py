@@ -170,6 +170,30 @@ def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
         assert column(rows) == column(one)[-len(rows) :] and state(tmp_path / name) == state(tmp_path / "one"), name
 
 
+def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
+    """Of one micro-batch a rank: near fp32's, the same bits eager and resumed, over ranks too.  Several add up in fp32,
+    and weights and moments come whole through a checkpoint whatever gradients are."""
+    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * CHUNK)
+    settings = {"dtype": "bfloat16", "micro_batch_size": None, "grad_dtype": "bfloat16"}
+    near = train(text, tmp_path / "near", **settings | {"grad_dtype": "float32"})
+    for ranks, zero in ((1, 0), (2, 0), (4, 1)):
+        out, how = tmp_path / f"{ranks}", {**settings, "ranks": ranks, "zero": zero}
+        rows = train(text, out, **how)
+        assert "gradients, bfloat16" in capsys.readouterr().out
+        for name in ("loss", "grad_norm", "val_loss"):
+            np.testing.assert_allclose(column(rows, name), column(near, name), rtol=5e-3)
+        assert state(out) != state(tmp_path / "near")
+        eager = train(text, tmp_path / f"{ranks} eager", **how, graph=False)
+        assert column(eager) == column(rows) and state(tmp_path / f"{ranks} eager") == state(out)
+        rest = train(text, tmp_path / f"{ranks} rest", **how, resume=str(out / "checkpoints" / "step-2"))
+        assert column(rest) == column(rows)[2:] and state(tmp_path / f"{ranks} rest") == state(out)
+    several = {"dtype": "bfloat16", "micro_batch_size": 2}
+    assert column(train(text, tmp_path / "bf16", **several, grad_dtype="bfloat16")) == column(
+        train(text, tmp_path / "fp32", **several)
+    )
+    assert state(tmp_path / "bf16") == state(tmp_path / "fp32")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
     """By a signal to one rank between two steps: all end after the same step, saved, and can go on."""
@@ -209,6 +233,10 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, monkey
 def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
     with pytest.raises(ConfigError, match="--master-weights: expected float32 with --dtype float32, got none"):
         train(text, tmp_path, master_weights="none")
+    with pytest.raises(ConfigError, match="--grad-dtype: expected float32 with --dtype float32, got bfloat16"):
+        train(text, tmp_path, grad_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="--grad-dtype: expected float32 with --deterministic, got bfloat16"):
+        train(text, tmp_path, dtype="bfloat16", grad_dtype="bfloat16", deterministic=True)
     with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .* less takes a --micro"):
         train(text, tmp_path, model={**SMALL["model"], "intermediate_size": 8_000_000})
 
@@ -227,10 +255,14 @@ def plan(*flags, ranks=1):
 def test_the_plan_of_published_models(monkeypatch):
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
-    with pytest.raises(ConfigError, match=r"got 20\d.* or --recompute .* or --zero 1 or --master-weights none$"):
+    knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none$"
+    with pytest.raises(ConfigError, match=rf"got 20\d.* {knobs}"):
         plan("--preset", "8b", ranks=8).check()
     sharded = plan("--preset", "8b", "--zero", "1", ranks=8).check()
     assert 7.4 * 8.03e9 < sharded.total - sharded.arena < 7.7 * 8.03e9
+    short = plan("--preset", "8b", "--zero", "1", "--grad-dtype", "bfloat16", ranks=8).check()
+    assert sharded.uses["gradients, float32"] - short.uses["gradients, bfloat16"] == 2 * 8_030_261_248
+    assert short.arena - sharded.arena == 4 * 128_256 * 4096  # a head's gradient, over two chunks of tokens
     alone = plan("--preset", "8b", "--master-weights", "none", ranks=8)
     assert 14 * 8.03e9 < alone.total - alone.arena < 14.3 * 8.03e9 and "  weights, bfloat16 " in str(alone)
     taken = [plan("--preset", "1b", "--recompute", how).arena for how in ("none", "norms", "block")]
@@ -248,6 +280,7 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
         ({"zero": 1}, "--zero: expected 0 on"),
         ({"dtype": "bfloat16"}, "--dtype: expected float32 on"),
         ({"master_weights": "none"}, "--master-weights: expected float32 on"),
+        ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 on"),
         ({"attention": "cudnn"}, "--attention: expected flash on"),
         ({"graph": False}, "--no-graph: expected a GPU, got"),
     ):

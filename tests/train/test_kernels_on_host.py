@@ -113,6 +113,10 @@ def test_model(ops, shape, dtype):
     assert np.array_equal(pair.gradients.flat.numpy(), kept)
 
 
+def test_bfloat16_gradients_are_rounded_once(ops):
+    on_models.test_bfloat16_gradients_are_rounded_once(ops, "wide")
+
+
 @pytest.mark.parametrize("gradient_dtype", on_ops.DTYPES)
 def test_adamw(ops, rng, gradient_dtype):
     """Warm-up, clipping, decay of matrices alone; a gradient of NaN changes nothing."""
@@ -147,8 +151,8 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
     shapes = {"norm": (5,), "a": (150, 301), "b": (3 * CHUNK // 64, 64)}
     whole = Parameters(shapes, dtype, None, ops.zeros, 2 * CHUNK)
     start = rng.normal(size=whole.flat.size).astype(whole.flat.dtype.numpy)
-    gradients = whole.like("float32")
-    gradients.flat.copy_from(rng.normal(size=whole.flat.size).astype(np.float32))
+    gradients = whole.like(dtype)
+    gradients.flat.copy_from(rng.normal(size=whole.flat.size).astype(whole.flat.dtype.numpy))
     schedule = Schedule("constant", 1e-2, 0, 9, 0)
     whole.flat.copy_from(start)
     one = CudaAdamW(ops, whole, whole.like("bfloat16"), schedule, grad_clip=1.0)

@@ -16,6 +16,7 @@ from kos import cuda
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import numpy as reference
+from kos.train.ops.cublaslt import Matmul
 from kos.train.ops.cuda import CudaOps
 
 pytestmark = [
@@ -166,6 +167,20 @@ def test_linear(ops, side, rng, arena, n, d, f):
 
     weight_gradients(side, rng, (f, d), d_out64.T @ x64, backward, 8)
     side.close(dx, d_out64 @ weight64, 4)
+
+
+@pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768)])
+def test_bfloat16_products_are_rounded_once(ops, rng, n, d, f):
+    """A weight's gradient by each algorithm that may be chosen: long sums, cut among blocks, add up in fp32."""
+    side, matmul = Side(ops, "bfloat16"), Matmul(0, ops.stream)
+    (d_out, d_out64), (x, x64) = side.put(rng.normal(size=(n, f))), side.put(rng.normal(size=(n, d)))
+    out = side.nan(f, d)
+    matmul(d_out, x, out, transpose_a=True)
+    (plan,), matmul.search = matmul._plans.values(), True
+    for algorithm in matmul._candidates(plan, d_out, x, out, out):
+        out.fill_bytes(255, ops.stream)
+        matmul._run(plan, algorithm.ctypes.data, d_out, x, None, out)
+        side.close(out, d_out64.T @ x64, 0.47)  # normal numbers: 0.425, rounded more than once 0.5 or more
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,15 @@ def test_zero_and_the_graph_change_no_bit(train):
     assert train(2, "--dtype", "float32", "--zero", "1", "--no-graph") == plain
 
 
+def test_bfloat16_gradients_over_ranks(train):
+    losses, digest = train(2, "--grad-dtype", "bfloat16")
+    for flags in (["--zero", "1"], ["--zero", "1", "--no-graph"]):
+        assert train(2, "--grad-dtype", "bfloat16", *flags) == (losses, digest)
+    wide, its_digest = train(2)
+    np.testing.assert_allclose(losses, wide, rtol=5e-3)
+    assert digest != its_digest, "gradients of one micro-batch a rank, rounded"
+
+
 def test_two_ranks_have_the_losses_of_one(train):
     losses, _ = train(2, "--dtype", "float32")
     alone, _ = train(1, "--dtype", "float32")

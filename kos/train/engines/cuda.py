@@ -1,7 +1,8 @@
 """The engine of GPUs: a whole optimizer step queued on one stream, captured once and replayed as a CUDA graph.
 
 Weights are fp32 (the master copy) and, where passes compute in bf16, rounded to it by the optimizer; with
-``--master-weights none`` they are bf16 alone, rounded at random.  Gradients add up in fp32.  Micro-batches, gradient
+``--master-weights none`` they are bf16 alone, rounded at random.  Gradients add up in fp32, and with ``--grad-dtype
+bfloat16`` the one micro-batch's are rounded where they are written and summed over ranks.  Micro-batches, gradient
 collectives (on the communicator's stream, beside the backward), norm, clipping, learning rate and AdamW are all of
 the graph; the host adds the next batch and fetches losses and norm when they are there, a step late, so that the
 device never waits for it.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,7 +41,7 @@ from kos.train.machine import peak_flops
 from kos.train.model import Llama, Weights
 from kos.train.ops import cudnn
 from kos.train.ops.adamw import CHUNK, STATE, CudaAdamW
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda import FLOAT32, CudaOps
 from kos.train.optimizer import AdamW
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parameters import Parameters, Shard
@@ -67,9 +69,9 @@ class CudaEngine:
         multiple = comm.size * CHUNK if self.sharded else ALIGNED if comm.size > 1 else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self.lookups = comm.size > 1 and gathers_lookups(config, model, comm.size, len(rounds))
-        bucket_bytes, staging = BUCKET_BYTES, 0
+        bucket_bytes, staging, itemsize = BUCKET_BYTES, 0, DTYPES[config.grad_dtype].itemsize
         if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-            bucket_bytes = max(BUCKET_BYTES, 4 * model.num_parameters() // BUCKETS)
+            bucket_bytes = max(BUCKET_BYTES, itemsize * model.num_parameters() // BUCKETS)
         self._reaches = comm.size > 1 and "peer" in comm.backend_name
         if self._reaches and not config.deterministic:
             staging = bucket_bytes
@@ -78,7 +80,7 @@ class CudaEngine:
             return plan_memory(
                 config, model, ops, ranks=comm.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
                 sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
-                lookups=self.lookups, staging=staging,
+                lookups=self.lookups, staging=staging, bucket=max(bucket_bytes // itemsize, multiple),
             ).check()  # fmt: skip
 
         heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
@@ -94,7 +96,7 @@ class CudaEngine:
         self.model.arena.reserve(self.plan.arena)
         self.model.arena.fix()
         shapes, groups = model.parameter_shapes(), model.fused_groups()
-        self.gradients = Parameters(shapes, "float32", groups, self._zeros, multiple)
+        self.gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, multiple)
         self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
         self.parallel = DataParallel(
             comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
@@ -145,7 +147,7 @@ class CudaEngine:
             trial = make_model(model, trying, head_rows=HEAD_ROWS, recompute=config.recompute)
             trial.arena.reserve(self.plan.arena)
             weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), trying.zeros)
-            gradients, loss = weights.like("float32"), trying.zeros(1, np.float64)
+            gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
             tokens = trying.zeros((config.micro_batch_size, config.seq_len), np.int32)
             for accumulate in {False, rounds > 1}:
                 with trying.step(trial.arena):
@@ -191,30 +193,38 @@ class CudaEngine:
             return [(part, None) for part in device]
         return list(zip(device, (host.weights.flat, host.exp_avg.flat, host.exp_avg_sq.flat), strict=True))
 
+    def _staged(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array, Array]]:
+        """Bucket by bucket: where it is, fp32 memory for it, this rank's part of that, and ``held``'s memory of it."""
+        buckets = self.parallel.buckets
+        parts = held.parts() if self.sharded else [(bucket, bucket) for bucket in buckets]
+        with self.ops.step(self.model.arena):  # idle between steps
+            room = self.model.arena.take((max(b.stop - b.start for b in buckets),), FLOAT32)
+            for bucket, (part, local) in zip(buckets, parts, strict=True):
+                whole = room[: bucket.stop - bucket.start]
+                yield bucket, whole, whole[part.start - bucket.start : part.stop - bucket.start], held.flat[local]
+
     def load(self, state: AdamW | None) -> None:
-        stream, whole = self.ops.stream, self.gradients.flat  # idle between steps, and as large as they
         step = int(self.comm.all_gather_bytes(str(state.step_count if state else 0).encode())[0])
         for target, source in self._states(state)[: 3 if step else 1]:  # moments begin as zeros, here already
-            if source is not None:
-                whole[: source.size].copy_from(source, stream)
-            if self.comm.size > 1:
-                self.comm.broadcast(whole, 0)
-            for part, local in target.parts():
-                self.ops.copy(whole[part], target.flat[local])
+            for bucket, whole, mine, held in self._staged(target):
+                if source is not None:
+                    self.ops.zero(whole)  # the last may reach beyond the weights
+                    whole[: source[bucket].size].copy_from(source[bucket], self.ops.stream)
+                if self.comm.size > 1:
+                    self.comm.broadcast(whole, 0)
+                self.ops.copy(mine, held)
         self.optimizer.step_count = step
         self.optimizer.refresh_copy()
 
     def state(self) -> AdamW | None:
-        whole = self.gradients.flat
         state = self.new_state() if self.comm.rank == 0 else None
         for source, target in self._states(state):
-            for part, local in source.parts():
-                self.ops.copy(source.flat[local], whole[part])
-            if self.sharded:
-                for bucket, part in zip(self.parallel.buckets, self.parallel.parts(), strict=True):
-                    self.comm.all_gather(whole[part], whole[bucket])
-            if target is not None:
-                whole[: target.size].copy_to(target, self.ops.stream)
+            for bucket, whole, mine, held in self._staged(source):
+                self.ops.copy(held, mine)
+                if self.sharded:
+                    self.comm.all_gather(mine, whole)
+                if target is not None:
+                    whole[: target[bucket].size].copy_to(target[bucket], self.ops.stream)
         if state is not None:
             state.step_count = self.optimizer.step_count
         return state
@@ -330,7 +340,7 @@ def gathers_lookups(config: TrainConfig, model: LlamaConfig, ranks: int, rounds:
     if config.deterministic or config.micro_batch_size is None:
         return False
     gathered = ranks * config.micro_batch_size * config.seq_len * DTYPES[config.dtype].itemsize
-    summed = (4 if config.zero else 8) * model.vocab_size  # an all-reduce moves it twice
+    summed = (2 - config.zero) * DTYPES[config.grad_dtype].itemsize * model.vocab_size  # an all-reduce moves it twice
     return gathered < summed and (model.tie_word_embeddings or rounds == 1)
 
 

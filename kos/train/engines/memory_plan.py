@@ -56,10 +56,11 @@ class MemoryPlan(NamedTuple):
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, ops: CudaOps, *, ranks: int, head_rows: int, multiple: int,
-    rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False, staging: int = 0,
+    rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False, staging: int = 0, bucket: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank.  ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
-    ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added."""
+    ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
+    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is loaded or saved."""
     assert config.micro_batch_size is not None
     count = -(-model.num_parameters() // multiple) * multiple
     itemsize = DTYPES[config.dtype].itemsize
@@ -69,12 +70,12 @@ def plan_memory(
     has_copy = sharded or config.dtype != master
     rows = min(head_rows, config.micro_batch_size * config.seq_len)
     logits = rows * model.vocab_size * itemsize
-    arena = _peak(config, model, ops, head_rows, ranks if lookups else 1)
+    arena = max(_peak(config, model, ops, head_rows, ranks if lookups else 1), 4 * min(bucket, count) + ALIGNMENT)
     uses = {
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
         f"both Adam moments, float32{share}": 8 * held,
-        "gradients, float32": 4 * count * (2 if carry else 1),
+        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (2 if carry else 1),
         f"activations, recompute {config.recompute}": arena - logits,
         f"logits of {rows} tokens": logits,
         "tokens, cuBLASLt's workspace": 3 * 8 * rounds * config.micro_batch_size * config.seq_len + cublaslt.WORKSPACE,
@@ -89,6 +90,8 @@ def plan_memory(
         knobs.append("--attention flash")
     if not config.zero and ranks > 1:
         knobs.append("--zero 1")
+    if config.dtype != config.grad_dtype and rounds == 1 and not config.deterministic:
+        knobs.append("--grad-dtype bfloat16")
     if config.dtype != master:
         knobs.append("--master-weights none")
     free, _ = call(cu.cuMemGetInfo)
@@ -101,7 +104,7 @@ def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int,
     sizing = _Sizing(ops)
     llama = make_model(model, sizing, head_rows=head_rows, recompute=config.recompute)
     weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), sizing.zeros)
-    gradients = weights.like("float32")
+    gradients = weights.like(config.grad_dtype)
     assert config.micro_batch_size is not None
     tokens = sizing.zeros((config.micro_batch_size, config.seq_len), np.int32)
     loss = sizing.zeros(1, np.float64)

@@ -144,7 +144,9 @@ class Matmul:
         """cuBLASLt's suggestions, its best guess first."""
         lt = self.lt
         preference = lt.matmul_preference_create()
-        limits = {"MAX_WORKSPACE_BYTES": np.array([WORKSPACE], np.uint64)}
+        limits: dict[str, Any] = {"MAX_WORKSPACE_BYTES": np.array([WORKSPACE], np.uint64)}
+        if out.dtype.itemsize < 4:  # parts of a sum over K must not be rounded before they are added
+            limits["REDUCTION_SCHEME_MASK"] = np.array([lt.ReductionScheme.COMPUTE_TYPE], np.uint32)
         for which, operand in zip("ABCD", (b, a, c, out), strict=True):
             limits[f"MIN_ALIGNMENT_{which}_BYTES"] = np.array([_alignment(operand)], np.uint32)
         for name, value in limits.items():
