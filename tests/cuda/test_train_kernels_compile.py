@@ -52,6 +52,7 @@ CASES = [
     ("embedding.cu", {**BF16, **SUMS, "COLUMNS": 768}, EMBEDDING),
     ("embedding.cu", {**ODD, "COLUMNS": 37, "GRADIENT": "bfloat16", "ACCUMULATE": 0}, EMBEDDING),
     ("adamw.cu", {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
+    ("adamw.cu", {"MASTER": "float32", "GRADIENT": "bfloat16", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
     ("adamw.cu", {"MASTER": "bfloat16", "GRADIENT": "bfloat16", "WEIGHT": "float32", "COPY": 0}, ADAMW),
 ]
 
@@ -64,8 +65,8 @@ def test_compiles(arch: str, file: str, macros: dict, names: list[bytes]) -> Non
     assert all(b".text." + name + b"\0" in cubin for name in names)
 
 
-@pytest.mark.parametrize("preset", ["1b", "gpt2-124m"])
-def test_what_a_step_launches_compiles(preset, monkeypatch):
+@pytest.mark.parametrize(("preset", "gradients"), [("1b", "float32"), ("gpt2-124m", "bfloat16")])
+def test_what_a_step_launches_compiles(preset, gradients, monkeypatch):
     """Every kernel of a pass in bf16, with its own macros, and within what a launch may ask for."""
     launches = {}
 
@@ -76,7 +77,8 @@ def test_what_a_step_launches_compiles(preset, monkeypatch):
 
     monkeypatch.setattr(memory_plan._Sizing, "launch", launch)
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
-    config = parse(["--preset", preset]).for_world(1, "cuda")
+    config = parse(["--preset", preset, "--grad-dtype", gradients]).for_world(1, "cuda")
+    assert config.grad_dtype == gradients
     device = CudaOps.__new__(CudaOps)
     device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
     memory_plan.plan_memory(
