@@ -163,6 +163,11 @@ def test_losses_that_differ_are_an_exit_code(
     assert "4 x 24 tokens a rank, 1 rank\n" in capsys.readouterr().out
     rows = train.make_rows([group("kos", [5.0, 4.0, 3.0]), group("eager", [5.0, 4.2])], options, config)
     assert [(row["loss"], row["loss_difference"]) for row in rows] == [(4.0, 0.0), (4.2, 0.05)], "not of the same step"
+    monkeypatch.setattr("kos.cuda.device_info", lambda device: SimpleNamespace(name="unknown"))
+    for micro_batch_size, variant in (("2", "bfloat16"), ("4", "bfloat16-grads")):  # several add up in fp32
+        flags = ["--ranks", "2", "--device", "cuda", "--grad-dtype", "bfloat16", "--micro-batch-size", micro_batch_size]
+        rows = train.make_rows(groups, *train.read_arguments([*SMALL, *flags]))
+        assert [row["variant"] for row in rows] == [variant, "eager", "eager-whole"]
 
 
 def test_the_engine_of_gpus_gives_the_losses_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
