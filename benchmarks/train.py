@@ -85,10 +85,8 @@ class KosTraining:
         self.comm = comm = kos.init(config.backend, timeout=config.timeout)
         limit_threads(comm, threads)
         self.engine = make_engine(config, model, data, comm)
-        state = self.engine.new_state() if comm.rank == 0 else None
-        if state is not None:
-            model.init_weights(state.weights, config.seed)
-        self.engine.load(state)
+        self.engine.draw_weights()
+        self.engine.load(None)
         self.layout = f"dp{comm.size}" + " zero1" * bool(config.zero)
 
     def run(self, first: int, count: int) -> tuple[list[float], list[float]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -64,6 +64,16 @@ class LayerNames(NamedTuple):
     post_attention_norm: str
     gate_up: str
     down: str
+
+
+class _Block(NamedTuple):
+    """Initial weights that one random generator draws."""
+
+    name: str  # of the tensor
+    number: int  # among the blocks of that
+    start: int  # in the layout of ``parameter_shapes``
+    size: int
+    constant: bool
 
 
 @dataclass(frozen=True)
@@ -168,20 +178,48 @@ class LlamaConfig:
 
         A tensor's values depend on ``seed``, its name and its shape alone; blocks of ``DRAWN`` are drawn side by side.
         """
+        blocks = self._blocks()
+        flat = (weights[block.name].reshape(-1)[block.number * DRAWN :][: block.size] for block in blocks)
+        self._draw(blocks, list(flat), seed, min(64, os.cpu_count() or 1))
 
-        def draw(name: str, block: int) -> None:
-            flat = weights[name].reshape(-1)[block * DRAWN : (block + 1) * DRAWN]
-            if weights[name].ndim == 1:
-                flat[...] = not name.endswith(".bias")
+    def shares(self, ranks: int) -> list[slice]:
+        """The layout in one run of whole blocks for each rank, about equally long."""
+        ends, whole = [0] * (ranks + 1), self.num_parameters()
+        for block in self._blocks():  # goes to the rank in whose equal part its middle lies
+            rank = (2 * block.start + block.size) * ranks // (2 * whole)
+            ends[rank + 1 :] = [block.start + block.size] * (ranks - rank)
+        return [slice(*ends[rank : rank + 2]) for rank in range(ranks)]
+
+    def draw_share(self, share: slice, seed: int, threads: int) -> np.ndarray:
+        """What ``init_weights`` puts there, in fp32."""
+        values = np.empty(share.stop - share.start, np.float32)
+        blocks = [block for block in self._blocks() if share.start <= block.start < share.stop]
+        at = [block.start - share.start for block in blocks]
+        flat = [values[start : start + block.size] for start, block in zip(at, blocks, strict=True)]
+        self._draw(blocks, flat, seed, threads)
+        return values
+
+    def _blocks(self) -> list[_Block]:
+        found, start = [], 0
+        for name, shape in self.parameter_shapes().items():
+            size = math.prod(shape)
+            for number, at in enumerate(range(0, size, DRAWN)):
+                found.append(_Block(name, number, start + at, min(DRAWN, size - at), len(shape) == 1))
+            start += size
+        return found
+
+    def _draw(self, blocks: Sequence[_Block], into: Sequence[np.ndarray], seed: int, threads: int) -> None:
+        def draw(block: _Block, flat: np.ndarray) -> None:
+            if block.constant:
+                flat[...] = not block.name.endswith(".bias")
                 return
             std = self.initializer_range
-            if name.endswith(self.residual):
+            if block.name.endswith(self.residual):
                 std /= math.sqrt(2 * self.num_hidden_layers)
-            rng = np.random.default_rng([seed, zlib.crc32(name.encode()), block])
+            rng = np.random.default_rng([seed, zlib.crc32(block.name.encode()), block.number])
             rng.standard_normal(out=flat, dtype=np.float32)
             flat *= std
 
-        names = sorted(self.parameter_shapes(), key=lambda name: -weights[name].size)
-        blocks = [(name, block) for name in names for block in range(-(-weights[name].size // DRAWN))]
-        with ThreadPoolExecutor(min(64, os.cpu_count() or 1)) as pool:
-            list(pool.map(draw, *zip(*blocks, strict=True)))
+        largest_first = sorted(zip(blocks, into, strict=True), key=lambda pair: -pair[0].size)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda pair: draw(*pair), largest_first))

@@ -102,20 +102,25 @@ class Trainer:
 
     def _load(self, found: checkpoint.Checkpoint | None) -> tuple[int, int]:
         """Give the engine its weights; the step that they are of, and that of the checkpoint that is there already."""
-        state = self.engine.new_state() if self.comm.rank == 0 else None
-        start = together(self.comm, lambda: self._fill(state, found))
+        begun = found is not None or self.config.init_from is not None  # rank 0 knows
+        begun = bool(self.comm.all_gather_bytes(b"1" * begun)[0])
+        state = self.engine.new_state() if begun and self.comm.rank == 0 else None
+        start = together(self.comm, lambda: self._fill(state, found) if begun else self._draw())
         saved = start if found is not None and found.path.parent == self.checkpoints else -1
         self.engine.load(state)
         start, saved = json.loads(self.comm.all_gather_bytes(json.dumps([start, saved]).encode())[0])
         return start, saved
 
+    def _draw(self) -> int:
+        with self.stop.at_once():
+            self.engine.draw_weights()
+        return 0
+
     def _fill(self, state: AdamW | None, found: checkpoint.Checkpoint | None) -> int:
-        """From a checkpoint, a Hugging Face folder or the seed; the step that the state is of."""
+        """From a checkpoint or a Hugging Face folder; the step that the state is of."""
         source = self.config.init_from if found is None else found.path
         with self.stop.at_once():
-            if state is not None and source is None:
-                self.model_config.init_weights(state.weights, self.config.seed)
-            elif state is not None and source is not None:
+            if state is not None and source is not None:
                 if found is not None:
                     self._compare_runs(found)
                 _check_same_model(Path(source), huggingface.read_config(Path(source)), self.model_config)

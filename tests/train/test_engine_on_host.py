@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from kos.cuda import unavailable
 from kos.errors import ConfigError, TrainingError
 from kos.testing import spawn
-from kos.train import checkpoint, engines, loop
+from kos.train import checkpoint, engines, llama_config, loop
 from kos.train.config import TrainConfig, parse
 from kos.train.engines import choose_device, memory_plan
 from kos.train.engines import cuda as engine_module
@@ -25,6 +25,7 @@ from kos.train.metrics import read_metrics
 from kos.train.ops import cublaslt
 from kos.train.ops.adamw import CHUNK
 from kos.train.ops.cuda import CudaOps
+from kos.train.parameters import Parameters
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, host_engine, on_device, on_host
 
 SMALL: dict[str, Any] = {
@@ -139,6 +140,26 @@ def test_ranks(emulated, text, tmp_path, ranks, dtype, monkeypatch):
     assert column(rest) == column(both[1])[2:] and state(tmp_path / "rest") == state(tmp_path / "1")
     alone = train(text, tmp_path / "alone", dtype=dtype, resume=str(step2))
     np.testing.assert_allclose(column(alone), column(one)[2:], rtol=tolerance)
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"zero": 1}), (4, {}), (4, {"zero": 1})])
+def test_each_rank_draws_a_share_of_the_initial_weights(emulated, text, tmp_path, ranks, options, monkeypatch):
+    """In rounds and in blocks smaller than a share: the bits of one rank that draws all."""
+    seed = int(np.random.default_rng().integers(1 << 62))
+    print(f"{seed = }")
+    monkeypatch.setattr(llama_config, "DRAWN", 777)
+    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * ranks * CHUNK)
+    values = {**SMALL, "data": str(text), "out": tmp_path, "device": "cuda", "seed": seed, **options}
+
+    def run(comm):
+        trainer = Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm))
+        expected = Parameters(trainer.model_config.parameter_shapes())
+        trainer.model_config.init_weights(expected, seed)
+        state = trainer.engine.state()
+        if state is not None:
+            assert np.array_equal(state.weights.flat, expected.flat) and not state.exp_avg.flat.any()
+
+    spawn(run, ranks, timeout=100)
 
 
 def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):

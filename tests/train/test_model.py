@@ -262,6 +262,21 @@ def test_init_weights_draws_large_tensors_in_blocks(monkeypatch):
     assert np.array_equal(weights[name], whole), "a first block is drawn as a whole tensor was before there were blocks"
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 400])
+def test_shares_are_parts_of_the_initial_weights(ranks, monkeypatch):
+    """Runs of whole blocks, one after another, none longer than an equal part and a block."""
+    monkeypatch.setattr(llama_config, "DRAWN", 1000)
+    config = small(hidden_size=64, intermediate_size=128)
+    whole = Parameters(config.parameter_shapes())
+    config.init_weights(whole, 5)
+    shares = config.shares(ranks)
+    assert [share.start for share in shares] == [0, *(share.stop for share in shares[:-1])]
+    assert shares[-1].stop == whole.flat.size
+    assert max(share.stop - share.start for share in shares) <= whole.flat.size / ranks + 1000
+    drawn = [config.draw_share(share, 5, threads=2) for share in shares]
+    assert np.array_equal(np.concatenate(drawn), whole.flat)
+
+
 def test_recompute_saves_memory_and_changes_no_bit() -> None:
     config = small(num_hidden_layers=16)
     weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())

@@ -44,8 +44,11 @@ class Engine(Protocol):
     def new_state(self) -> AdamW:
         """Weights and moments of zeros in host memory, to be filled and given to ``load``."""
 
+    def draw_weights(self) -> None:
+        """Draw this rank's part of the initial weights; waits for no other.  ``load(None)`` gives it to all."""
+
     def load(self, state: AdamW | None) -> None:
-        """Take over rank 0's ``state``; the other ranks have none."""
+        """Take over rank 0's ``state``, which the other ranks have not; or what all have drawn."""
 
     def state(self) -> AdamW | None:
         """Weights and moments in host memory; on rank 0."""

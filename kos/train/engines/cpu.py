@@ -92,6 +92,10 @@ class CpuEngine:
     def new_state(self) -> AdamW:
         return self.optimizer
 
+    def draw_weights(self) -> None:
+        if self.comm.rank == 0:
+            self.model.config.init_weights(self.weights, self.config.seed)
+
     def load(self, state: AdamW | None) -> None:
         steps = self.comm.all_gather(np.array(self.optimizer.step_count))
         self.optimizer.step_count = int(steps[0])

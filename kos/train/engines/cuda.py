@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -62,6 +64,12 @@ class CudaEngine:
         self.config, self.data, self.comm = config, data, comm
         device = comm.device or 0
         driver.set_device(device)
+        self._shares = model.shares(comm.size)
+        threads = max(1, len(os.sched_getaffinity(0)) // comm.local_size - 1)
+        self._draw = partial(model.draw_share, self._shares[comm.rank], config.seed, threads)
+        wanted = config.resume is None and config.init_from is None  # then beside what follows
+        self._drawing = ThreadPoolExecutor(1).submit(self._draw) if wanted else None
+        self._drawn: np.ndarray | None = None
         ops = CudaOps(device)
         assert config.micro_batch_size is not None  # for_world has chosen it
         rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
@@ -203,7 +211,15 @@ class CudaEngine:
                 whole = room[: bucket.stop - bucket.start]
                 yield bucket, whole, whole[part.start - bucket.start : part.stop - bucket.start], held.flat[local]
 
+    def draw_weights(self) -> None:
+        drawing, self._drawing = self._drawing, None
+        self._drawn = drawing.result() if drawing else self._draw()
+
     def load(self, state: AdamW | None) -> None:
+        if self._drawn is not None:
+            self._load_drawn(self._drawn)
+            self._drawn = None
+            return self.optimizer.refresh_copy()
         step = int(self.comm.all_gather_bytes(str(state.step_count if state else 0).encode())[0])
         for target, source in self._states(state)[: 3 if step else 1]:  # moments begin as zeros, here already
             for bucket, whole, mine, held in self._staged(target):
@@ -215,6 +231,27 @@ class CudaEngine:
                 self.ops.copy(mine, held)
         self.optimizer.step_count = step
         self.optimizer.refresh_copy()
+
+    def _load_drawn(self, drawn: np.ndarray) -> None:
+        """Every rank's share of the weights to all, in rounds of what a bucket has room for."""
+        comm, weights, stream = self.comm, self.optimizer.weights, self.ops.stream
+        most = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
+        each = max(most // comm.size // ALIGNED * ALIGNED, 1)
+        with self.ops.step(self.model.arena):
+            room = self.model.arena.take((comm.size * each,), FLOAT32)
+            mine = room[comm.rank * each : (comm.rank + 1) * each]
+            for at in range(0, max(share.stop - share.start for share in self._shares), each):
+                piece = drawn[at : at + each]
+                mine[: piece.size].copy_from(piece, stream)
+                if comm.size > 1:
+                    comm.all_gather(mine, room)
+                for rank, share in enumerate(self._shares):
+                    first, end = share.start + at, min(share.start + at + each, share.stop)
+                    for part, local in weights.parts():
+                        start, stop = max(first, part.start), min(end, part.stop)
+                        if start < stop:
+                            there, here = rank * each - first, local.start - part.start
+                            self.ops.copy(room[there + start : there + stop], weights.flat[here + start : here + stop])
 
     def state(self) -> AdamW | None:
         state = self.new_state() if self.comm.rank == 0 else None
