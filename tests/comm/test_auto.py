@@ -307,6 +307,7 @@ def test_splits_keep_both(fake: FakeNCCL) -> None:
 def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+    monkeypatch.setattr(NCCLBackend, "let_go", lambda self: ended.append(f"waits of {self.name}"))
     monkeypatch.setattr(NCCLBackend, "halt", lambda self: ended.append(self.name))
 
     def body(comm: kos.Communicator, log: Log) -> None:
@@ -316,7 +317,8 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
         assert isinstance(backend, AutoBackend)
         part = next(gpu for gpu in backend.gpus if gpu.name == failing)
         part.failed(Operation("all_reduce", 0, sequence=7), CollectiveTimeout("all_reduce #7: rank 1 did not come"))
-        assert ended == ["nccl", "peer"]  # peer waits for the GPU, which nccl's kernels may hold
+        # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.
+        assert ended == ["waits of nccl", "waits of peer", "nccl", "peer"]
         for x in (zeros(1), zeros(1 << 20), np.zeros(1)):
             with pytest.raises(CollectiveError, match="failed before: all_reduce #7: rank 1 did not come"):
                 comm.all_reduce(x)

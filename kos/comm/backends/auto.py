@@ -39,7 +39,7 @@ class AutoBackend(Backend):
     """One backend for host memory and one or two for GPUs, over the same ranks."""
 
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
-        # nccl first: what peer has in flight ends by itself, and where peer ends it it waits for the whole GPU.
+        # nccl is ended first: peer, whose kernels have given up by then (``let_go``), waits for the whole GPU.
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
         self.name = "+".join(part.name for part in (*self.gpus, host))
@@ -188,6 +188,8 @@ class AutoBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self._leave(reason)
+        for gpu in self.gpus:
+            gpu.let_go()
         for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
             part.abort(reason)
 

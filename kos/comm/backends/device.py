@@ -110,6 +110,9 @@ class DeviceBackend(HostBackend):
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return self.name  # whose library chooses
 
+    def let_go(self) -> None:
+        """Let kernels of our own that wait for other ranks give up, without waiting for that."""
+
     @abstractmethod
     def halt(self) -> None:
         """End what is in flight on the GPU, now, without the other ranks."""
@@ -331,6 +334,8 @@ class DeviceBackend(HostBackend):
             record_failure(operation, failure)
             for each in self.together:
                 each.broken = each.broken or type(failure)(str(failure))
+                each.let_go()  # of all before any is ended: that may wait for the whole GPU
+            for each in self.together:
                 each.halt()
         return failure
 

@@ -186,9 +186,12 @@ class PeerBackend(DeviceBackend):
 
     # How it ends early.
 
-    def halt(self) -> None:
+    def let_go(self) -> None:
         """The slab is kept as long as this object: graphs that are replayed find the order to give up in it."""
         self._engine.abort()
+
+    def halt(self) -> None:
+        self.let_go()
         waits = threading.Thread(target=driver.synchronize, args=(self.device,), daemon=True)
         waits.start()
         waits.join(_HALT_SECONDS)
