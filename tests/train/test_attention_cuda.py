@@ -112,7 +112,9 @@ def expect(
     x[...], dy[...] = qkv.astype(np.float64), d_out.astype(np.float64)
     log_sum_exp = np.empty((samples, heads, length))
     reference.attention(x, heads, kv_heads, y, log_sum_exp, arena)
-    reference.attention_backward(dy, x, y, log_sum_exp, heads, kv_heads, dx, arena)
+    stored = reference.empty_columns(arena, *y.shape, np.float64)
+    stored[...] = y.astype(qkv.dtype)  # what the backward pass is given
+    reference.attention_backward(dy, x, stored, log_sum_exp, heads, kv_heads, dx, arena)
     return {"out": y, "log_sum_exp": log_sum_exp, "d_qkv": dx}
 
 

@@ -28,7 +28,7 @@ rng, stream = ours.rng, ours.stream
 REASON = missing()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 
-SHAPES = [shape for shape in ours.SHAPES if shape[1] > 1] + [(1, 2, 2, 1, 64), (4, 1023, 4, 2, 64)]
+SHAPES = [shape for shape in ours.SHAPES if shape[1] > 1] + [(16, 2, 4, 2, 64), (4, 1023, 4, 2, 64)]
 
 
 def make_case(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, stream: Any, **options: Any) -> ours.Case:

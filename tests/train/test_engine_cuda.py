@@ -129,7 +129,7 @@ def test_resume_without_master_weights_bit_for_bit(one, text, tmp_path):
 
 def test_bfloat16_gradients(text, tmp_path):
     """Of one micro-batch a step: losses within 0.5% of fp32's; again, eager and resumed the same bits."""
-    flags = ["--device", "cuda", "--micro-batch-size", 16, "--lr", 1e-3]
+    flags = ["--device", "cuda", "--micro-batch-size", 16, "--lr", 1e-4]  # faster, the losses of any two roundings part
     run(text, tmp_path / "fp32", *flags)
     said = run(text, tmp_path / "bf16", *flags, "--grad-dtype", "bfloat16")
     assert "gradients, bfloat16" in said and state(tmp_path / "bf16") != state(tmp_path / "fp32")
