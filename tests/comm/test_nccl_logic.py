@@ -16,6 +16,7 @@ import pytest
 import kos
 from kos.comm import nccl_binding
 from kos.comm.backends import nccl_schedule
+from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.shared.segment import PID
 from kos.cuda import driver, streams
@@ -412,6 +413,42 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
     assert aborts == [(0, 2)] * (how == "NCCL fails") + [(0, 3), (2, 3)], "something was left"
     revokes = {"too old": [], "one was aborted": [("revoke", 0)]}.get(how, [("revoke", 0), ("revoke", 2)])
     assert sorted(call for call in called if call[0] == "revoke") == revokes
+
+
+def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL meets beside what the ranks do next."""
+    may_join, join = threading.Event(), nccl_binding.join
+    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: may_join.wait(20) and join(*arguments))
+
+    def body(gpu: Any) -> None:
+        comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 20)
+        assert comm.backend.async_error() is None
+        comm.rendezvous.barrier()  # all are here, and none has joined
+        may_join.set()
+        x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)
+        assert (comm.all_reduce(x).numpy() == SIZE * (SIZE + 1) // 2).all()
+        comm.backend.close()
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: never.wait(20))
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: pytest.fail("there is nothing to abort"))
+
+    def body(gpu: Any) -> None:
+        comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 0.1)
+        comm.backend.timeout = 0.1
+        begun = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeout, match=r"nccl: init: not begun by all ranks after 0.1 s"):
+                comm.all_reduce(Array.zeros(3, np.int32, 0))
+        comm.backend.abort("enough")
+        assert time.monotonic() - begun < 10, "it ends without them"
+
+    FakeRanks(SIZE).run(body)
+    never.set()
 
 
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

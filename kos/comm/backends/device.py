@@ -297,6 +297,10 @@ class DeviceBackend(HostBackend):
 
         It runs on a thread of its own; raises CollectiveTimeout, or what is learned of other ranks meanwhile.
         """
+        return self.begin(function, what)(timeout)
+
+    def begin(self, function: Callable[[], Any], what: str) -> Callable[[float | None], Any]:
+        """``bounded`` in two halves: ``function`` runs from now on, what this returns waits for it."""
         outcome: list[Any] = []
 
         def run() -> None:
@@ -308,19 +312,23 @@ class DeviceBackend(HostBackend):
 
         thread = threading.Thread(target=run, name=what, daemon=True)
         thread.start()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            thread.join(_LOOK_EVERY)
-            if not thread.is_alive():
-                break
-            if self.broken is None:  # else it is how that ends
-                self._confirm()
-            if deadline is not None and time.monotonic() > deadline:
-                raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
-        result, error = outcome
-        if error is not None:
-            raise error
-        return result
+
+        def finish(timeout: float | None) -> Any:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while True:
+                thread.join(_LOOK_EVERY)
+                if not thread.is_alive():
+                    break
+                if self.broken is None:  # else it is how that ends
+                    self._confirm()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
+            result, error = outcome
+            if error is not None:
+                raise error
+            return result
+
+        return finish
 
     # Failures.
 

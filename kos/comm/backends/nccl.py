@@ -56,7 +56,8 @@ class NCCLBackend(DeviceBackend):
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None) -> None:
         super().__init__(rendezvous, device)
         self._nccl = binding.library()
-        self._comm = self._join(rendezvous) if comm is None else comm
+        self._made = comm
+        self._joining = self._join(rendezvous) if comm is None else None
         self._revoked: Any = None  # the communicator after a failure
         self._outlives = _outlives_ranks(rendezvous)
         self._met: set[_Kind] = set()  # kinds of calls that have connected to the others
@@ -94,14 +95,29 @@ class NCCLBackend(DeviceBackend):
             return Probe(False, "the ranks are threads of one process, which share its GPU")
         return Probe(True, about, claim=f"GPU {device.uuid}")
 
-    def _join(self, rendezvous: Rendezvous) -> Any:
-        """A communicator of all ranks; rank 0 makes its identity."""
+    def _join(self, rendezvous: Rendezvous) -> Callable[[float | None], Any]:
+        """Begin to make a communicator of all ranks: NCCL takes seconds, and may not be used so soon, or at all."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
-        return self._bounded_init(lambda: binding.join(self.size, identities[0], self.rank, "kos"))
+        return self.begin(lambda: binding.join(self.size, identities[0], self.rank, "kos"), "nccl: init")
+
+    @property
+    def _comm(self) -> Any:
+        """NCCL's communicator, once all ranks have joined it; None after it was ended."""
+        joining = self._joining
+        if joining is not None:
+            self._comm = self._named(lambda: joining(self.timeout))
+        return self._made
+
+    @_comm.setter
+    def _comm(self, comm: Any) -> None:
+        self._made, self._joining = comm, None
 
     def _bounded_init(self, function: Callable[[], Any]) -> Any:
+        return self._named(lambda: self.bounded(function, self.timeout, "nccl: init"))
+
+    def _named(self, function: Callable[[], Any]) -> Any:
         try:
-            return self.bounded(function, self.timeout, "nccl: init")
+            return function()
         except Exception as error:
             named = binding.error_of(error, "nccl: init")
             if named is None:
@@ -144,7 +160,7 @@ class NCCLBackend(DeviceBackend):
 
     def halt(self) -> None:
         """Where ranks can be lost and the others go on, NCCL only revokes: ``shrink`` builds upon that."""
-        comm, self._comm = self._comm, None
+        comm, self._comm = self._made, None
         if comm is None:
             return
         if self._outlives and binding.has("revoke") and self._end(binding.revoke, comm):
@@ -178,7 +194,7 @@ class NCCLBackend(DeviceBackend):
         self._token.close()
 
     def async_error(self) -> str | None:
-        return binding.async_error(self._comm) if self._comm is not None else None
+        return binding.async_error(self._made) if self._made is not None else None
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         return super().failed(operation, binding.error_of(error, str(operation)) or error)
