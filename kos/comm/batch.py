@@ -24,6 +24,8 @@ Comm = TypeVar("Comm")
 class Persistent:
     """An operation checked once and started many times, always on the same arrays."""
 
+    __slots__ = ("_comm", "_operation", "_queued", "_work")
+
     def __init__(self, comm: Communicator, operation: Operation) -> None:
         self._comm, self._operation = comm, operation
         self._work: Work | None = None
@@ -42,8 +44,10 @@ class Persistent:
             raise InvalidArgument(f"start: expected the previous start to be done, got {o}")
         if comm._batch is not None:
             return comm._batch.add(o, self)
+        if comm._closed:
+            comm._check_open()
         o.overlap = False  # as a batch may have left it
-        work = comm._launch(o, 3)
+        work = comm._group.launch(o, 2, comm.backend)
         if work is None:
             return self._queued
         self._work = work

@@ -46,7 +46,7 @@ class Fingerprints:
         buffer, reduction = o.send or o.recv, o.reduction
         key = (
             o.name,
-            None if buffer is None else buffer.array.shape,
+            None if buffer is None else buffer.shape,
             None if buffer is None else buffer.dtype,
             None if reduction is None else reduction.op,
             o.root,

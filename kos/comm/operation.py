@@ -50,6 +50,9 @@ class Operation:
     way: str | None = None  # how it goes there, where that depends on more than the arguments and must be one way
     mark: int = 0  # its fingerprint as a number, once it was announced to the ranks of the host
     record: list[Any] | None = None  # the flight recorder's slot
+    said: tuple[Any, ...] | None = None  # what the flight recorder notes of it at each launch
+    lasts: bool = True  # whether the same call is the same operation, within a graph or not
+    asked: Any = None  # of one that is kept for the same call on the same arrays: the op or the root
 
     @property
     def collective(self) -> bool:

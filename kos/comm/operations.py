@@ -22,7 +22,7 @@ from kos.comm.arguments import (
     refuse_overlap,
 )
 from kos.comm.batch import Batch, persistent
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
 from kos.cuda import streams
 from kos.errors import InvalidArgument
@@ -41,6 +41,8 @@ class Operations:
     _batch: Batch | None
     _go: Callable[..., Any]
     """Launches an operation with the options of its caller, or keeps it for a batch."""
+    _repeat: Callable[..., bool]
+    """Launches the operation of the same call made before, where nothing about it has changed; else returns False."""
 
     # Collectives that reduce.
 
@@ -48,6 +50,11 @@ class Operations:
                    async_op: bool = False, timeout: float | None = None, algorithm: str = "auto",
                    deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result in ``x``, or in ``out`` of x's shape."""
+        if (
+            stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
+            and self._repeat("all_reduce", x, out, op)
+        ):
+            return x if out is None else out
         send, recv = in_and_out(x, out, stream)
         o = Operation("all_reduce", self.rank, send, recv, resolve(op, send.dtype, self.size))
         return self._go(o, async_op, timeout, algorithm, deterministic)
@@ -72,6 +79,11 @@ class Operations:
         ``out`` has ``x.size / size`` elements.  Without it an array is made, of shape
         ``(x.shape[0] / size, *x.shape[1:])`` if ``x`` divides so, else 1-D.
         """
+        if (
+            out is not None and stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
+            and self._repeat("reduce_scatter", x, out, op)
+        ):
+            return out
         send = _input(x, stream)
         recv = output(out, send, part_of(send, self.size), stream, self.rank)
         o = Operation("reduce_scatter", self.rank, send, recv, resolve(op, send.dtype, self.size))
@@ -95,6 +107,11 @@ class Operations:
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = "auto") -> Any:
         """Every rank gets root's ``x``, in ``x`` or in ``out`` of its shape."""
+        if (
+            stream is timeout is None and async_op is False and algorithm is AUTO
+            and self._repeat("broadcast", x, out, root)
+        ):
+            return x if out is None else out
         root = check_rank("root", root, self.size)
         if out is None and self.rank == root:
             send = recv = _input(x, stream)
@@ -109,6 +126,11 @@ class Operations:
         ``out`` has ``size * x.size`` elements; without it an array of shape ``(size, *x.shape)`` is made.
         ``x`` may be its own part of ``out``.
         """
+        if (
+            out is not None and stream is timeout is None and async_op is False and algorithm is AUTO
+            and self._repeat("all_gather", x, out, None)
+        ):
+            return out
         send = _input(x, stream)
         recv = output(out, send, (self.size, *send.shape), stream, self.rank)
         return self._go(Operation("all_gather", self.rank, send, recv), async_op, timeout, algorithm)

@@ -101,7 +101,7 @@ class Work:
         except StopIteration:
             self._steps = None
             record = self.operation.record
-            if record is not None:
+            if record is not None and record[0] is self.operation.said:  # ``reached``, for what is called most
                 record[COMPLETED] = time_ns()
             return True
         except Exception as error:

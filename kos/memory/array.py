@@ -39,9 +39,12 @@ class Array:
     ``stream`` is the stream in whose order the memory may be used (None: the legacy default stream); other
     libraries are made to wait for it.  Copies are asynchronous and the caller orders them against work on
     other streams; the driver waits for those with pageable host memory, not for those with ``pinned_empty``.
+    What an array describes does not change: a view is another array.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream")
+    __slots__ = (
+        "__weakref__", "device", "dtype", "given", "got", "owner", "pointer", "readonly", "shape", "stream",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -57,6 +60,8 @@ class Array:
         """Describe memory that exists; ``owner`` is kept alive as long as the array and its views."""
         self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
         self.owner, self.stream, self.readonly = owner, stream, readonly
+        self.given: Any = None  # to which kept call of a communicator, and of which it was the output
+        self.got: Any = None
 
     @classmethod
     def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:

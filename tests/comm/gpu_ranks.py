@@ -66,6 +66,25 @@ class OnGPU:
         return result.numpy() if isinstance(result, Array) else result
 
 
+class Prepared(list[str]):
+    """The operations that a communicator prepared, and not only repeated."""
+
+    def __init__(self, comm: kos.Communicator) -> None:
+        prepare = comm.backend.prepare
+
+        def noting(o: Any) -> None:
+            self.append(o.name)
+            prepare(o)
+
+        comm.backend.prepare = noting  # type: ignore[method-assign]
+
+    def by(self, call: Callable[[], Any]) -> bool:
+        """Whether ``call`` prepares anything."""
+        self.clear()
+        call()
+        return bool(self)
+
+
 def address(x: np.ndarray) -> int:
     return x.__array_interface__["data"][0]
 

@@ -27,7 +27,7 @@ from kos.memory.array import Array
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_peer import HostMemory, communicator, no_gpus
-from tests.comm.gpu_ranks import OnGPU
+from tests.comm.gpu_ranks import OnGPU, Prepared
 from tests.comm.peer_storm import FLOAT, KINDS, storm
 from tests.comm.ranks import assert_bits, inputs
 from tests.comm.test_conformance import test_shapes_and_scalars  # noqa: F401 -- collected here
@@ -288,6 +288,12 @@ def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
                 ways[name, count] = o.fingerprint()["way"]
         assert len({ways[name, 100] for name in names}) == 1
         assert len({ways[name, 1 << 17] for name in names}) == 4
+        prepared = Prepared(comm)
+        for _ in range(2):
+            comm.all_reduce(other)
+        assert not prepared.by(lambda: comm.all_reduce(other))
+        comm.backend.use(comm.backend._engine.launches)
+        assert prepared.by(lambda: comm.all_reduce(other)), "as before, and perhaps not on all ranks"
         assert len({tuple(data) for data in comm.rendezvous.allgather(str(sorted(ways.items())).encode())}) == 1
 
     ranks.run(body)

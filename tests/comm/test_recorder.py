@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.recorder import SLOTS, recorders
+from kos.comm.operation import Operation
+from kos.comm.recorder import SLOTS, Group, Recorder, failed, reached, recorders
 from kos.comm.recorder.__main__ import main
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError
@@ -110,6 +111,21 @@ def test_messages_and_groups() -> None:
     assert send["profiling_name"] == "mock:send 1->0" and recv["profiling_name"] == "mock:recv 1<-0"
     assert send["input_sizes"] == [[2, 2]] and send["output_sizes"] == [] and recv["output_sizes"] == [[4]]
     assert send["tag"] == recv["tag"] == 5 and send["is_p2p"]
+
+
+def test_what_ends_late_leaves_the_slot_to_its_next_operation() -> None:
+    recorder = Recorder(0, 1)
+    group = Group(recorder, "world", [0], 0, "mock")
+    late = Operation("all_reduce", 0)
+    group.launch(late, 1)
+    for _ in range(SLOTS):
+        group.launch(Operation("barrier", 0), 1)
+    reached(late, 5)
+    assert {entry["state"] for entry in recorder.entries()} == {"scheduled"}
+    assert not recorder._failed
+    failed(late, ValueError("too late"))
+    assert {(entry["state"], entry["error"]) for entry in recorder.entries()} == {("scheduled", None)}
+    assert recorder._failed, "a first failure leaves a dump"
 
 
 def test_only_the_last_operations_and_no_arrays_are_kept() -> None:

@@ -112,9 +112,12 @@ class AutoBackend(Backend):
         return self._choices[operation, dtype]
 
     def _look_closer(self, o: Operation, buffer: Buffer, choice: dict[tuple[bool, bool], DeviceBackend]) -> Backend:
-        uneven = o.name in _UNEVEN
-        symmetric = not uneven and self._ordered.is_symmetric(o)
-        return choice[symmetric, not uneven and is_captured(buffer.stream)]
+        if o.name in _UNEVEN:
+            return choice[False, False]
+        symmetric = self._ordered.is_symmetric(o)
+        eager, graph = choice[symmetric, False], choice[symmetric, True]
+        o.lasts = eager is graph
+        return eager if o.lasts or not is_captured(buffer.stream) else graph
 
     def owns(self, work: Work) -> bool:
         return work.backend is self.host or work.backend in self.gpus
@@ -126,12 +129,17 @@ class AutoBackend(Backend):
         operation.via = part = self.of(operation)
         part.prepare(operation)
 
+    def keep(self, x: Any, o: Operation) -> None:
+        o.via.keep(x, o)
+
     def start(self, operation: Operation) -> Work | None:
-        if self.host.broken is not None or operation.via is self.host:
-            self.check_fit(operation.name)
         part = operation.via
+        if part is self.host or self.host.broken is not None:
+            self.check_fit(operation.name)
         if part is not self.host:
-            self._take_turn(part, (part.side if operation.overlap else operation.stream,))
+            stream, (former, last) = part.side if operation.overlap else operation.stream, self._turn
+            if part is not former or stream not in last:
+                self._take_turn(part, (stream,))
         work: Work | None = part.start(operation)
         return work
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from kos.comm import mpi_job
 from kos.comm.arguments import check_timeout
 from kos.comm.backends.host import HostBackend
 from kos.comm.operation import POINT_TO_POINT, Operation
-from kos.comm.recorder import COMPLETED
 from kos.comm.recorder import failed as record_failure
+from kos.comm.recorder import reached
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import Table
 from kos.comm.work import Idle, Work
@@ -76,6 +77,7 @@ class DeviceBackend(HostBackend):
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
         self._known: dict[tuple[Any, ...], tuple[Launch, str | None, int]] = {}  # with the call's way and mark
+        self._kept: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # by their inputs
         self._last: Operation | None = None
         self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
         self._announced: Operation | None = None  # the last collective
@@ -155,6 +157,10 @@ class DeviceBackend(HostBackend):
                 self._known[key] = known
         o.launch, o.way, o.mark = known
 
+    def keep(self, x: Any, o: Operation) -> None:
+        """Hold ``o``, which itself holds no array, as long as the array ``x`` may ask for it again."""
+        self._kept[x] = o
+
     @abstractmethod
     def resolve(self, o: Operation) -> tuple[Launch, bool]:
         """What queues the operation, and whether that will do for every such call; sets ``o.way`` where it matters."""
@@ -162,13 +168,16 @@ class DeviceBackend(HostBackend):
     def start(self, operation: Operation) -> Work | None:
         if self.broken is not None:
             self.check_fit(operation.name)
-        launch, stream = operation.launch, operation.stream
+        stream, calls = operation.stream, self._calls
         try:
-            self._announce(operation)
+            if calls is not None and operation.mark:  # messages have none
+                calls.announce(operation)
+                self._announced = operation
+                if operation.sequence >= self._compare_at:
+                    self._confirm()
             if operation.overlap:
                 return self._start_beside((operation,))[0]
-            assert launch is not None
-            launch(stream)
+            operation.launch(stream)  # type: ignore[misc]
         except Exception as error:
             self._give_up(operation, error)
         self._last = operation
@@ -180,7 +189,11 @@ class DeviceBackend(HostBackend):
         first = operations[0]
         try:
             for o in operations:
-                self._announce(o)
+                if self._calls is not None and o.mark:
+                    self._calls.announce(o)
+                    self._announced = o
+                    if o.sequence >= self._compare_at:
+                        self._confirm()
             self.check(first)
             if first.overlap:
                 return self._start_beside(operations)
@@ -190,14 +203,6 @@ class DeviceBackend(HostBackend):
         self._last = operations[-1]
         self._streams.update((o.stream, o.queue) for o in operations)
         return [DeviceWork(o, self) for o in operations]
-
-    def _announce(self, o: Operation) -> None:
-        if self._calls is not None and o.name not in POINT_TO_POINT:
-            self._calls.announce(o)
-            self._announced = o
-            if o.sequence >= self._compare_at:
-                self._compare_at = o.sequence + _UNCONFIRMED
-                self._confirm()
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
@@ -250,6 +255,7 @@ class DeviceBackend(HostBackend):
     def _confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
         if self._calls is not None and self._announced is not None:
+            self._compare_at = self._announced.sequence + _UNCONFIRMED
             self._confirmed = self._calls.compare(self._announced, self._confirmed)
 
     def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
@@ -269,8 +275,7 @@ class DeviceBackend(HostBackend):
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
         except Exception as error:
             self._give_up(o, error)
-        if o.record is not None:
-            o.record[COMPLETED] = time.time_ns()
+        reached(o, time.time_ns())
 
     def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:
         """Wait on the host for what this communicator has queued, or for everything on ``stream``."""

@@ -30,6 +30,7 @@ from kos.comm.peer_copies import BESIDE
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.tuning import for_group
+from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import Event
@@ -155,6 +156,8 @@ class PeerBackend(DeviceBackend):
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
         self._known.clear()
+        for o in self._kept.values():
+            o.asked = ...  # which nobody does
 
     def release(self, pointer: int, window: int) -> None:
         """The last array of a window is gone here."""
@@ -207,12 +210,24 @@ class PeerBackend(DeviceBackend):
         self._engine.abort()
         return f"{super().missing(operation)}; {self._engine.last_wait(1.0)}"
 
-    def _announce(self, o: Operation) -> None:
-        if self._engine.failed:
-            self._engine.check(str(o))
+    def start(self, operation: Operation) -> Work | None:
+        self._look(operation)
+        return DeviceBackend.start(self, operation)
+
+    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
+        for o in operations:
+            self._look(o)
+        return DeviceBackend.start_all(self, operations)
+
+    def _look(self, o: Operation) -> None:
+        """Before an operation: whether a kernel gave up, and how long kernels wait."""
+        if self._engine.failed and self.broken is None:
+            try:
+                self._engine.check(str(o))
+            except Exception as error:
+                self._give_up(o, error)
         if o.timeout is not None and o.timeout > self._seconds:
             self.timeout = o.timeout
-        DeviceBackend._announce(self, o)
 
     # How operations are carried.
 

@@ -1,6 +1,6 @@
 """The flight recorder: the last operations of a rank, kept always and written down when something goes wrong.
 
-A call costs one list that holds what the operation looked like, never its arrays, in a ring of 1,024; all
+A call costs one short list, in a ring of 1,024, that names what the operation looked like, never its arrays; all
 formatting waits for the dump.  Dumps are JSON with the keys of PyTorch's flight recorder (version 2:
 torch/csrc/distributed/c10d/FlightRecorder.hpp), one file per rank.  ``python -m kos.comm.recorder`` reads them.
 """
@@ -17,12 +17,15 @@ from pathlib import Path
 from sys import _getframe
 from time import time_ns
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
 from kos.files import replace_file
+
+if TYPE_CHECKING:
+    from kos.comm.backend import Backend
 
 log = logging.getLogger(__name__)
 
@@ -31,28 +34,35 @@ SLOTS = 1024  # a power of two
 """Operations that a rank remembers."""
 
 _LAST = SLOTS - 1
+GROUP, _ENDS, TIMEOUT = range(3)  # of a _Call
 COMPLETED, _ERROR = -2, -1
 
 Ends = tuple[int | None, int | None, int, int]
 """Of a message: dst, src, and the tags to the one and from the other."""
 
 
-class _Entry(NamedTuple):
-    """What a slot holds, in its order; the last two change when the operation ends."""
+class _Call(NamedTuple):
+    """What is the same in all records of an operation, however often that is launched."""
 
     group: Group
-    created: int  # nanoseconds since 1970
-    code: CodeType  # with ``instruction``: the call site
-    instruction: int
+    ends: Ends | None
+    timeout: float | None
     name: str
-    sequence: int
     input_shape: tuple[int, ...] | None
     output_shape: tuple[int, ...] | bool | None  # False: the input's
     dtype: DType | None
     reduction: Reduction | None
     root: int | None
-    ends: Ends | None
-    timeout: float | None
+
+
+class _Entry(NamedTuple):
+    """What a slot holds, in its order; the last two change when the operation ends."""
+
+    call: tuple[Any, ...]
+    created: int  # nanoseconds since 1970
+    code: CodeType  # with ``instruction``: the call site
+    instruction: int
+    sequence: int
     completed: int | None  # nanoseconds since 1970; 0: under way
     error: str | None
 
@@ -70,33 +80,47 @@ class Group:
         """The name of the next split of this group; the same on all its ranks, for all of them split it."""
         return f"{self.name}.{next(self._splits)}"
 
-    def record(self, operation: Operation, depth: int) -> None:
-        """Number ``operation``, which is about to be launched, and note it as its caller ``depth`` frames up asked.
+    def launch(self, operation: Operation, depth: int, backend: Backend | None = None) -> Any:
+        """``backend.start`` of a checked operation, numbered now and noted as its caller ``depth`` frames up asked.
 
-        At the launch, not when it was checked: a refused call does not count.
+        Not when it was checked: a refused call does not count.  Without a ``backend`` it is only noted, and starts with
+        the others of its batch.
         """
-        name, send, recv = operation.name, operation.send, operation.recv
-        ends: Ends | None = None
-        if name not in POINT_TO_POINT:
-            sequence = self.collectives
+        call = operation.said
+        if call is None:
+            name, send, recv = operation.name, operation.send, operation.recv
+            operation.group = self.name
+            operation.said = call = (  # a _Call: as a plain tuple it takes a fifth of the time
+                self,
+                (operation.dst, operation.src, operation.tag, operation.recv_tag) if name in POINT_TO_POINT else None,
+                operation.timeout, name, send and send.shape, recv is not send and recv and recv.shape,
+                send.dtype if send else recv and recv.dtype, operation.reduction, operation.root,
+            )  # fmt: skip
+        if call[_ENDS] is None:
+            operation.sequence = sequence = self.collectives
             self.collectives = sequence + 1
         else:
-            sequence = self.messages
+            operation.sequence = sequence = self.messages
             self.messages = sequence + 1
-            ends = operation.dst, operation.src, operation.tag, operation.recv_tag
-        operation.group, operation.sequence = self.name, sequence
         try:
             frame = _getframe(depth)
         except ValueError:  # C called us
             frame = _getframe(depth - 1)
         recorder = self.recorder
         count = recorder.count
-        recorder.slots[count & _LAST] = operation.record = [
-            self, time_ns(), frame.f_code, frame.f_lasti, name, sequence,
-            send and send.shape, recv is not send and recv and recv.shape, send.dtype if send else recv and recv.dtype,
-            operation.reduction, operation.root, ends, operation.timeout, None, None,
-        ]  # fmt: skip
+        operation.record = record = recorder.slots[count & _LAST]  # a new list would be one more cache miss
+        record[0] = None  # what is half written is none
+        record[1], record[2], record[3], record[4] = time_ns(), frame.f_code, frame.f_lasti, sequence
+        record[5] = record[6] = None
+        record[0] = call
         recorder.count = count + 1
+        if backend is None:
+            return None
+        try:
+            return backend.start(operation)
+        except Exception as error:
+            failed(operation, error)
+            raise
 
 
 class Recorder:
@@ -104,7 +128,7 @@ class Recorder:
 
     def __init__(self, rank: int, size: int, job: str = "") -> None:
         self.rank, self.size, self.job = rank, size, job
-        self.slots: list[Any] = [None] * SLOTS
+        self.slots: list[list[Any]] = [[None] * len(_Entry._fields) for _ in range(SLOTS)]
         self.count = 0  # of the operations that were noted
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
@@ -133,7 +157,7 @@ class Recorder:
         ``send_recv`` becomes two entries.  The additional keys: ``reduce_op``, ``root``, ``tag``, ``error``.
         """
         kept = [(n, self.slots[n & _LAST]) for n in range(max(0, self.count - SLOTS), self.count)]
-        return [entry for number, slot in kept for entry in _describe(number, _Entry(*slot))]
+        return [entry for number, slot in kept if slot[0] for entry in _describe(number, _Entry(*slot))]
 
     def to_dict(self, reason: str = "") -> dict[str, Any]:
         """Everything a dump holds; ``reason`` says why it was asked for."""
@@ -185,21 +209,29 @@ recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 def started(operation: Operation) -> None:
     """The operation is under way and has to wait."""
-    if operation.record is not None:
-        operation.record[COMPLETED] = 0
+    reached(operation, 0)
+
+
+def reached(operation: Operation, completed: int) -> None:
+    """Note when it was complete, unless its slot is another's by now."""
+    record = operation.record
+    if record is not None and record[0] is operation.said:
+        record[COMPLETED] = completed
 
 
 def failed(operation: Operation, error: Exception) -> None:
     """The operation failed; leaves a dump where one is wanted."""
-    record = operation.record
-    if record is not None and record[_ERROR] is None:
-        record[COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
-        record[0].recorder.fail(error)
+    record, said = operation.record, operation.said
+    if record is not None and said is not None and (record[0] is not said or record[_ERROR] is None):
+        if record[0] is said:
+            record[COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
+        said[0].recorder.fail(error)
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
-    group, is_p2p = e.group, e.name in POINT_TO_POINT
-    output = e.input_shape if e.output_shape is False else e.output_shape
+    call = _Call(*e.call)
+    group, is_p2p = call.group, call.ends is not None
+    output = call.input_shape if call.output_shape is False else call.output_shape
     entry: dict[str, Any] = {
         "record_id": number,
         "pg_id": group.number,
@@ -207,24 +239,24 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
         "collective_seq_id": 0 if is_p2p else e.sequence,
         "p2p_seq_id": e.sequence if is_p2p else 0,
         "op_id": number,
-        "profiling_name": f"{group.backend}:{e.name}",
+        "profiling_name": f"{group.backend}:{call.name}",
         "time_created_ns": e.created,
-        **_sizes("input", e.input_shape, e.dtype),
-        **_sizes("output", output, e.dtype),
+        **_sizes("input", call.input_shape, call.dtype),
+        **_sizes("output", output, call.dtype),
         "state": "failed" if e.error else {None: "scheduled", 0: "started"}.get(e.completed, "completed"),
         "time_discovered_started_ns": None if e.completed is None else e.created,
         "time_discovered_completed_ns": e.completed or None,
         "retired": bool(e.completed),
-        "timeout_ms": None if e.timeout is None else round(e.timeout * 1000),
+        "timeout_ms": None if call.timeout is None else round(call.timeout * 1000),
         "is_p2p": is_p2p,
         "frames": [_frame(e.code, e.instruction)],
-        "reduce_op": e.reduction.op.name if e.reduction else None,
-        "root": e.root,
+        "reduce_op": call.reduction.op.name if call.reduction else None,
+        "root": call.root,
         "error": e.error,
     }
     if not is_p2p:
         yield entry
-    dst, src, tag, recv_tag = e.ends or (None, None, 0, 0)
+    dst, src, tag, recv_tag = call.ends or (None, None, 0, 0)
     if dst is not None:
         name = f"{group.backend}:send {group.rank}->{dst}"
         yield entry | _sizes("output", None, None) | {"profiling_name": name, "tag": tag}

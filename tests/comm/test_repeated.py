@@ -1,0 +1,353 @@
+"""Calls made again on the same arrays of a GPU: found ready, and never where anything about them has changed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import PremulSum, ReduceOp
+from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.cuda import streams
+from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
+from kos.memory.array import Array
+from tests.comm import test_auto
+from tests.comm.fake_nccl import FakeNCCL, Group, communicator, no_gpu
+from tests.comm.gpu_ranks import Prepared
+from tests.comm.test_nccl_logic import SIZE, FakeRanks
+
+COUNT = 6
+
+
+class Stream:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
+    with no_gpu(monkeypatch) as fake:
+        yield fake
+
+
+@pytest.fixture
+def alone(fake: FakeNCCL) -> kos.Communicator:
+    """A group of one."""
+    return communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+
+
+def ones(count: int = COUNT, dtype: Any = np.float32, stream: Any = None) -> Array:
+    return Array.from_numpy(np.ones(count, dtype), 0, stream=stream)
+
+
+CALLS: dict[str, Callable[[kos.Communicator, Array, Array, Array], Any]] = {
+    "all_reduce in place": lambda comm, x, all_, part: comm.all_reduce(x),
+    "all_reduce of the largest": lambda comm, x, all_, part: comm.all_reduce(x, ReduceOp.MAX),
+    "all_reduce": lambda comm, x, all_, part: comm.all_reduce(x, out=all_),
+    "reduce_scatter": lambda comm, x, all_, part: comm.reduce_scatter(x, part),
+    "all_gather": lambda comm, x, all_, part: comm.all_gather(part, all_),
+    "broadcast": lambda comm, x, all_, part: comm.broadcast(x, 1),
+    "broadcast out of place": lambda comm, x, all_, part: comm.broadcast(x, 2, out=all_),
+}
+
+
+def expected(name: str, xs: list[np.ndarray], parts: list[np.ndarray], rank: int) -> np.ndarray:
+    total = np.sum(xs, 0)
+    return {
+        "all_reduce in place": total,
+        "all_reduce of the largest": np.max(xs, 0),
+        "all_reduce": total,
+        "reduce_scatter": np.split(total, SIZE)[rank],
+        "all_gather": np.concatenate(parts),
+        "broadcast": xs[1],
+        "broadcast out of place": xs[2],
+    }[name]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_third_call_is_ready_and_gives_what_the_first_gave(fake: FakeNCCL, seed: int, name: str) -> None:
+    def body(gpu: Any) -> None:
+        comm, prepared, length = gpu.comm, Prepared(gpu.comm), 2 * SIZE
+        arrays = [Array.zeros(size, np.int64, 0) for size in (length, length, 2)]
+        for turn in range(5):
+            rng = np.random.default_rng((seed, turn))
+            xs, parts = rng.integers(0, 1000, (SIZE, length)), rng.integers(0, 1000, (SIZE, 2))
+            for array, values in zip(arrays, (xs[comm.rank], np.full(length, -1), parts[comm.rank]), strict=True):
+                array.copy_from(values)
+            prepared.clear()
+            got = CALLS[name](comm, *arrays)
+            assert bool(prepared) == (turn < 2), (turn, list(prepared))
+            assert any(got is array for array in arrays)
+            np.testing.assert_array_equal(got.numpy(), expected(name, list(xs), list(parts), comm.rank))
+        entries = comm.recorder.entries()
+        assert [entry["collective_seq_id"] for entry in entries] == list(range(5))
+        keys = (
+            "profiling_name",
+            "input_sizes",
+            "output_sizes",
+            "input_dtypes",
+            "reduce_op",
+            "root",
+            "timeout_ms",
+            "state",
+        )
+        assert all(entry[key] == entries[0][key] for entry in entries for key in keys)
+        assert len({(f["filename"], f["line"]) for entry in entries for f in entry["frames"]}) == 1
+
+    FakeRanks(SIZE).run(body)
+
+
+def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
+    """After as many calls as it takes."""
+    prepared = Prepared(comm)
+    for _ in range(2):
+        comm.all_reduce(x, **options)
+    assert not prepared.by(lambda: comm.all_reduce(x, **options))
+    return prepared
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": ReduceOp.MAX}, {"stream": 5}, {"timeout": 3.0}, {"deterministic": True}, {"async_op": True},
+        {"algorithm": "ring"}, {"out": "another"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_call_that_asks_for_something_else_is_another(alone: kos.Communicator, options: dict[str, Any]) -> None:
+    x, other = ones(), ones()
+    prepared = kept(alone, x)
+    options = {key: other if value == "another" else value for key, value in options.items()}
+    assert prepared.by(lambda: alone.all_reduce(x, **options))
+    assert prepared.by(lambda: alone.broadcast(x)), "another operation"
+
+
+def test_other_arrays_are_others(alone: kos.Communicator) -> None:
+    x, out = ones(), ones()
+    prepared = kept(alone, x, out=out)
+    for call in (
+        lambda: alone.all_reduce(x[:3], out=out[:3]),
+        lambda: alone.all_reduce(x.view("int32"), out=out.view("int32")),
+        lambda: alone.all_reduce(x.reshape(2, 3), out=out.reshape(2, 3)),
+        lambda: alone.all_reduce(x, out=ones()),
+    ):
+        assert prepared.by(call)
+    prepared = kept(alone, x, out=out)
+    assert prepared.by(lambda: alone.all_reduce(x)), "in place"
+    assert prepared.by(lambda: alone.all_reduce(out))
+
+
+def test_a_group_of_one_makes_the_arrays_that_it_is_asked_for(alone: kos.Communicator) -> None:
+    x = ones()
+    for operation in (alone.all_gather, alone.reduce_scatter):
+        for _ in range(3):
+            assert operation(x, x) is x
+        assert operation(x) is not x
+
+
+def test_freed_arrays_are_refused(alone: kos.Communicator) -> None:
+    for free_input in (True, False):
+        x, out = ones(), ones()
+        kept(alone, x, out=out)
+        (x if free_input else out).owner.close()
+        with pytest.raises(InvalidArgument, match=f"{'x' if free_input else 'out'}: expected an array with memory"):
+            alone.all_reduce(x, out=out)
+    x = ones()
+    kept(alone, x)
+    x.owner.close()
+    with pytest.raises(InvalidArgument, match="freed"):
+        alone.all_reduce(x)
+
+
+def test_an_output_that_became_readonly_is_refused(alone: kos.Communicator) -> None:
+    x, out = ones(), ones()
+    kept(alone, x, out=out)
+    out.readonly = True
+    with pytest.raises(InvalidArgument, match="out: expected a writable"):
+        alone.all_reduce(x, out=out)
+
+
+def test_an_array_of_another_stream_is_used_in_its_order(
+    alone: kos.Communicator, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, seen = fake.all_reduce, list[int]()
+    monkeypatch.setattr(fake, "all_reduce", lambda *arguments: (seen.append(arguments[-1]), usual(*arguments)))
+    alone.backend._known.clear()
+    first, second = Stream(7), Stream(8)
+    x, out = ones(stream=first), ones(stream=first)
+    kept(alone, x, out=out)
+    assert set(seen) == {7}
+    x.stream = out.stream = second
+    alone.all_reduce(x, out=out)
+    assert seen[-1] == 8
+    kept(alone, x, out=out)
+    out.stream = first
+    with pytest.raises(InvalidArgument, match="stream of x"):
+        alone.all_reduce(x, out=out)
+    x.stream = out.stream = None
+    alone.all_reduce(x, out=out)
+    assert seen[-1] == streams.LEGACY
+
+
+def test_a_factor_is_never_taken_from_an_earlier_call(alone: kos.Communicator) -> None:
+    x = ones(dtype=np.float32)
+    for factor in (2.0, 3.0, 4.0):
+        alone.all_reduce(x, PremulSum(factor))
+    assert x.numpy().tolist() == [24.0] * COUNT
+    with pytest.raises(InvalidArgument, match="alone"):
+        alone.all_reduce(x, ReduceOp.PREMUL_SUM)
+
+
+def test_a_batch_takes_it_with_the_others(alone: kos.Communicator) -> None:
+    x = ones()
+    prepared = kept(alone, x)
+    count = alone.recorder.count
+    with alone.batch():
+        assert prepared.by(lambda: alone.all_reduce(x))
+        assert alone.recorder.count == count, "launched within the batch"
+    assert alone.recorder.count == count + 1
+    persistent = alone.all_reduce_init(x)
+    assert alone.recorder.count == count + 1
+    persistent.start()
+    assert not prepared.by(lambda: alone.all_reduce(x))
+
+
+def test_the_timeout_is_that_of_now(alone: kos.Communicator) -> None:
+    x = ones()
+    prepared = kept(alone, x)
+    alone.timeout = 3.0
+    assert not prepared.by(lambda: alone.all_reduce(x))
+    assert alone.recorder.entries()[-1]["timeout_ms"] == 3000
+    assert alone.backend._last is not None
+    assert alone.backend._last.timeout == 3.0
+
+
+@pytest.mark.parametrize("how", ["closed", "broken", "aborted"])
+def test_an_end_is_the_end(alone: kos.Communicator, how: str, monkeypatch: pytest.MonkeyPatch, fake: FakeNCCL) -> None:
+    x = ones()
+    kept(alone, x)
+    launched = list[Any]()
+    monkeypatch.setattr(fake, "all_reduce", launched.append)
+    if how == "closed":
+        alone.close()
+    elif how == "aborted":
+        alone.abort()
+    else:
+        alone.backend.broken = CollectiveError("an earlier failure")
+    with pytest.raises(CollectiveError, match="closed|out of step|earlier failure"):
+        alone.all_reduce(x)
+    assert not launched
+
+
+def test_communicators_keep_apart_what_they_repeat(fake: FakeNCCL) -> None:
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(2, np.int32, 0)
+        pair = comm.split(0 if comm.rank < 2 else None)
+        for _ in range(3):
+            for group in (comm, pair) if pair is not None else (comm,):
+                for _ in range(3):
+                    x.copy_from(np.ones(2, np.int32))
+                    assert group.all_reduce(x).numpy().tolist() == [group.size] * 2
+        if pair is not None:
+            pair.close()
+        x.copy_from(np.ones(2, np.int32))
+        assert comm.all_reduce(x).numpy().tolist() == [SIZE] * 2
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_a_repeated_call_is_compared_with_the_other_ranks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("all_reduce", "broadcast"):
+        monkeypatch.setattr(fake, name, lambda *arguments: None)
+
+    def body(gpu: Any) -> None:
+        comm, x, y = gpu.comm, Array.zeros(2, np.int32, 0), Array.zeros(2, np.int32, 0)
+        for _ in range(3):
+            comm.all_reduce(x)
+            comm.broadcast(y)
+        comm.barrier()
+        prepared = Prepared(comm)
+        comm.all_reduce(x) if comm.rank else comm.broadcast(y)
+        assert not prepared
+        with pytest.raises(CollectiveMismatch, match=r"rank 0 called broadcast #7 of int32\[2\], root 0 but rank"):
+            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)  # as on a GPU, where it does not end
+
+    FakeRanks(SIZE).run(body)
+
+
+def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone: kos.Communicator) -> None:
+    gc.disable()
+    try:
+        x, out = ones(stream=(stream := Stream(9))), ones(stream=stream)
+        kept(alone, x, out=out)
+        alone.all_reduce(ones())  # the last operation, of others
+        told = [weakref.ref(each) for each in (x, out, x.given())]
+        del x, out
+        assert [each() for each in told] == [None] * 3
+    finally:
+        gc.enable()
+    x = ones()
+    kept(alone, x)
+    operation, backend = weakref.ref(x.given()), weakref.ref(alone.backend)
+    alone.close()
+    del alone.backend
+    gc.collect()
+    assert backend() is None, "an array keeps the backend"
+    assert operation() is None
+
+
+def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
+    x, out = ones(dtype=np.int32), ones(dtype=np.int32)
+    for _ in range(6):
+        assert alone.all_reduce(x, out=out) is out
+        assert alone.all_reduce(x) is x
+        assert alone.all_gather(x, out) is out
+        assert alone.all_reduce(out, out=x) is x
+    names = [entry["profiling_name"] for entry in alone.recorder.entries()]
+    assert names == ["nccl:all_reduce", "nccl:all_reduce", "nccl:all_gather", "nccl:all_reduce"] * 6
+
+
+def test_views_that_come_and_go_are_not_kept(alone: kos.Communicator) -> None:
+    x = ones()
+    for _ in range(5):
+        alone.all_reduce(x[:3])
+    assert not alone.backend._kept
+
+
+def test_auto_repeats_where_it_would_go_the_same_way_within_a_graph(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = test_auto.ROUTES | {
+        "all_reduce 16-bit ordinary graph": [[64, "peer"], [None, "nccl"]],
+        "all_reduce 16-bit ordinary eager": [[None, "nccl"]],
+    }
+    monkeypatch.setattr(test_auto.Peer, "table", test_auto.parse(test_auto.changed("routes", to=table), "the test"))
+    captured = False
+    monkeypatch.setattr(test_auto.auto, "is_captured", lambda stream: captured)
+
+    def body(comm: kos.Communicator, log: test_auto.Log) -> None:
+        nonlocal captured
+        small, large, prepared = test_auto.zeros(8), test_auto.zeros(1000), Prepared(comm)
+        for _ in range(3):
+            comm.all_reduce(small)
+            comm.all_reduce(large)
+        assert prepared.by(lambda: comm.all_reduce(small))
+        assert not prepared.by(lambda: comm.all_reduce(large))
+        assert set(log) == {"nccl"}
+        log.clear()
+        comm.rendezvous.barrier()
+        captured = True
+        comm.rendezvous.barrier()
+        comm.all_reduce(small)
+        comm.all_reduce(large)
+        assert log == ["peer", "nccl"]
+
+    test_auto.run(body)
