@@ -305,7 +305,7 @@ class Communicator(Operations):
         send, recv = o.send, o.recv
         assert send is not None and recv is not None
         x, out, reduction = send.array, recv.array, o.reduction
-        if not (type(x) is type(out) is Array and send.queue is x.stream and recv.queue is out.stream):
+        if not (type(x) is type(out) is Array and o.queue is x.stream):
             return
         if x.given is None or x.given() is not None:
             x.given = _once  # what is used once, a view for one, or now so and now so, is not worth it
