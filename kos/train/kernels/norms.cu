@@ -1,12 +1,13 @@
 // RMSNorm or LayerNorm (-DCENTERED=1) and its backward, at the speed of memory.
 //
 // D is a constant of the compilation: every loop over a row is unrolled, and a row stays in registers, read
-// once.  THREADS threads (a warp or more) share a row, ROWS of these groups make a block, and a grid that fits
-// the GPU walks over all rows: while a group works on one row its loads of the next are under way.  Groups of
-// several warps meet at a barrier of their own.
+// once.  THREADS threads (a warp or more) share a row, and meet at a barrier of their own; ROWS of these groups make
+// a block.
 //
-// In the backward each thread also keeps the sums of d_weight (and d_bias) of its columns in registers; the groups
-// of a block are added in shared memory, the blocks by `sum_partials` of sums.cu, always in the same order.
+// Forward: a group a row; enough blocks fit a multiprocessor that some load while others compute and store.
+// Backward: a grid that fits the GPU walks over all rows, and while a group works on one row its loads of the next
+// are under way: each thread keeps the sums of d_weight (and d_bias) of its columns in registers.  The groups of a
+// block are added in shared memory, the blocks by `sum_partials` of sums.cu, always in the same order.
 //
 // -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DCENTERED
 #include "vectors.cuh"
@@ -41,57 +42,50 @@ __device__ __forceinline__ float row_sum(float x, int turn) {
 }
 
 // statistics: rstd (rows,), and with CENTERED the mean after it.
-extern "C" __global__ void __launch_bounds__(THREADS * ROWS, 768 / (THREADS * ROWS) + (THREADS * ROWS > 768))
+extern "C" __global__ void __launch_bounds__(THREADS * ROWS, 1024 / (THREADS * ROWS))
 norm_forward(const T* __restrict__ x, const T* __restrict__ weight, const T* __restrict__ bias, float eps,
      T* __restrict__ out, float* __restrict__ statistics, long rows) {
-    const long stride = long(gridDim.x) * ROWS;
-    long row = long(blockIdx.x) * ROWS + threadIdx.x / THREADS;
-    Row next;
-    load_row(next, x + row * D, row < rows);
-    for (int turn = 0; row < rows; row += stride, turn ^= 1) {
-        float v[PACKS][W];
-        float sum = 0, squares = 0, mean = 0;
+    const long row = long(blockIdx.x) * ROWS + threadIdx.x / THREADS;
+    if (row >= rows) return;
+    Row raw;
+    load_row(raw, x + row * D);
+    float mean = 0, squares = 0;
+    if constexpr (CENTERED) {
+        float sum = 0;
 #pragma unroll
         for (int p = 0; p < PACKS; ++p)
             if (column(p) < D) {
-                next[p].floats(v[p]);
+                float v[W];
+                raw[p].floats(v);
 #pragma unroll
-                for (int j = 0; j < W; ++j)
-                    if constexpr (CENTERED)
-                        sum += v[p][j];
-                    else
-                        squares += v[p][j] * v[p][j];
+                for (int j = 0; j < W; ++j) sum += v[j];
             }
-        load_row(next, x + (row + stride) * D, row + stride < rows);
-        if constexpr (CENTERED) {
-            mean = row_sum(sum, 0) * (1.0f / D);
-#pragma unroll
-            for (int p = 0; p < PACKS; ++p)
-                if (column(p) < D) {
-#pragma unroll
-                    for (int j = 0; j < W; ++j) v[p][j] -= mean, squares += v[p][j] * v[p][j];
-                }
-        }
-        const float r = rsqrtf(row_sum(squares, CENTERED ? 1 : turn) * (1.0f / D) + eps);
-        if (threadIdx.x % THREADS == 0) {
-            statistics[row] = r;
-            if constexpr (CENTERED) statistics[rows + row] = mean;
-        }
-#pragma unroll
-        for (int p = 0; p < PACKS; ++p)
-            if (column(p) < D) {
-                float w[W];
-                load(w, weight + column(p));  // from the L1 cache
-#pragma unroll
-                for (int j = 0; j < W; ++j) v[p][j] *= r * w[j];
-                if constexpr (CENTERED) {
-                    load(w, bias + column(p));
-#pragma unroll
-                    for (int j = 0; j < W; ++j) v[p][j] += w[j];
-                }
-                store(out + row * D + column(p), v[p]);
-            }
+        mean = row_sum(sum, 0) * (1.0f / D);
     }
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p)
+        if (column(p) < D) {
+            float v[W];
+            raw[p].floats(v);
+#pragma unroll
+            for (int j = 0; j < W; ++j) squares += (v[j] - mean) * (v[j] - mean);
+        }
+    const float r = rsqrtf(row_sum(squares, 1) * (1.0f / D) + eps);
+    if (threadIdx.x % THREADS == 0) {
+        statistics[row] = r;
+        if constexpr (CENTERED) statistics[rows + row] = mean;
+    }
+#pragma unroll
+    for (int p = 0; p < PACKS; ++p)
+        if (column(p) < D) {
+            float v[W], w[W], b[W] = {};
+            raw[p].floats(v);
+            load(w, weight + column(p));  // from the L1 cache
+            if constexpr (CENTERED) load(b, bias + column(p));
+#pragma unroll
+            for (int j = 0; j < W; ++j) v[j] = CENTERED ? (v[j] - mean) * r * w[j] + b[j] : v[j] * r * w[j];
+            store(out + row * D + column(p), v);
+        }
 }
 
 // What the groups of a block have summed goes to out (D,).

@@ -262,9 +262,9 @@ class CudaOps:
         width = _width(columns, x, weight, bias, out)
         threads = _row_threads(columns, width, 32)
         together = max(1, BLOCK // threads)
-        blocks = min(-(-rows // together), self.multiprocessors * max(1, 768 // (threads * together)))
         self._norms(
-            "norm_forward", x, blocks, threads * together, x, weight, bias, np.float32(eps), out, statistics, rows,
+            "norm_forward", x, -(-rows // together), threads * together,
+            x, weight, bias, np.float32(eps), out, statistics, rows,
             WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(bias is not weight),
         )  # fmt: skip
 
