@@ -307,34 +307,42 @@ class Communicator(Operations):
         x, out, reduction = send.array, recv.array, o.reduction
         if not (type(x) is type(out) is Array and o.queue is x.stream):
             return
-        if x.given is None or x.given() is not None:
-            x.given = _once  # what is used once, a view for one, or now so and now so, is not worth it
-        elif reduction is None or reduction.op is not ReduceOp.PREMUL_SUM:
+        backend: Any = self.backend  # one for GPUs, or nothing would have been queued
+        if x.given is None:
+            x.given = _once  # what is used once, a view for one, is not worth it
+        elif (reduction is None or reduction.op is not ReduceOp.PREMUL_SUM) and backend.keep(x, o):
             o.asked = o.root if reduction is None else reduction.op
-            x.given = out.got = weakref.ref(o)
+            o.output = None if out is x else weakref.ref(out)
+            o.other, x.given = x.given, weakref.ref(o)
             send.array = recv.array = None
-            backend: Any = self.backend  # one for GPUs, or nothing would have been queued
-            backend.keep(x, o)
 
     def _repeat(self, name: str, x: Any, out: Any, asked: Any) -> bool:
         """Launch the operation of the same call made before, if nothing about it has changed; whether it did.
 
         What it looks at is little: between two calls the caches of a CPU belong to others.
         """
-        if type(x) is not Array or (kept := x.given) is None or (o := kept()) is None:
+        if type(x) is not Array:
             return False
-        said, queue, timeout = o.said, x.stream, self._timeout
-        if out is None:
-            out = x
-        elif type(out) is not Array or out.stream is not queue or getattr(out.owner, "closed", False):
+        kept = x.given
+        while kept is not None and (o := kept()) is not None:
+            if o.said[GROUP] is self._group and o.name is name and o.asked is asked:
+                break
+            kept = o.other
+        else:
             return False
-        if (
-            out.got is not kept or out.readonly or o.name is not name or o.asked is not asked or o.queue is not queue
-            or said[GROUP] is not self._group or self._batch is not None or getattr(x.owner, "closed", False)
+        queue, timeout = x.stream, self._timeout
+        if o.queue is not queue or self._batch is not None or getattr(x.owner, "closed", False):
+            return False
+        if out is None or out is x:
+            if o.output is not None or x.readonly:
+                return False
+        elif (
+            o.output is None or o.output() is not out or out.stream is not queue or out.readonly
+            or getattr(out.owner, "closed", False)
         ):  # fmt: skip
             return False
-        if said[TIMEOUT] is not timeout:
-            o.timeout, o.said = timeout, (*said[:TIMEOUT], timeout, *said[TIMEOUT + 1 :])
+        if o.said[TIMEOUT] is not timeout:
+            o.timeout, o.said = timeout, (*o.said[:TIMEOUT], timeout, *o.said[TIMEOUT + 1 :])
         if self._closed:
             self._check_open()
         self._group.launch(o, 3, self.backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,9 @@ class Operation:
     record: list[Any] | None = None  # the flight recorder's slot
     said: tuple[Any, ...] | None = None  # what the flight recorder notes of it at each launch
     lasts: bool = True  # whether the same call is the same operation, within a graph or not
-    asked: Any = None  # of one that is kept for the same call on the same arrays: the op or the root
+    asked: Any = None  # of one that is kept for the same call on the same arrays: the op or the root,
+    output: weakref.ref[Any] | None = None  # the array of its result, unless it works in place,
+    other: weakref.ref[Operation] | None = None  # and what other communicators keep for its input
 
     @property
     def collective(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -277,6 +278,19 @@ def test_communicators_keep_apart_what_they_repeat(fake: FakeNCCL) -> None:
         assert comm.all_reduce(x).numpy().tolist() == [SIZE] * 2
 
     FakeRanks(SIZE).run(body)
+
+
+def test_communicators_that_take_turns_find_their_own(fake: FakeNCCL) -> None:
+    one, other = (communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1)) for _ in range(2))
+    x, out = ones(), ones()
+    counts = []
+    for _ in range(6):
+        counts.append([Prepared(comm).by(partial(comm.all_reduce, x, out=out)) for comm in (one, other)])
+    assert counts[2:] == [[False, False]] * 4
+    other.close()
+    for _ in range(3):
+        one.all_reduce(x, out=out)
+    assert not Prepared(one).by(partial(one.all_reduce, x, out=out))
 
 
 def test_a_repeated_call_is_compared_with_the_other_ranks(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

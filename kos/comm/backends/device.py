@@ -157,9 +157,15 @@ class DeviceBackend(HostBackend):
                 self._known[key] = known
         o.launch, o.way, o.mark = known
 
-    def keep(self, x: Any, o: Operation) -> None:
-        """Hold ``o``, which itself holds no array, as long as the array ``x`` may ask for it again."""
+    def keep(self, x: Any, o: Operation) -> bool:
+        """Hold ``o``, which itself holds no array, as long as the array ``x`` may ask for it again.
+
+        Not where another is held for ``x``, which is let go of: what is now one call and now another is not worth it.
+        """
+        if self._kept.pop(x, None) is not None:
+            return False
         self._kept[x] = o
+        return True
 
     @abstractmethod
     def resolve(self, o: Operation) -> tuple[Launch, bool]:
