@@ -189,6 +189,10 @@ def test_an_output_that_became_readonly_is_refused(alone: kos.Communicator) -> N
     out.readonly = True
     with pytest.raises(InvalidArgument, match="out: expected a writable"):
         alone.all_reduce(x, out=out)
+    kept(alone, x)
+    x.readonly = True
+    with pytest.raises(InvalidArgument, match="x: expected a writable"):
+        alone.all_reduce(x)
 
 
 def test_an_array_of_another_stream_is_used_in_its_order(
@@ -340,7 +344,10 @@ def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
         assert alone.all_reduce(x) is x
         assert alone.all_gather(x, out) is out
         assert alone.all_reduce(out, out=x) is x
-    names = [entry["profiling_name"] for entry in alone.recorder.entries()]
+    kept(alone, x)
+    alone.all_reduce(x, out=out)
+    assert not alone.backend._kept, "each call would keep another"
+    names = [entry["profiling_name"] for entry in alone.recorder.entries()[:24]]
     assert names == ["nccl:all_reduce", "nccl:all_reduce", "nccl:all_gather", "nccl:all_reduce"] * 6
 
 
