@@ -5,6 +5,7 @@ mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_gpu_cal
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,6 +91,27 @@ def comm(world: kos.Communicator, mpi_world: kos.Communicator) -> Iterator[kos.C
 def test_persistent_forms(world: kos.Communicator, seed: int, together: bool) -> None:
     assert world.device is not None
     check_persistent_forms(world, seed, together, *arrays_on(world.device))
+
+
+def test_a_thread_that_has_no_device_of_its_own(world: kos.Communicator) -> None:
+    """CUDA's current device is each thread's own: calls of a new one, overlapped ones too, find the communicator's."""
+    x, y, failures = ones(world), world.allocate(1 << 21, np.float32), []
+    y.copy_from(ones(world, 1 << 21))  # as large as what copy engines carry
+
+    def body() -> None:
+        try:
+            world.all_reduce(x)
+            for array in (x, y):
+                world.all_reduce(array, async_op=True).wait()
+            world.synchronize()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not failures and not thread.is_alive(), failures
+    assert (x.numpy() == world.size**2).all() and (y.numpy() == world.size).all()
 
 
 def alike(mpi_world: kos.Communicator, error: pytest.ExceptionInfo[CollectiveMismatch]) -> None:

@@ -231,8 +231,8 @@ class DeviceBackend(HostBackend):
         captured = any(map(is_captured, streams))
         while not captured and self._flying and self._flying[0][-1].over():
             self._flying.popleft()
-        event = _Event(self._events)
         with driver.on_device(self.device):
+            event = _Event(self._events)
             for stream in streams:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
