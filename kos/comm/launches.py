@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kos.errors import InvalidArgument
 
 PACKETS = ("one_shot", "two_shot", "ring", "tree")
-ALGORITHMS = (*PACKETS, "direct", "bulk", "push", "copies")
+ALGORITHMS = (*PACKETS, "direct", "bulk", "push", "specialized", "copies")
 T = TypeVar("T")
 _RANGES = {
     "blocks": (0, 128), "threads": (32, 1024), "unroll": (1, 8),
@@ -28,7 +28,7 @@ class Launch:
     blocks: int = 0
     threads: int = 512
     unroll: int = 1  # of direct
-    tile: int = 8192  # bytes; of bulk
+    tile: int = 8192  # bytes; of bulk and specialized
     stages: int = 3  # of bulk
     pieces: int = 1  # of copies
 

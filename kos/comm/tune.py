@@ -53,6 +53,8 @@ def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
         yield from (Launch("direct", blocks) for blocks in (16, 32, 64))
     if nbytes >= 256 * KB:
         yield from (Launch("push", blocks) for blocks in (32, 64, 128))
+    if symmetric and 4 * MB <= nbytes <= 64 * MB:
+        yield from (Launch("specialized", tile=tile) for tile in (32 * KB, 64 * KB))
     if symmetric and nbytes >= 16 * MB:
         yield from (Launch("copies", pieces=pieces) for pieces in (1, 2))
 

@@ -39,6 +39,7 @@ NAMES = {  # the kernels of a file, all compiled at once; bulk needs a GPU's own
     "all_reduce_packets": ("one_shot", "two_shot", "ring", "tree"),
     "all_reduce_push": ("push", "reduce_scatter"),
     "all_reduce_direct": ("direct",),
+    "all_reduce_specialized": ("specialized",),
     "all_reduce_copies": ("copies",),
 }
 THREADS = {
@@ -46,6 +47,7 @@ THREADS = {
     "all_reduce_direct": 32,
     "all_gather": 32,
     "all_reduce_copies": 32,
+    "all_reduce_specialized": 64,
 }  # others take any number
 
 
@@ -55,6 +57,7 @@ def library(path: Path, defines: tuple[tuple[str, Any], ...]) -> Any:
     source, headers = _read_sources(path)
     headers["ptx.cuh"] = f'#pragma once\n#include "{SIMT}"\n#include "{HERE / "ptx_host.h"}"\n'
     source += "\n".join(f"RUN({name})" for name in NAMES.get(path.stem, (path.stem,)))
+    defines += (("AT_ONCE", path.stem == "all_reduce_specialized"),)
     options = [f"-D{name}={int(value) if isinstance(value, bool) else value}" for name, value in defines]
     return compiled({**headers, "kernels.cc": source}, ["-ffp-contract=off", *options])
 
@@ -112,7 +115,7 @@ class HostMemory:
 
 
 @contextlib.contextmanager
-def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 2) -> Iterator[None]:
+def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 7) -> Iterator[None]:
     """Everything that would reach for the driver or a GPU finds a stand-in; a rank's GPU has few multiprocessors."""
     with no_gpu(monkeypatch):
         cu = driver.cu

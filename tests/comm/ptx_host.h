@@ -9,7 +9,9 @@
 #include <sched.h>
 #include <time.h>
 #include <unistd.h>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #define __noinline__ __attribute__((noinline))
 using u64 = unsigned long long;
@@ -107,6 +109,7 @@ static void store_release(u64 address, unsigned value) {
 static void __threadfence_system() {
     let_out([](const Store& s) { return s.fiber == current; });
 }
+static void store_release_gpu(u64 address, unsigned value) { store_release(address, value); }
 struct Vector {
     unsigned x[4];
 };
@@ -156,13 +159,32 @@ template <class... A> static void call_with(void (*kernel)(A...), const u64* wor
     __threadfence_system();
 }
 
+#ifndef AT_ONCE
+#define AT_ONCE 0
+#endif
 template <class... A> static constexpr int parameters_of(void (*)(A...)) { return sizeof...(A); }
+
+// The blocks of a grid that wait for one another: each a thread of the host.
+static void run_at_once(int blocks, int threads) {
+    const auto body = kernel_body;
+    const auto words = kernel_arguments;
+    const unsigned shuffle = seed;
+    std::vector<std::thread> running;
+    for (int block = 0; block < blocks; ++block)
+        running.emplace_back([=] {
+            kernel_body = body, kernel_arguments = words, seed = dice = shuffle + 7919 * block;
+            run_block(block, blocks, 1, threads);
+            for (int i = 0; i < threads; ++i) free(fibers[i].stack);
+        });
+    for (auto& each : running) each.join();
+}
 
 #define RUN(kernel)                                                                                  \
     extern "C" EXPORTED void run_##kernel(int blocks, int threads, unsigned shuffle, const u64* words) { \
         seed = dice = shuffle;                                                                       \
         kernel_body = [](void* words) { call_with(kernel, (const u64*)words); };                     \
         kernel_arguments = (void*)words;                                                             \
-        run_grid(blocks, 1, threads);                                                                \
+        if (AT_ONCE) run_at_once(blocks, threads);                                                   \
+        else run_grid(blocks, 1, threads);                                                           \
     } \
     extern "C" EXPORTED const int parameters_##kernel = parameters_of(kernel);

@@ -32,6 +32,8 @@ CASES = [
     ("all_reduce_packets.cu", {"DTYPE": "uint8", "OP": "BXOR", "BROKEN": 1}, PACKETS),
     ("all_reduce_push.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"push", b"reduce_scatter"]),
     ("all_reduce_push.cu", {"DTYPE": "float64", "OP": "MAX", "STALL": 1000}, [b"push", b"reduce_scatter"]),
+    ("all_reduce_specialized.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"specialized"]),
+    ("all_reduce_specialized.cu", {"DTYPE": "int8", "OP": "MAX", "STALL": 1000}, [b"specialized"]),
     ("all_reduce_copies.cu", {"DTYPE": "bfloat16", "OP": "SUM", "THREADS": 512}, [b"copies"]),
     ("all_reduce_direct.cu", {"DTYPE": "bfloat16", "OP": "SUM"}, [b"direct"]),
     ("all_reduce_direct.cu", {"DTYPE": "int64", "OP": "MIN", "UNROLL": 2}, [b"direct"]),

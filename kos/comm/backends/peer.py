@@ -288,7 +288,7 @@ class PeerBackend(DeviceBackend):
             launch = BESIDE
         elif o.algorithm == "auto":
             launch = self._engine.launch_for(*ends, o.send.nbytes)
-        reached = {"push": ends[1:], "direct": ends, "bulk": ends, "copies": ends}.get(launch.algorithm, ())
+        reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
         o.way = self._engine.way(launch, o.send.nbytes, *reached)
         return self._engine.bind_all_reduce(
             *ends, count, dtype, o.reduction.op, factor=o.reduction.factor, launch=launch

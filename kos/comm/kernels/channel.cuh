@@ -1,11 +1,13 @@
 // What every kernel over peer memory stands on: slabs, channels, epochs, barriers, and giving up.
 //
 // Every rank has one slab, mapped by all.  Block b of a launch is channel b: it talks with block b of the
-// other ranks and with nobody else, so blocks of a grid need not wait for one another.  Channel state lives in
-// the slab, is advanced by the kernel itself and never by the host: a replayed graph goes on counting.
+// other ranks and with nobody else, so blocks of a grid need not wait for one another (but for those of
+// all_reduce_specialized.cu).  Channel state lives in the slab, is advanced by the kernel itself and never by the
+// host: a replayed graph goes on counting.
 //
 //   LINES   per channel 256 bytes: [0] last epoch of packets, [1] barriers passed, [2] batches pushed,
-//           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [48 + r] taken
+//           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [48 + r] taken;
+//           [4], [5], [8] and [24 + r]: see all_reduce_specialized.cu
 //   FAILED  [0] who failed, rank + 1 (written by any rank), [1] claim on the record (own kernels only)
 //   PAIRS   a second line per channel, see exchange.cu
 //   INBOX   packets, see packets.cuh

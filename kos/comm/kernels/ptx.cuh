@@ -27,6 +27,10 @@ __device__ inline unsigned load_acquire(u64 address) {
 __device__ inline void store_release(u64 address, unsigned value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+// Of what only this GPU reads.
+__device__ inline void store_release_gpu(u64 address, unsigned value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
 // 16 bytes of memory that other ranks read or write.
 struct Vector {
     unsigned x[4];

@@ -106,6 +106,32 @@ static unsigned __match_any_sync(unsigned, int x) {
     return mask;
 }
 
+// cp.async of 16 bytes comes as late as it may: when it is waited for.  Until then there is NaN.
+struct Copy {
+    void* to;
+    const void* from;
+    long group;
+};
+static thread_local struct {
+    Copy latest[64];
+    long begun, ended, groups;
+} late_copies[1024];
+static void copy_later(void* to, const void* from) {
+    auto& mine = late_copies[current];
+    memset(to, 0xff, 16);
+    if (mine.begun - mine.ended == 64) abort();
+    mine.latest[mine.begun++ % 64] = {to, from, mine.groups};
+}
+static void commit_copies() { ++late_copies[current].groups; }
+static void wait_for_copies(int pending) {
+    auto& mine = late_copies[current];
+    for (; mine.ended < mine.begun; ++mine.ended) {
+        const Copy& copy = mine.latest[mine.ended % 64];
+        if (copy.group >= mine.groups - pending) break;
+        memcpy(copy.to, copy.from, 16);
+    }
+}
+
 template <class V>
 static V min(V a, V b) { return a < b ? a : b; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -132,35 +158,37 @@ static void fiber_main() {
     swapcontext(&fibers[current].context, &scheduler);
 }
 
-static void run_grid(int grid_x, int grid_y, int threads) {
+static void run_block(int block, int grid_x, int grid_y, int threads) {
     constexpr int stack = 64 << 10;
     blockDim = {threads, 1};
     gridDim = {grid_x, grid_y};
-    for (int block = 0; block < grid_x * grid_y; ++block) {
-        blockIdx = {block % grid_x, block / grid_x};
-        present = gone = 0;
-        for (int i = 0; i < threads; ++i) {
-            Fiber& fiber = fibers[i];
-            if (!fiber.stack) fiber.stack = (char*)malloc(stack);
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack;
-            fiber.context.uc_stack.ss_size = stack;
-            fiber.done = false;
-            fiber.at_barrier = fiber.block_waits = fiber.group_waits = fiber.warp_waits = 0;
-            makecontext(&fiber.context, fiber_main, 0);
-        }
-        // Warps at random, each for a while: some run far ahead, up to the next barrier.
-        for (int left = threads; left;) {
-            seed = seed * 1664525u + 1013904223u;
-            const int first = seed / 65536 % ((threads + 31) / 32) * 32;
-            for (int turn = seed >> 29; turn >= 0; --turn)
-                for (int i = first; i < first + 32 && i < threads; ++i)
-                    if (!fibers[i].done && fibers[i].at_barrier != generation) {
-                        current = i;
-                        threadIdx = {i, 0};
-                        swapcontext(&scheduler, &fibers[i].context);
-                        left -= fibers[i].done;
-                    }
-        }
+    blockIdx = {block % grid_x, block / grid_x};
+    present = gone = 0;
+    for (int i = 0; i < threads; ++i) {
+        Fiber& fiber = fibers[i];
+        if (!fiber.stack) fiber.stack = (char*)malloc(stack);
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack;
+        fiber.context.uc_stack.ss_size = stack;
+        fiber.done = false;
+        fiber.at_barrier = fiber.block_waits = fiber.group_waits = fiber.warp_waits = 0;
+        makecontext(&fiber.context, fiber_main, 0);
     }
+    // Warps at random, each for a while: some run far ahead, up to the next barrier.
+    for (int left = threads; left;) {
+        seed = seed * 1664525u + 1013904223u;
+        const int first = seed / 65536 % ((threads + 31) / 32) * 32;
+        for (int turn = seed >> 29; turn >= 0; --turn)
+            for (int i = first; i < first + 32 && i < threads; ++i)
+                if (!fibers[i].done && fibers[i].at_barrier != generation) {
+                    current = i;
+                    threadIdx = {i, 0};
+                    swapcontext(&scheduler, &fibers[i].context);
+                    left -= fibers[i].done;
+                }
+    }
+}
+
+static void run_grid(int grid_x, int grid_y, int threads) {
+    for (int block = 0; block < grid_x * grid_y; ++block) run_block(block, grid_x, grid_y, threads);
 }
