@@ -35,6 +35,7 @@ from kos.comm.mpi_job import launched_rank
 from kos.cuda import unavailable
 from kos.errors import BackendUnavailable, ConfigError, KosError
 from kos.files import check_writable, replace_file
+from kos.train import head_start
 from kos.train.config import TrainConfig, parse
 from kos.train.data import Dataset, Tokens
 from kos.train.llama_config import LlamaConfig
@@ -118,14 +119,14 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     rank = int(os.environ["RANK"])
     config = config.for_world(int(os.environ["WORLD_SIZE"]), options.device)
     model = model_of(config)
-    data = random_tokens(config, model)
     training: Any
     if options.worker == "kos":
-        training = KosTraining(config, model, data, options.threads)
+        head_start.begin(config, model)
+        training = KosTraining(config, model, random_tokens(config, model), options.threads)
     else:
         from benchmarks.torch_llama import TorchTraining
 
-        training = TorchTraining(config, model, data, options.worker)
+        training = TorchTraining(config, model, random_tokens(config, model), options.worker)
 
     def say(**facts: Any) -> None:
         if rank == 0:
@@ -172,7 +173,7 @@ class Group:
         environment = {key: value for key, value in os.environ.items() if not key.startswith(LAUNCHERS)}
         environment |= {f"{library}_NUM_THREADS": str(options.threads) for library in ("OMP", "OPENBLAS", "MKL")}
         environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LAUNCHED": str(time.time())}
-        command = [sys.executable, "-m", "benchmarks.train", *arguments, "--worker", name]
+        command = [sys.executable, "-m", "benchmarks.train_worker", *arguments, "--worker", name]
         self.processes = []
         for rank in range(options.ranks):
             told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
@@ -412,7 +413,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             check_writable(options.json)
         config.for_world(options.ranks, options.device)
-        if options.device == "cuda" and (why := unavailable()):
+        if options.device == "cuda" and not options.worker and (why := unavailable()):
             raise BackendUnavailable(f"--device cuda: {why}")
         if options.compare and importlib.util.find_spec("torch") is None:
             raise ConfigError("--compare torch: expected PyTorch (pip install torch), got none")
@@ -434,7 +435,8 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         with tempfile.TemporaryDirectory() as logs:
-            groups, skipped = measure(options, [*arguments, "--ranks", str(options.ranks)], Path(logs), keep)
+            settled = ["--ranks", str(options.ranks), "--device", options.device]
+            groups, skipped = measure(options, [*arguments, *settled], Path(logs), keep)
     except Lost as error:
         raise SystemExit(f"kos: {error}") from None
     rows = make_rows(groups, options, config)

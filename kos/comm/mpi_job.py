@@ -48,19 +48,24 @@ def under_mpirun() -> bool:
 
 
 def launched_rank() -> int:
-    """This process's rank as its launcher's environment says it, before MPI starts; 0 where it is alone.
+    """This process's rank as its launcher's environment says it, before MPI starts; 0 where it is alone."""
+    return launched_place()[0]
+
+
+def launched_place() -> tuple[int, int]:
+    """That, and how many ranks there are.
 
     By the rule of ``default_rendezvous``: a shell of an allocation has a number too, but no ranks beside it.
     """
     from kos.comm.env_rendezvous import Place  # which stands on this file
 
     if not under_mpirun() and not Place.told():
-        return 0
+        return 0, 1
     for names in _MPI_RANK_AND_SIZE if under_mpirun() else _RANK_AND_SIZE:
         rank, size = (os.environ.get(name, "") for name in names)
         if rank.isdecimal() and size.isdecimal() and int(size) > 1:
-            return int(rank)
-    return 0
+            return int(rank), int(size)
+    return 0, 1
 
 
 def fault_tolerant() -> bool:

@@ -29,12 +29,17 @@ class _Driver:
 
 
 cu: Any = _Driver()
-_importing = threading.RLock()
+_starting = threading.RLock()
 
 
 @functools.cache
 def unavailable() -> str | None:
     """Why CUDA cannot be used in this process, or None if it can."""
+    with _starting:  # of two threads that import the packages, or call them first, one would find half of them
+        return _start()
+
+
+def _start() -> str | None:
     try:
         status, *_ = cu.cuInit(0)
     except BackendUnavailable as error:
@@ -48,8 +53,7 @@ def unavailable() -> str | None:
     _, count = cu.cuDeviceGetCount()
     if not count:
         return f"no GPU is visible{hidden}"
-    with _importing:  # a thread that imports it while another does would find half of it
-        importlib.import_module("cuda.core")
+    importlib.import_module("cuda.core")
     return None
 
 

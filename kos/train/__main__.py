@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import kos
 from kos.errors import ConfigError, KosError, RankLost
+from kos.train import head_start
 from kos.train.stopping import Stop, Stopped
 
 SPOKESMAN_SECONDS = 10.0
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train; 0, also where it was asked to stop. A failure does not return: it ends the process, and the MPI job."""
     stop = Stop()
     stop.listen()
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    head_start.begin_cuda(arguments)
     from kos.comm.mpi_job import launched_rank  # which takes a tenth of a second
 
     rank = launched_rank()
@@ -36,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character that a terminal cannot show ends no run
     logging.basicConfig(format=f"kos: rank {rank}: %(message)s", level=logging.WARNING, stream=sys.stderr)
-    arguments = sys.argv[1:] if argv is None else list(argv)
     if rank != 0 and {"-h", "--help"} & set(arguments):
         return 0
     try:
@@ -46,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ImportError as error:
             raise ConfigError(f"expected the packages of 'pip install kos[train]', got: {error}") from error
         config = parse(arguments)
+        vocab_size = config.model.vocab_size  # else the tokenizer says it
+        head_start.begin(config, config.model_config_for(vocab_size) if vocab_size else None)
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
                 Trainer(config, comm, stop).run()

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,6 +29,7 @@ from kos.dtypes import DTYPES
 from kos.errors import CollectiveTimeout
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
+from kos.train import head_start
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset
 from kos.train.engines import StepResult
@@ -65,10 +64,9 @@ class CudaEngine:
         device = comm.device or 0
         driver.set_device(device)
         self._shares = model.shares(comm.size)
-        threads = max(1, len(os.sched_getaffinity(0)) // comm.local_size - 1)
-        self._draw = partial(model.draw_share, self._shares[comm.rank], config.seed, threads)
-        wanted = config.resume is None and config.init_from is None  # then beside what follows
-        self._drawing = ThreadPoolExecutor(1).submit(self._draw) if wanted else None
+        self._draw = partial(head_start.weights, model, config.seed, comm.rank, comm.size)
+        wanted = config.resume is None and config.init_from is None  # then beside what follows, if not begun already
+        self._drawing = self._draw() if wanted else None
         self._drawn: np.ndarray | None = None
         ops = CudaOps(device)
         assert config.micro_batch_size is not None  # for_world has chosen it
@@ -212,13 +210,14 @@ class CudaEngine:
                 yield bucket, whole, whole[part.start - bucket.start : part.stop - bucket.start], held.flat[local]
 
     def draw_weights(self) -> None:
-        drawing, self._drawing = self._drawing, None
-        self._drawn = drawing.result() if drawing else self._draw()
+        drawing, self._drawing = self._drawing or self._draw(), None
+        self._drawn = drawing.result()
 
     def load(self, state: AdamW | None) -> None:
         if self._drawn is not None:
             self._load_drawn(self._drawn)
             self._drawn = None
+            head_start.weights.cache_clear()
             return self.optimizer.refresh_copy()
         step = int(self.comm.all_gather_bytes(str(state.step_count if state else 0).encode())[0])
         for target, source in self._states(state)[: 3 if step else 1]:  # moments begin as zeros, here already

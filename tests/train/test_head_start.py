@@ -1,0 +1,136 @@
+"""What a rank begins before it knows the others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kos.errors import BackendUnavailable
+from kos.train import head_start
+from kos.train.config import parse
+from kos.train.ops import cublaslt
+from kos.train.presets import PRESETS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Threads that were started on a machine that has a driver."""
+    names: list[str] = []
+
+    class Thread:
+        def __init__(self, target: object, name: str) -> None:
+            self.name = name
+
+        def start(self) -> None:
+            names.append(self.name)
+
+    monkeypatch.setattr(head_start, "DRIVER", tmp_path)
+    monkeypatch.setattr(head_start, "threading", SimpleNamespace(Thread=Thread))
+    return names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "starts"),
+    [
+        ([], True),
+        (["--preset", "1b", "--device", "cuda"], True),
+        (["--hidden-size=64"], True),
+        (["--device", "cpu"], False),
+        (["--device=cpu"], False),
+        (["--preset", "1b", "--help"], False),
+        (["-h"], False),
+        (["--config", "of-what-device.toml"], False),
+        (["--config=of-what-device.toml"], False),
+    ],
+)
+def test_cuda_begins_where_it_may_be_wanted(begun: list[str], arguments: list[str], starts: bool) -> None:
+    head_start.begin_cuda(arguments)
+    assert begun == ["kos: CUDA"] * starts
+
+
+def test_without_a_driver_nothing_begins(begun: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(head_start, "DRIVER", tmp_path / "none")
+    head_start.begin_cuda(["--device", "cuda"])
+    head_start.begin(parse(["--device", "cuda"]), None)
+    assert begun == []
+
+
+def test_the_device_of_a_preset_or_flag_decides(begun: list[str]) -> None:
+    for flags in ([], ["--device", "cuda"], ["--device", "cpu"]):
+        head_start.begin(parse(flags), None)
+    assert begun == ["kos: cuBLASLt"] * 2
+    assert not [name for name, preset in PRESETS.items() if preset.values.get("device", "auto") != "auto"]
+
+
+def test_weights_are_drawn_once(begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    seed = int(np.random.default_rng().integers(1 << 62))
+    config = parse(["--seed", str(seed)])
+    model = config.model_config_for(256)
+    drawn = []
+    real = type(model).draw_share
+    monkeypatch.setattr(type(model), "draw_share", lambda *arguments: drawn.append(1) or real(*arguments))
+    head_start.weights.cache_clear()
+    for resumed in (["--resume", "auto"], ["--init-from", "folder"]):
+        head_start.begin(config.model_copy(update={resumed[0][2:].replace("-", "_"): resumed[1]}), model)
+    assert not drawn
+    head_start.begin(config, model)
+    first = head_start.weights(config.model_config_for(256), seed, 1, 3)
+    assert np.array_equal(first.result(60), real(model, model.shares(3)[1], seed, 1)) and drawn == [1]
+    other = head_start.weights(model, seed + 1, 1, 3)
+    assert not np.array_equal(other.result(60), first.result()) and drawn == [1, 1]
+    head_start.weights.cache_clear()
+
+
+def test_a_failure_is_raised_where_the_weights_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = parse([]).model_config_for(256)
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(type(model), "draw_share", fail)
+    head_start.weights.cache_clear()
+    with pytest.raises(MemoryError, match="no room"):
+        head_start.weights(model, 1, 0, 1).result(60)
+    head_start.weights.cache_clear()
+
+
+def test_a_thread_that_fails_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who needs the library hears of it."""
+    said: list[object] = []
+
+    def missing() -> None:
+        raise BackendUnavailable("cuBLASLt is not installed")
+
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    monkeypatch.setattr("kos.cuda.unavailable", lambda: None)
+    monkeypatch.setattr(cublaslt, "_library", missing)
+    for target in (head_start._load, head_start._initialise):
+        thread = threading.Thread(target=target)
+        thread.start()
+        thread.join(60)
+    assert said == [] and not thread.is_alive()
+
+
+def test_a_driver_that_is_of_no_use(tmp_path: Path) -> None:
+    """A run on CPUs, or an error on one line: nothing else is printed."""
+    (tmp_path / "text").write_text("to be or not to be " * 500)
+    code = "import pathlib, sys\nfrom kos.train import __main__ as main, head_start\n"
+    code += "head_start.DRIVER = pathlib.Path('/')\nsys.exit(main.main())"
+    flags = ["--data", tmp_path / "text", "--out", tmp_path / "run", "--steps", "1", "--sample-tokens", "0"]
+    flags += ["--vocab-size", "300", "--seq-len", "16", "--batch-size", "2", "--hidden-size", "32"]
+    environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+    for device, status, errors in (("auto", 0, 0), ("cuda", 2, 1)):
+        command = [sys.executable, "-c", code, *map(str, flags), "--device", device]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done.stderr
+        assert done.stderr.count("kos: error: --device cuda: expected a GPU") == done.stderr.count("\n") == errors
