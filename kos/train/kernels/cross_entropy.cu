@@ -1,17 +1,20 @@
-// Cross-entropy fused with softmax and its gradient, in place: one block a row of logits.
+// Cross-entropy fused with softmax and its gradient, in place.
 //
-// First pass: the maximum and the sum of exponentials together, rescaled when the maximum rises (Milakov &
-// Gimelshein 2018, arXiv:1805.02867), thread by thread, then over the block.  Second pass: the row becomes
-// (softmax - one_hot) / count.  The first CACHED elements of a row wait for it in shared memory, the rest in
-// the L2 cache, so logits are read once from memory and written once.
+// A row of logits is read for its maximum and sum of exponentials together, rescaled when the maximum rises (Milakov &
+// Gimelshein 2018, arXiv:1805.02867), and again to become (softmax - one_hot) / count.  Meanwhile its packs (16 bytes)
+// wait in shared memory, SLOTS of each thread, which no other thread reads; what lies beyond is in the L2 cache.
 //
-// -DDTYPE -DWIDTH -DBACKWARD (0: losses only) -DCACHED (elements, a multiple of WIDTH) -DTHREADS
+// A block takes row after row.  As the gradient of a pack goes out, the same pack of the next row comes into its slot,
+// and joins that row's sum LAG steps later: memory reads and writes all the time, and a row costs one barrier.
+//
+// -DDTYPE -DWIDTH -DBACKWARD (0: losses only) -DVOCABULARY -DTHREADS -DSLOTS (0 where an access is not 16 bytes)
 #include "vectors.cuh"
 
 using T = DTYPE;
 constexpr int W = WIDTH;
+using Pack = Raw<W, T>;
+constexpr int STEP = THREADS * W, CACHED = SLOTS * STEP, LAG = SLOTS / 2;
 constexpr float LOWEST = -1e30f;  // finite: the difference of two is 0, not NaN
-constexpr int AHEAD = W > 1 ? 4 : 1;  // accesses of a thread under way at once
 
 // exp(x - shift).  In bf16 as one multiply-add and one power of two: its rounding is far below the result's
 // where x and shift are logits.
@@ -25,85 +28,103 @@ __device__ __forceinline__ float exponential(float x, float shift) {
 
 struct Sum {  // the maximum so far and the sum of exp(x - top)
     float top, total;
+
+    __device__ __forceinline__ void add(const Pack& pack) {
+        float x[W], highest = top, more = 0;
+        pack.floats(x);
+#pragma unroll
+        for (int j = 0; j < W; ++j) highest = fmaxf(highest, x[j]);
+#pragma unroll
+        for (int j = 0; j < W; ++j) more += exponential(x[j], highest);
+        total = fmaf(total, expf(top - highest), more);  // said so: the same bits wherever this is inlined
+        top = highest;
+    }
+    __device__ __forceinline__ Sum of_warp() const {
+        float highest = top;
+#pragma unroll
+        for (int offset = 16; offset; offset >>= 1) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, offset));
+        return {highest, warp_sum(total * expf(top - highest))};
+    }
 };
 
-__device__ __forceinline__ Sum join(Sum a, Sum b) {
-    const float top = fmaxf(a.top, b.top);
-    return {top, a.total * expf(a.top - top) + b.total * expf(b.top - top)};
-}
-
-// PACKS neighbours of a thread's stride: one maximum, one rescaling.
-template <int PACKS>
-__device__ __forceinline__ void add_packs(Sum& sum, const T* row, T* cache, long i, int stride) {
-    Raw<W, T> raw[PACKS];
+// f(column, pack) of this thread's packs of a row beyond those in the ring.
+template <class F>
+__device__ __forceinline__ void for_rest(const T* row, F f) {
+    constexpr int AHEAD = 4;  // loads under way at once
+    for (int i = CACHED + threadIdx.x * W; i < VOCABULARY; i += AHEAD * STEP) {
+        Pack packs[AHEAD];
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) raw[p].load(row + i + p * stride);
-    float top = sum.top;
+        for (int k = 0; k < AHEAD; ++k)
+            if (i + k * STEP < VOCABULARY) packs[k].load(row + i + k * STEP);
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        float x[W];
-        raw[p].floats(x);
-        if (BACKWARD && i + p * stride < CACHED) raw[p].store(cache + i + p * stride);
-#pragma unroll
-        for (int j = 0; j < W; ++j) top = fmaxf(top, x[j]);
-    }
-    sum.total *= expf(sum.top - top);
-    sum.top = top;
-#pragma unroll
-    for (int p = 0; p < PACKS; ++p) {
-        float x[W];
-        raw[p].floats(x);
-#pragma unroll
-        for (int j = 0; j < W; ++j) sum.total += exponential(x[j], top);
+        for (int k = 0; k < AHEAD; ++k)
+            if (i + k * STEP < VOCABULARY) f(i + k * STEP, packs[k]);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-cross_entropy(T* logits, const int* targets, const float* count, float* losses, long vocabulary) {
-    __shared__ Sum parts[32];
+extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
+cross_entropy(T* logits, const int* targets, const float* count, float* losses, long rows) {
+    __shared__ Sum parts[2][32];
     extern __shared__ __align__(16) unsigned char shared[];
-    T* cache = reinterpret_cast<T*>(shared);
-    const int target = targets[blockIdx.x];
-    T* row = logits + long(blockIdx.x) * vocabulary;
-    const int start = threadIdx.x * W, stride = blockDim.x * W;
-    if (target < 0) {
-        if (threadIdx.x == 0) losses[blockIdx.x] = 0;
-        if (BACKWARD)
-            for (long i = start; i < vocabulary; i += stride) {
-                const float zeros[W] = {};
-                store(row + i, zeros);
-            }
-        return;
-    }
-    Sum sum = {LOWEST, 0};
-    long at = start;
-    for (; at + (AHEAD - 1) * stride < vocabulary; at += AHEAD * stride) add_packs<AHEAD>(sum, row, cache, at, stride);
-    for (; at < vocabulary; at += stride) add_packs<1>(sum, row, cache, at, stride);
-#pragma unroll
-    for (int offset = 16; offset; offset >>= 1)
-        sum = join(sum, {__shfl_xor_sync(~0u, sum.top, offset), __shfl_xor_sync(~0u, sum.total, offset)});
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = parts[0];
-    for (int i = 1; i < blockDim.x / 32; ++i) sum = join(sum, parts[i]);
-    const bool known = target < vocabulary;
-    const float logit = known ? widen(row[target]) : __int_as_float(0x7fffffff);
-    if (threadIdx.x == 0) losses[blockIdx.x] = sum.top - logit + logf(sum.total);
-    if (!BACKWARD) return;
-    const float share = 1.0f / count[0], scale = share / sum.total;
-    const float shift = sum.top - logf(scale);  // so that bf16's gradient is one exponential
-    __syncthreads();  // every thread has read the target's logit
-#pragma unroll 4
-    for (long i = start; i < vocabulary; i += stride) {
+    const int start = threadIdx.x * W;
+    T* slots = reinterpret_cast<T*>(shared) + start;
+    const float share = BACKWARD ? 1 / count[0] : 0;
+    T* last = nullptr;  // the row whose gradient goes out, and what it takes
+    bool kept = false;
+    int place = -1;
+    float top = 0, scale = 0, shift = 0, at_target = 0;
+    const auto put = [&](int i, const Pack& pack) {
         float x[W];
-        load(x, i < CACHED ? cache + i : row + i);
+        pack.floats(x);
 #pragma unroll
-        for (int j = 0; j < W; ++j)
-            x[j] = sizeof(T) == 2 ? exponential(x[j], shift) : exponential(x[j], sum.top) * scale;
-        store(row + i, x);
+        for (int j = 0; j < W; ++j) {
+            x[j] = sizeof(T) == 2 ? exponential(x[j], shift) : exponential(x[j], top) * scale;
+            if (!kept) x[j] = 0;
+        }
+        store(last + i, x);
+    };
+    int turn = 0;
+    for (long at = blockIdx.x; at < rows || last; at += gridDim.x, turn ^= 1) {
+        const bool more = at < rows;
+        T* row = logits + at * VOCABULARY;
+        const int target = more ? targets[at] : -1;
+        float logit = __int_as_float(0x7fffffff);
+        if (target >= 0 && target < VOCABULARY) logit = widen(row[target]);
+        Sum sum = {LOWEST, 0};
+        if (last) for_rest(last, put);
+#pragma unroll 2
+        for (int s = 0; s < SLOTS + LAG; ++s) {
+            if (s < SLOTS && start + s * STEP < VOCABULARY) {
+                Pack pack;
+                pack.load(slots + s * STEP);
+                if (more) copy_async(slots + s * STEP, row + start + s * STEP);
+                if (last) put(start + s * STEP, pack);
+            }
+            copy_commit();
+            copy_wait<LAG>();
+            if (s >= LAG && more && start + (s - LAG) * STEP < VOCABULARY) {
+                Pack pack;
+                pack.load(slots + (s - LAG) * STEP);
+                sum.add(pack);
+            }
+        }
+        if (place >= 0) narrow(at_target, last[place]);  // after this thread's own pack
+        if (!more) break;
+        for_rest(row, [&](int, const Pack& pack) { sum.add(pack); });
+        sum = sum.of_warp();
+        if (threadIdx.x % 32 == 0) parts[turn][threadIdx.x / 32] = sum;
+        __syncthreads();
+        sum = (threadIdx.x % 32 < THREADS / 32 ? parts[turn][threadIdx.x % 32] : Sum{LOWEST, 0}).of_warp();
+        kept = target >= 0;
+        if (threadIdx.x == 0) losses[at] = kept ? sum.top - logit + logf(sum.total) : 0;
+        if (BACKWARD) {
+            last = row;
+            top = sum.top, scale = share / sum.total;
+            shift = top - logf(scale);  // so that bf16's gradient is one exponential
+            at_target = exponential(logit, top) * scale - share;
+            place = target < VOCABULARY && target / W % THREADS == threadIdx.x ? target : -1;
+        }
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && known) narrow(exponential(logit, sum.top) * scale - share, row[target]);
 }
 
 // out (1,) = how many targets are not negative, at least 1.  One block.

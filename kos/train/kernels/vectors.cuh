@@ -117,6 +117,18 @@ __device__ __forceinline__ void store_few(bfloat16* p, const float (&x)[4]) {
     *reinterpret_cast<uint2*>(p) = make_uint2(pair(x[0], x[1]), pair(x[2], x[3]));
 }
 
+// 16 bytes to shared memory while the thread goes on; it sees them once it has waited for all but its PENDING last
+// commits, others after a barrier.
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(unsigned(__cvta_generic_to_shared(to))), "l"(from)
+                 : "memory");
+}
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void copy_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
 template <class V>
 __device__ __forceinline__ V warp_sum(V x) {
 #pragma unroll

@@ -379,13 +379,15 @@ class CudaOps:
         # Two blocks on a multiprocessor where both rows fit its shared memory, one of twice the threads else.
         half = self.shared_memory // 2 - 1024
         room, most = (half, 512) if vocabulary * itemsize <= half else (self.shared_memory - 1024, 1024)
-        threads = min(most, _power_of_two(-(-vocabulary // width)))
-        cached = min(vocabulary, room // 16 * 16 // itemsize) * backward
+        packs = -(-vocabulary // width)
+        threads = min(most, _power_of_two(packs))
+        slots = min(-(-packs // threads), room // (16 * threads)) if backward and width > 1 else 0
         if rows:
             self._entropy(
-                "cross_entropy", rows, threads, logits, targets, count, losses, vocabulary,
-                DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, CACHED=cached,
-                THREADS=threads, shared=cached * itemsize,
+                "cross_entropy", min(rows, self.multiprocessors * (1024 // threads)), threads,
+                logits, targets, count, losses, rows,
+                DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, VOCABULARY=vocabulary,
+                THREADS=threads, SLOTS=slots, shared=slots * threads * 16,
             )  # fmt: skip
 
     def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
@@ -394,7 +396,8 @@ class CudaOps:
     def _entropy(
         self, name: str, grid: int, block: int, *arguments: Any, shared: int = 0, **defines: str | int
     ) -> None:
-        every: dict[str, Any] = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "CACHED": 0, "THREADS": 512, **defines}
+        every: dict[str, Any]
+        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "VOCABULARY": 1, "THREADS": 32, "SLOTS": 0, **defines}
         self.launch("cross_entropy.cu", name, grid, block, *arguments, shared=shared, **every)
 
 
