@@ -162,6 +162,30 @@ def test_each_rank_draws_a_share_of_the_initial_weights(emulated, text, tmp_path
     spawn(run, ranks, timeout=100)
 
 
+def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
+    """For the same shapes, by the same code; the numbers are the same without."""
+    made, rows = [], []
+    real = engine_module.make_model
+    monkeypatch.setattr(engine_module, "make_model", lambda *a, **k: made.append(a) or real(*a, **k))
+    cases = (
+        (2, {}),
+        (1, {}),
+        (1, {"lr": 1e-3}),
+        (2, {"seq_len": 9}),
+        (2, {"micro_batch_size": 1}),
+        (1, {"seq_len": 9}),
+    )
+    for number, (models, options) in enumerate(cases):
+        made.clear()
+        rows.append(train(text, tmp_path / str(number), steps=1, save_every=0, **options))
+        assert len(made) - 1 == models, options  # one draws the sample
+    assert column(rows[0]) == column(rows[1])
+    monkeypatch.setattr(engine_module.Path, "read_bytes", lambda path: b"other code")
+    made.clear()
+    train(text, tmp_path / "other", steps=1, save_every=0)
+    assert len(made) - 1 == 2
+
+
 def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
     one = train(text, tmp_path / "one", deterministic=True)
     for ranks, zero in ((2, 0), (4, 1)):

@@ -53,7 +53,7 @@ class Matmul:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._constants = np.array([0, 1], np.float32)
         self._zero, self._one = (self._constants.ctypes.data + 4 * i for i in range(2))
-        self._stored = Stored("matmul", f"{device_info(device).name}-{self.lt.get_version()}") if search else None
+        self._stored = stored_algorithms(device) if search else None
 
     def __call__(
         self,
@@ -217,6 +217,11 @@ def _library() -> Any:
         reason = str(error).splitlines()[0]
         raise BackendUnavailable(f"cuBLASLt is not installed: pip install 'kos[cuda]' ({reason})") from error
     return cublasLt
+
+
+def stored_algorithms(device: int) -> Stored:
+    """Those found on such a GPU, for this cuBLASLt."""
+    return Stored("matmul", f"{device_info(device).name}-{_library().get_version()}")
 
 
 def _algorithm(stored: str | None) -> np.ndarray[Any, Any] | None:

@@ -309,6 +309,7 @@ def host_engine(monkeypatch) -> None:
 
     driver = SimpleNamespace(cuMemGetInfo=lambda: (0, MEMORY, MEMORY))  # the CUDA packages need not be installed
 
+    algorithms = {}
     fakes = {
         (array_module, "pool_of"): lambda device: SimpleNamespace(allocate=allocate),
         (array_module, "streams"): streams,
@@ -317,6 +318,9 @@ def host_engine(monkeypatch) -> None:
         (engine_module, "driver"): SimpleNamespace(set_device=lambda device: None),
         (engine_module, "device_info"): lambda device: about,
         (engine_module, "CudaOps"): lambda device, stream=None, search=False: QueuedOps(),
+        (engine_module.cublaslt, "stored_algorithms"): lambda device: SimpleNamespace(
+            get=algorithms.get, put=algorithms.__setitem__
+        ),
         (memory_plan, "cu"): driver,
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
