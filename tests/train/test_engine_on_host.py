@@ -142,13 +142,21 @@ def test_ranks(emulated, text, tmp_path, ranks, dtype, monkeypatch):
     np.testing.assert_allclose(column(alone), column(one)[2:], rtol=tolerance)
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {"zero": 1}), (4, {}), (4, {"zero": 1})])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, {}),
+        (2, {"zero": 1}),
+        (4, {}),
+        (4, {"zero": 1}),
+        (2, {"micro_batch_size": 4, "dtype": "bfloat16", "grad_dtype": "bfloat16"}),
+    ],
+)
 def test_each_rank_draws_a_share_of_the_initial_weights(emulated, text, tmp_path, ranks, options, monkeypatch):
     """In rounds and in blocks smaller than a share: the bits of one rank that draws all."""
     seed = int(np.random.default_rng().integers(1 << 62))
     print(f"{seed = }")
     monkeypatch.setattr(llama_config, "DRAWN", 777)
-    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * ranks * CHUNK)
     values = {**SMALL, "data": str(text), "out": tmp_path, "device": "cuda", "seed": seed, **options}
 
     def run(comm):
@@ -156,6 +164,7 @@ def test_each_rank_draws_a_share_of_the_initial_weights(emulated, text, tmp_path
         expected = Parameters(trainer.model_config.parameter_shapes())
         trainer.model_config.init_weights(expected, seed)
         state = trainer.engine.state()
+        assert not on_host(trainer.engine.gradients.flat).any(), "the weights came through here"
         if state is not None:
             assert np.array_equal(state.weights.flat, expected.flat) and not state.exp_avg.flat.any()
 

@@ -245,25 +245,24 @@ class CudaEngine:
         self.optimizer.refresh_copy()
 
     def _load_drawn(self, drawn: np.ndarray) -> None:
-        """Every rank's share of the weights to all, in rounds of what a bucket has room for."""
-        comm, weights, stream = self.comm, self.optimizer.weights, self.ops.stream
-        most = max(bucket.stop - bucket.start for bucket in self.parallel.buckets)
-        each = max(most // comm.size // ALIGNED * ALIGNED, 1)
-        with self.ops.step(self.model.arena):
-            room = self.model.arena.take((comm.size * each,), FLOAT32)
-            mine = room[comm.rank * each : (comm.rank + 1) * each]
-            for at in range(0, max(share.stop - share.start for share in self._shares), each):
-                piece = drawn[at : at + each]
-                mine[: piece.size].copy_from(piece, stream)
-                if comm.size > 1:
-                    comm.all_gather(mine, room)
-                for rank, share in enumerate(self._shares):
-                    first, end = share.start + at, min(share.start + at + each, share.stop)
-                    for part, local in weights.parts():
-                        start, stop = max(first, part.start), min(end, part.stop)
-                        if start < stop:
-                            there, here = rank * each - first, local.start - part.start
-                            self.ops.copy(room[there + start : there + stop], weights.flat[here + start : here + stop])
+        """Every rank's share of the weights to all, through the gradients' memory, which ranks may reach into."""
+        comm, weights, flat = self.comm, self.optimizer.weights, self.gradients.flat
+        each = max(flat.nbytes // FLOAT32.itemsize // comm.size // ALIGNED * ALIGNED, 1)
+        room = Array(flat.pointer, (comm.size * each,), FLOAT32, flat.device, owner=flat, stream=flat.stream)
+        mine = room[comm.rank * each : (comm.rank + 1) * each]
+        for at in range(0, max(share.stop - share.start for share in self._shares), each):
+            piece = drawn[at : at + each]
+            mine[: piece.size].copy_from(piece, self.ops.stream)
+            if comm.size > 1:
+                comm.all_gather(mine, room, async_op=True).wait()
+            for rank, share in enumerate(self._shares):
+                first, end = share.start + at, min(share.start + at + each, share.stop)
+                for part, local in weights.parts():
+                    start, stop = max(first, part.start), min(end, part.stop)
+                    if start < stop:
+                        there, here = rank * each - first, local.start - part.start
+                        self.ops.copy(room[there + start : there + stop], weights.flat[here + start : here + stop])
+        self.ops.zero(flat)
 
     def state(self) -> AdamW | None:
         state = self.new_state() if self.comm.rank == 0 else None
