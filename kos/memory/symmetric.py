@@ -115,20 +115,35 @@ class SymmetricMemory:
             raise
 
     def _create(self) -> None:
+        """In few rounds of the exchange, each of which waits for the slowest rank."""
         rank, size = self.exchange.rank, self.exchange.size
-        handle = b""
-        with self._agreement("allocate its slab"):
-            if self.nbytes < size * _TOKEN_BYTES:
-                raise InvalidArgument(f"expected {size * _TOKEN_BYTES} bytes or more, got {self.nbytes}")
+        token, slot = os.urandom(_TOKEN_BYTES), bytearray(size * _TOKEN_BYTES)
+        with _Agreement(self.exchange, "allocate its slab") as told:
+            if self.nbytes < len(slot):
+                raise InvalidArgument(f"expected {len(slot)} bytes or more, got {self.nbytes}")
             self._slab = ipc.DeviceMemory(self.nbytes, self.device)
-            handle = ipc.export(self._slab.pointer, self.nbytes, self.device).to_bytes()
-        handles = [ipc.IpcHandle.from_bytes(data) for data in self.exchange.allgather(handle)]
+            told.said = token + ipc.export(self._slab.pointer, self.nbytes, self.device).to_bytes()
+        tokens = [data[:_TOKEN_BYTES] for data in told.heard]
+        handles = [ipc.IpcHandle.from_bytes(data[_TOKEN_BYTES:]) for data in told.heard]
         sizes = [other.nbytes for other in handles]
         if len(set(sizes)) > 1:
             raise InvalidArgument(f"SymmetricMemory: expected one size on all ranks, got {sizes} bytes")
-        with self._agreement("map the slabs of its peers"):
+        with _Agreement(self.exchange, "map the slabs of its peers and write to them"), driver.on_device(self.device):
             self.pointers = tuple(self._map(peer, other) for peer, other in enumerate(handles))
-        self._verify(rank, size)
+            for base in self.pointers:
+                call(cu.cuMemcpyHtoD, base + rank * _TOKEN_BYTES, token, _TOKEN_BYTES)
+            call(cu.cuCtxSynchronize)
+        with _Agreement(self.exchange, "read what its peers wrote"), driver.on_device(self.device):
+            for peer, base in enumerate(self.pointers):
+                call(cu.cuMemcpyDtoH, slot, base, len(slot))
+                for writer in range(size):
+                    got = bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES])
+                    if got != tokens[writer]:
+                        raise PeerMemoryError(f"what rank {writer} wrote to rank {peer} reads differently here")
+        with driver.on_device(self.device):
+            call(cu.cuMemsetD8, self.pointer, 0, len(slot))
+            call(cu.cuCtxSynchronize)
+        self.exchange.barrier()
         table = np.array(self.pointers, np.uint64)
         self.peer_pointers = Array.from_numpy(table, self.device, label="peer pointers")
         driver.synchronize(self.device)
@@ -137,9 +152,6 @@ class SymmetricMemory:
     def pointer(self) -> int:
         """Address of this rank's own slab."""
         return self.pointers[self.exchange.rank]
-
-    def _agreement(self, what: str) -> _Agreement:
-        return _Agreement(self.exchange, what)
 
     def _map(self, peer: int, handle: ipc.IpcHandle) -> int:
         if handle.origin == ipc.Origin.here():  # this rank itself, or another thread of its process
@@ -152,29 +164,6 @@ class SymmetricMemory:
         except PeerMemoryError as error:
             raise PeerMemoryError(f"the slab of rank {peer}: {error}") from error
         return self._mappings[-1].pointer
-
-    def _verify(self, rank: int, size: int) -> None:
-        """Write a random token to every peer, and read back what each wrote here and what each holds."""
-        token = os.urandom(_TOKEN_BYTES)
-        tokens = self.exchange.allgather(token)
-        slot = bytearray(size * _TOKEN_BYTES)
-        with self._agreement("move bytes to and from its peers"), driver.on_device(self.device):
-            for base in self.pointers:
-                call(cu.cuMemcpyHtoD, base + rank * _TOKEN_BYTES, token, _TOKEN_BYTES)
-            call(cu.cuCtxSynchronize)
-        self.exchange.barrier()
-        with self._agreement("move bytes to and from its peers"), driver.on_device(self.device):
-            for peer, base in enumerate(self.pointers):
-                call(cu.cuMemcpyDtoH, slot, base, len(slot))
-                for writer in range(size):
-                    got = bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES])
-                    if got != tokens[writer]:
-                        raise PeerMemoryError(f"what rank {writer} wrote to rank {peer} reads differently here")
-        self.exchange.barrier()
-        with driver.on_device(self.device):
-            call(cu.cuMemsetD8, self.pointer, 0, len(slot))
-            call(cu.cuCtxSynchronize)
-        self.exchange.barrier()
 
     def allocate(self, nbytes: int, *, label: str = "symmetric") -> SymmetricAllocation:
         """``nbytes`` at one offset of every slab, aligned to 256 bytes; the content is undefined.
@@ -257,22 +246,25 @@ class SymmetricMemory:
 
 
 class _Agreement:
-    """A step that succeeds on all ranks or raises on all of them, each naming the ranks that failed."""
+    """A step that succeeds on all ranks, which have ``heard`` then what each ``said``; or raises on all of them, each
+    naming the ranks that failed."""
 
     def __init__(self, exchange: Exchange, what: str) -> None:
-        self.exchange = exchange
-        self.what = what
+        self.exchange, self.what = exchange, what
+        self.said = b""
+        self.heard: list[bytes] = []
 
-    def __enter__(self) -> None:
-        pass
+    def __enter__(self) -> _Agreement:
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, Exception):
             return
-        results = [data.decode() for data in self.exchange.allgather(str(error or "").encode())]
-        if error is None and any(results):
-            failed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(results) if text)
-            raise PeerMemoryError(f"symmetric memory: a rank could not {self.what}: {failed}")
+        told = self.exchange.allgather(b"+" + self.said if error is None else b"-" + str(error).encode())
+        self.heard = [data[1:] for data in told]
+        failed = [f"rank {rank}: {data[1:].decode()}" for rank, data in enumerate(told) if data[:1] == b"-"]
+        if error is None and failed:
+            raise PeerMemoryError(f"symmetric memory: a rank could not {self.what}: {'; '.join(failed)}")
 
 
 def _device_of(pointer: int) -> int:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import random
 import secrets
 import signal
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +19,11 @@ from cuda_ranks import KERNELS, run_processes, run_threads
 
 from kos import cuda
 from kos.cuda.driver import call, cu
-from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
-from kos.memory import ipc
+from kos.errors import CudaError, InvalidArgument, KosError, OutOfMemory, PeerMemoryError
+from kos.memory import ipc, symmetric
 from kos.memory.array import Array
 from kos.memory.symmetric import FreeList, SymmetricMemory
+from kos.testing import spawn
 
 
 def test_free_list_against_a_map_of_bytes() -> None:
@@ -45,6 +50,92 @@ def test_free_list_against_a_map_of_bytes() -> None:
     for offset, size in live:
         free.give_back(offset, size)
     assert free.largest == nbytes
+
+
+def slabs_on_the_host(monkeypatch: pytest.MonkeyPatch, broken: str) -> Callable[[Any], Any]:
+    """What makes a SymmetricMemory of ranks that are threads, without a GPU; rank 1 cannot do what is ``broken``."""
+
+    class Memory:
+        def __init__(self, nbytes: int, device: int) -> None:
+            if broken == "allocate" and device == 1:
+                raise OutOfMemory("out of memory")
+            self.array = np.zeros(nbytes, np.uint8)
+            self.pointer = self.array.ctypes.data
+
+        def close(self) -> None: ...
+
+    def map_(self: Any, peer: int, handle: Any) -> int:
+        if broken == "map" and (self.device, peer) == (1, 2):
+            raise PeerMemoryError(f"the slab of rank {peer}: no access")
+        return stray.pointer if broken == "bytes" and (self.device, peer) == (1, 0) else handle.pointer
+
+    def read(target: bytearray, source: int, nbytes: int) -> tuple[int]:
+        target[:] = ctypes.string_at(source, nbytes)
+        return (0,)
+
+    def handle(data: bytes) -> Any:
+        return SimpleNamespace(**dict(zip(("pointer", "nbytes"), map(int, data.split()), strict=True)))
+
+    def make(comm: Any) -> Any:
+        rounds: list[bytes] = []
+        rank, exchange = comm.rank, comm.rendezvous
+        counted = SimpleNamespace(
+            rank=rank, size=comm.size, barrier=lambda: rounds.append(b"") or exchange.barrier(),
+            allgather=lambda data: rounds.append(data) or exchange.allgather(data),
+        )  # fmt: skip
+        memory = SymmetricMemory(counted, 1000 + 1000 * (broken == "size") * rank, rank)
+        assert len(rounds) == 4, "each waits for the slowest rank"
+        return memory
+
+    stray = Memory(4096, 0)
+    export = lambda pointer, nbytes, device: SimpleNamespace(to_bytes=lambda: f"{pointer} {nbytes}".encode())  # noqa: E731
+    handles = SimpleNamespace(from_bytes=handle)
+    driver = SimpleNamespace(on_device=nullcontext, synchronize=lambda device: None)
+    fake_cu = SimpleNamespace(
+        cuMemcpyHtoD=lambda target, data, nbytes: (ctypes.memmove(target, data, nbytes), (0,))[1],
+        cuMemcpyDtoH=read,
+        cuMemsetD8=lambda target, value, nbytes: (ctypes.memset(target, value, nbytes), (0,))[1],
+        cuCtxSynchronize=lambda: (0,),
+    )
+    monkeypatch.setattr(symmetric, "ipc", SimpleNamespace(DeviceMemory=Memory, export=export, IpcHandle=handles))
+    monkeypatch.setattr(symmetric, "driver", driver)
+    monkeypatch.setattr(symmetric, "cu", fake_cu)
+    monkeypatch.setattr(symmetric, "Array", SimpleNamespace(from_numpy=lambda table, device, label: table))
+    monkeypatch.setattr(SymmetricMemory, "_map", map_)
+    return make
+
+
+def test_bytes_move_before_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = slabs_on_the_host(monkeypatch, "")
+
+    def run(comm: Any) -> None:
+        memory = make(comm)
+        assert tuple(memory.peer_pointers) == memory.pointers and len(set(memory.pointers)) == comm.size
+        assert all(ctypes.string_at(pointer, memory.nbytes) == bytes(memory.nbytes) for pointer in memory.pointers)
+        comm.barrier()
+
+    spawn(run, 3, timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "here", "elsewhere"),
+    [
+        ("allocate", OutOfMemory, "^out of memory$", r"could not allocate its slab: rank 1: out of memory$"),
+        ("map", PeerMemoryError, "^the slab of rank 2: no", r"could not map .*: rank 1: the slab of rank 2: no"),
+        ("bytes", PeerMemoryError, "reads differently here$", "reads differently here$"),
+        ("size", InvalidArgument, r"expected one size on all ranks, got \[1024, 2048, 3072\]", "expected one size"),
+    ],
+)
+def test_what_fails_on_one_rank_fails_on_all(
+    monkeypatch: pytest.MonkeyPatch, broken: str, kind: type[Exception], here: str, elsewhere: str
+) -> None:
+    make = slabs_on_the_host(monkeypatch, broken)
+
+    def run(comm: Any) -> None:
+        with pytest.raises(kind if comm.rank == 1 else KosError, match=here if comm.rank == 1 else elsewhere):
+            make(comm)
+
+    spawn(run, 3, timeout=30)
 
 
 def push_to_all(exchange: Any, devices: int) -> None:
