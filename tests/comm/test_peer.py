@@ -13,6 +13,8 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
+from kos.comm.launches import Launch, Launches
+from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.memory.array import Array
 from tests.comm.gpu_ranks import GPURanks
@@ -51,9 +53,20 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     test_several_communicators,
     test_windows,
 )
+from tests.comm.test_peer_kernels import expected as in_turn
 
 MUCH = 5_000_000  # bytes: more than slots hold
 BESIDE = 4 << 20  # bytes from which copy engines carry what overlaps
+
+REDUCTIONS = [
+    (np.dtype(DTYPES[name].numpy), ReduceOp[op])
+    for names, ops in (
+        ("bfloat16", "SUM PROD MIN MAX AVG"), ("int16", "SUM PROD MIN MAX BAND BOR BXOR"),
+        ("float64 float32 float16 int8 int32 int64 uint64", "SUM"), ("float8_e4m3fn float8_e5m2 bool", "MAX"),
+    )
+    for name in names.split()
+    for op in ops.split()
+]  # fmt: skip
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -119,6 +132,36 @@ def test_symmetric_buffers_at_every_size(ranks: GPURanks, seed: int) -> None:
                 assert_bits(source.numpy(), expected, f"{count} from {start} in place")
                 rest = out.numpy()[start + count :].view(np.uint8)
                 assert (rest == 255).all(), f"{count} from {start}: wrote beyond its end"
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
+def test_blocks_of_one_role_each(ranks: GPURanks, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    """``specialized``, in place and out of place, from one vector to several tiles a block, chunks that end early
+    included; between them push, in another grid."""
+
+    def body(gpu: Any) -> None:
+        comm, me = gpu.comm, gpu.rank
+        launches = comm.backend._engine.launches
+        mixed = Launch("specialized", tile=512), Launch("push", 2), Launch("specialized", tile=1024)
+        x, out = (comm.allocate(LARGE // 8 * 16 // dtype.itemsize, dtype) for _ in range(2))
+        for turn, vectors in enumerate((1, 9, 8 * gpu.size, 1001, LARGE // 8)):
+            count = vectors * 16 // dtype.itemsize
+            assert gpu.size == 1 or comm.backend._engine._roles(16 * vectors)
+            for launch in mixed:
+                comm.backend.use(Launches(*[((None, launch),)] * 2))
+                xs = inputs(seed + turn, gpu.size, count, dtype)
+                expected = in_turn(xs, op, "rank order")
+                x[:count].copy_from(xs[me])
+                out.fill_bytes(255)
+                comm.all_reduce(x[:count], op, out=out[:count])
+                comm.all_reduce(x[:count], op)
+                comm.synchronize()
+                assert_bits(out[:count].numpy(), expected, f"{launch} of {count}")
+                assert_bits(x[:count].numpy(), expected, f"{launch} of {count} in place")
+                assert (out[count:].numpy().view(np.uint8) == 255).all(), f"{launch} of {count}: wrote beyond its end"
+        comm.backend.use(launches)
 
     ranks.run(body)
 

@@ -42,6 +42,7 @@ LAUNCHES = [
     Launch("direct", blocks=4, threads=256),
     Launch("bulk", blocks=3, threads=128, tile=1024, stages=2),
 ]
+SPECIALIZED = Launch("specialized", threads=256, tile=1024)  # between symmetric buffers alone
 NAMES = [f"{launch.algorithm}-{launch.blocks}" for launch in LAUNCHES]
 
 
@@ -212,10 +213,11 @@ def test_ring_adds_in_ring_order() -> None:
 
 def zero_copy(rendezvous: Rendezvous, device: int, start: int) -> None:
     rng = np.random.default_rng(start)
-    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 14)
+    engine = PeerEngine(rendezvous, device, timeout=5.0, staging=1 << 16)
     with SymmetricMemory(rendezvous, 64 << 20, device) as memory:
         engine.register(memory)
-        for launch in (*LAUNCHES[-3:], Launch("bulk", blocks=8, threads=256), Launch("copies", pieces=3)):
+        others = Launch("bulk", blocks=8, threads=256), Launch("copies", pieces=3), SPECIALIZED
+        for launch in (*LAUNCHES[-3:], *others):
             for count in (1, 8, 100, 65536, 300_007):
                 for in_place in (False, True):
                     for offset in (0, 3):
@@ -302,7 +304,7 @@ def test_every_kernel_back_to_back(stall: int) -> None:
     assert on_ranks(moving, 3, seed(), storms.KINDS, 100, macros) == [0] * 3
 
 
-@pytest.mark.parametrize("kind", ["exchange", "all_gather", "reduce_scatter"])
+@pytest.mark.parametrize("kind", ["exchange", "all_gather", "reduce_scatter", "specialized"])
 def test_without_flags_what_moves_is_wrong(kind: str) -> None:
     assert sum(on_ranks(moving, 2, seed(), [kind], 30, {"STALL": 20_000, "BROKEN": 1})) > 0
 
@@ -310,7 +312,10 @@ def test_without_flags_what_moves_is_wrong(kind: str) -> None:
 def absent(rendezvous: Rendezvous, device: int, launch: Launch, how: str) -> str:
     engine = PeerEngine(rendezvous, device, timeout=0.5, staging=1 << 14)
     stream = cuda.create_stream(device)
-    x = Array.zeros(1000, np.float32, device, stream=stream)
+    memory = SymmetricMemory(rendezvous, 1 << 16, device)
+    if launch.algorithm == "specialized":
+        engine.register(memory)
+    x = memory.array(1000, np.float32)
     run = engine.bind_all_reduce(
         x.pointer, x.pointer, 1000, dtype_of(np.dtype(np.float32)), ReduceOp.SUM, launch=launch
     )
@@ -336,10 +341,11 @@ def absent(rendezvous: Rendezvous, device: int, launch: Launch, how: str) -> str
                       [ReduceOp.SUM] * rendezvous.size)  # fmt: skip
     np.testing.assert_array_equal(got, np.full(9, rendezvous.size))
     again.close()
+    memory.close()
     return message
 
 
-@pytest.mark.parametrize("launch", LAUNCHES, ids=NAMES)
+@pytest.mark.parametrize("launch", [*LAUNCHES, SPECIALIZED], ids=[*NAMES, "specialized"])
 def test_absent_rank_is_named(launch: Launch) -> None:
     messages = on_ranks(absent, 2, launch, "timeout")
     assert messages[0].startswith("all_reduce #7: rank 1 did not arrive within 0.5 s")

@@ -105,6 +105,11 @@ def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> Non
     conformance.test_all_reduce(ranks, seed, dtype, op)
 
 
+@pytest.mark.parametrize(("dtype", "op"), [(np.dtype(np.float32), ReduceOp.SUM), (BF16, ReduceOp.AVG)], ids=str)
+def test_blocks_of_one_role_each(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    on_gpus.test_blocks_of_one_role_each(ranks, seed, dtype, op)
+
+
 @pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
 def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
     conformance.test_reduce_scatter(ranks, seed, dtype, op)
@@ -249,6 +254,34 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str) -> None:
             again = communicator(rest, 20.0)
             assert (again.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == 2).all()
             again.close()
+
+    ranks.run_bare(body)
+
+
+@pytest.mark.parametrize("how", ["timeout", "abort"])
+def test_blocks_of_one_role_each_do_not_wait_for_ever(ranks: ThreadRanks, how: str) -> None:
+    """Whichever of a rank's blocks gives up first, it names the rank that is not there."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        engine = PeerEngine(rendezvous, 0, timeout=0.3 if how == "timeout" else 20.0)
+        memory, count = HostMemory(rendezvous, 1 << 17, 0), 16 * SIZE * 99
+        engine.register(memory)
+        assert engine._roles(4 * count)
+        for turn in range(2):
+            if turn == 0 or rendezvous.rank < SIZE - 1:
+                if turn and how == "abort":
+                    threading.Timer(0.2, engine.abort).start()
+                launch = Launch("specialized", tile=512)
+                engine.bind_all_reduce(memory.pointer, memory.pointer, count, FLOAT, ReduceOp.SUM, launch=launch)(0)
+                if turn == 0:
+                    engine.check("x")
+            rendezvous.barrier()
+        if rendezvous.rank < SIZE - 1:
+            timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
+            why = timed_out if how == "timeout" else "aborted"
+            with pytest.raises(CollectiveError, match=f"{why}|rank [01] has given up"):
+                engine.check("x")
+        rendezvous.barrier()
 
     ranks.run_bare(body)
 

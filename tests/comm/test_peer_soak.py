@@ -30,7 +30,7 @@ TYPES = ["float32", "bfloat16", "float64", "int8", "float8_e4m3fn"]
 LAUNCHES = [
     Launch("one_shot", threads=128), Launch("two_shot", threads=128), Launch("ring", threads=128),
     Launch("tree", threads=128), Launch("direct", 32), Launch("bulk", 16, 256, tile=4096, stages=3),
-    Launch("push", 64), Launch("copies", pieces=2),
+    Launch("push", 64), Launch("copies", pieces=2), Launch("specialized", tile=16384),
 ]  # fmt: skip
 
 
@@ -43,6 +43,8 @@ def plan(comm: kos.Communicator, rng: np.random.Generator, places: list[Any], st
     kind = str(rng.choice(["all_reduce", "launch", "launch", "all_gather", "reduce_scatter", "all_to_all"]))
     symmetric, start = bool(rng.random() < 0.5), int(rng.choice([0, 0, 16 // dtype.itemsize or 1, 1]))
     launch = LAUNCHES[int(rng.integers(len(LAUNCHES)))]
+    if kind == "launch" and launch.algorithm == "specialized":
+        count = -(-count // 16) * 16  # whole vectors
     spread = {"reduce_scatter": (n, 1), "all_to_all": (n, n), "all_gather": (1, n)}.get(kind, (1, 1))
     source, target = (
         Array(place.pointer + start * dtype.itemsize, (count * times,), dtype, comm.device, owner=place)
