@@ -49,7 +49,8 @@ def init(
     ``timeout`` in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where
     it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto": for
     host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster
-    at (``Communicator.explain`` says what and why).  Raises BackendUnavailable where the backend asked for
+    at (``Communicator.explain`` says what and why).  NCCL's ranks join on a thread meanwhile and later: its first
+    call waits for that, and raises what went wrong, also with ``backend="nccl"``.  Raises BackendUnavailable where the backend asked for
     cannot run, or none for the ``device`` that a rank was given, with the reason; InvalidArgument for a
     ``device`` with a backend for host memory; RendezvousError where the ranks do not find each other.
 

@@ -6,6 +6,9 @@ at each rank on the way; ``deterministic=True`` adds them in fp32 and in rank or
 lacks (8-bit floats, int16, bit operations, minima that keep NaN) is done by a kernel of ours between two
 exchanges (``nccl_ordered``).  ``algorithm`` runs a schedule over NCCL's send and receive (``nccl_schedule``).
 Results are bit-identical on all ranks in each case.
+
+The ranks join NCCL's communicator on a thread, which takes seconds: the first call that needs it waits for that,
+within the timeout, and raises what went wrong.
 """
 
 from __future__ import annotations
