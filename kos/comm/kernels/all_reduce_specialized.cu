@@ -107,7 +107,8 @@ struct Roles {
                 }
                 __syncthreads();
             }
-            if (looks && turn + 1 >= rounds) ready[(turn + 1) % 2] = summed((turn + 1) % rounds, seen);
+            const unsigned next = turn + 1;
+            if (looks && next >= rounds && next < 2 * rounds) ready[next % 2] = summed(next % rounds, seen);
             stall(rank, before + turn, 0);
             if (turn < rounds) copy(source + at(q, j), staged(rank, q, j), length(q, j));
             else copy(out + at(rank, j), others_out + at(rank, j), length(rank, j));
