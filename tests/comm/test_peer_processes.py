@@ -24,6 +24,7 @@ from kos.cuda import streams
 from kos.dtypes import dtype_of
 from kos.errors import CollectiveTimeout, RankLost
 from kos.memory.array import Array
+from kos.memory.symmetric import SymmetricMemory
 from tests.comm.tcp_ranks import environment, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +47,10 @@ def child(role: str, algorithm: str) -> None:
     stream = cuda.create_stream(device)
     x = Array.from_numpy(np.full(COUNT, rank + 1, np.float32), device)
     y = Array.zeros(COUNT, np.float32, device)
+    memory = SymmetricMemory(rendezvous, 1 << 16, device)
+    if algorithm == "specialized":
+        engine.register(memory)
+        x, y = (memory.array(COUNT, np.float32).copy_from(each.numpy()) for each in (x, y))
     run = engine.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2))
     cuda.synchronize(device)
     rendezvous.barrier()
@@ -64,6 +69,7 @@ def child(role: str, algorithm: str) -> None:
         np.testing.assert_array_equal(y.numpy(stream), np.full(COUNT, size * (size + 1) / 2))
         rendezvous.barrier()
         engine.close()
+        memory.close()
         return
     with pytest.raises((CollectiveTimeout, RankLost), match=f"all_reduce #5: rank {size - 1} "):
         engine.check("all_reduce #5")
@@ -192,12 +198,12 @@ def test_survivors_go_on(how: str, first: int) -> None:
     assert codes == [0] * (8 - lost) + [-signal.SIGKILL] * lost
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "push"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "push", "specialized"])
 def test_processes(algorithm: str) -> None:
     assert run(f"child('live', {algorithm!r})", 2, 60.0) == [0, 0]
 
 
-@pytest.mark.parametrize("algorithm", ["two_shot", "direct", "push"])
+@pytest.mark.parametrize("algorithm", ["two_shot", "direct", "push", "specialized"])
 def test_killed_rank_is_named_and_the_gpu_works_on(algorithm: str) -> None:
     assert run(f"child('killed', {algorithm!r})", 2, 60.0) == [0, -signal.SIGKILL]
 
