@@ -152,11 +152,11 @@ class CudaEngine:
 
         def passes() -> CudaOps | None:
             sizes = {len(piece) for piece in self._pieces(self.data.val_batches()[0][0])}
-            shapes = (model, config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute)
-            about = hashlib.blake2b(repr((*shapes, self.attention, rounds > 1, sorted(sizes))).encode())
-            for path in sorted(Path(__file__).parents[1].rglob("*")):
-                if path.suffix in (".py", ".cu", ".cuh"):
-                    about.update(path.read_bytes())
+            chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
+            code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
+            about = hashlib.blake2b(repr((model, chosen, self.attention, rounds > 1, sorted(sizes))).encode())
+            for path in sorted(code):
+                about.update(path.read_bytes())
             stored = cublaslt.stored_algorithms(ops.device)
             if stored.get(about.hexdigest()):
                 return None
