@@ -36,25 +36,21 @@ _starting = threading.RLock()
 def unavailable() -> str | None:
     """Why CUDA cannot be used in this process, or None if it can."""
     with _starting:  # of two threads that import the packages, or call them first, one would find half of them
-        return _start()
-
-
-def _start() -> str | None:
-    try:
-        status, *_ = cu.cuInit(0)
-    except BackendUnavailable as error:
-        return str(error).removeprefix("CUDA: ")
-    except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError
-        return "no CUDA driver (libcuda.so.1) on this machine"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-    if status != cu.CUresult.CUDA_SUCCESS:
-        return f"the CUDA driver found no usable GPU{hidden}: {_describe(status)}"
-    _, count = cu.cuDeviceGetCount()
-    if not count:
-        return f"no GPU is visible{hidden}"
-    importlib.import_module("cuda.core")
-    return None
+        try:
+            status, *_ = cu.cuInit(0)
+        except BackendUnavailable as error:
+            return str(error).removeprefix("CUDA: ")
+        except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError
+            return "no CUDA driver (libcuda.so.1) on this machine"
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        if status != cu.CUresult.CUDA_SUCCESS:
+            return f"the CUDA driver found no usable GPU{hidden}: {_describe(status)}"
+        _, count = cu.cuDeviceGetCount()
+        if not count:
+            return f"no GPU is visible{hidden}"
+        importlib.import_module("cuda.core")
+        return None
 
 
 def require() -> None:

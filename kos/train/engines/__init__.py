@@ -10,7 +10,6 @@ from typing import NamedTuple, Protocol
 from kos.comm.communicator import Communicator
 from kos.cuda import device_info, require, unavailable
 from kos.errors import ConfigError, KosError
-from kos.train import head_start
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset
 from kos.train.failures import same_on_all
@@ -89,7 +88,6 @@ def make_engine(
         from kos.train.engines.cuda import CudaEngine
 
         return CudaEngine(config, model, data, comm)
-    head_start.weights.cache_clear()
     from kos.train.engines.cpu import CpuEngine
 
     return CpuEngine(config, model, data, comm, between)
