@@ -50,11 +50,11 @@ def init(
     it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto": for
     host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster
     at (``Communicator.explain`` says what and why).  NCCL's ranks join on a thread meanwhile and later: its first
-    call waits for that, and raises what went wrong, also with ``backend="nccl"``.  Raises BackendUnavailable where the backend asked for
-    cannot run, or none for the ``device`` that a rank was given, with the reason; InvalidArgument for a
-    ``device`` with a backend for host memory; RendezvousError where the ranks do not find each other.
+    call waits for that, and raises what went wrong, also with ``backend="nccl"``.
 
-    Under mpirun an uncaught exception on one rank ends the whole job from here on.
+    Raises BackendUnavailable where the backend asked for cannot run, or none for the ``device`` that a rank was
+    given, with the reason; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where
+    the ranks do not find each other.  Under mpirun an uncaught exception on one rank ends the whole job from here on.
     """
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")

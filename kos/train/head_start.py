@@ -32,13 +32,17 @@ def begin_cuda(arguments: Sequence[str]) -> None:
 
 
 def _initialise() -> None:
-    ctypes.CDLL("libcuda.so.1").cuInit(0)  # before the CUDA packages are imported, which takes as long
-    from kos.cuda import devices, driver
+    """By ctypes: the CUDA packages take as long to import."""
+    cuda, count, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return
+    from kos.cuda.devices import SYSFS, process_numa_node
 
-    place = next(os.environ[name] for name in _LOCAL_RANKS if name in os.environ)
-    found = devices.visible_devices()
-    if devices.process_numa_node() is None or len({device.numa_node for device in found}) == 1:
-        driver.primary_context(int(place) % len(found))  # else it depends on where the other ranks are bound
+    nodes = list((SYSFS / "devices/system/node").glob("node[0-9]*"))
+    if len(nodes) == 1 or process_numa_node() is None:  # else the GPU depends on where all ranks are bound
+        place = next(os.environ[name] for name in _LOCAL_RANKS if name in os.environ)
+        cuda.cuDeviceGet(ctypes.byref(device), int(place) % count.value)
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def begin(config: TrainConfig, model: LlamaConfig | None) -> None:

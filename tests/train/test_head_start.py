@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,50 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def test_cuda_begins_where_it_may_be_wanted(begun: list[str], arguments: list[str], starts: bool) -> None:
     head_start.begin_cuda(arguments)
     assert begun == ["_initialise"] * starts
+
+
+@pytest.mark.parametrize(
+    ("environ", "nodes", "bound", "device"),
+    [
+        ({"LOCAL_RANK": "2"}, 1, True, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_RANK": "5"}, 2, False, 1),
+        ({"LOCAL_RANK": "2"}, 2, True, None),
+        ({}, 1, False, None),
+    ],
+)
+def test_the_context_is_that_of_the_rank(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environ: dict[str, str], nodes: int, bound: bool, device: int
+) -> None:
+    """Where that is clear before the ranks have met; the driver has 4 GPUs."""
+    called: list[Any] = []
+
+    class Driver:
+        def cuInit(self, flags: int) -> int:
+            called.append("cuInit")
+            return 0
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = 4
+            return 0
+
+        def cuDeviceGet(self, handle: Any, index: int) -> None:
+            handle._obj.value = 100 + index
+
+        def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> None:
+            called.append(handle.value - 100)
+
+    for name in head_start._LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    for node in range(nodes):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+    monkeypatch.setattr(head_start.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr("kos.cuda.devices.SYSFS", tmp_path)
+    monkeypatch.setattr("kos.cuda.devices.process_numa_node", lambda: 0 if bound else None)
+    with suppress(StopIteration):
+        head_start._initialise()
+    assert called == ["cuInit"] + [device] * (device is not None)
 
 
 def test_without_a_driver_nothing_begins(begun: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
