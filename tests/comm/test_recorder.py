@@ -128,6 +128,25 @@ def test_what_ends_late_leaves_the_slot_to_its_next_operation() -> None:
     assert recorder._failed, "a first failure leaves a dump"
 
 
+def test_a_dump_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread goes on, and its operations take the slots of those that are being described."""
+    recorder = Recorder(0, 1)
+    group = Group(recorder, "world", [0], 0, "mock")
+    for _ in range(SLOTS):
+        group.launch(Operation("barrier", 0), 1)
+
+    def describe(*arguments: Any) -> Any:
+        for _ in range(2):
+            group.launch(Operation("broadcast", 0), 1)
+        return usual(*arguments)
+
+    usual = kos.comm.recorder._describe
+    monkeypatch.setattr(kos.comm.recorder, "_describe", describe)
+    entries = recorder.entries()
+    assert [entry["collective_seq_id"] for entry in entries] == list(range(SLOTS))
+    assert {entry["profiling_name"] for entry in entries} == {"mock:barrier"}
+
+
 def test_only_the_last_operations_and_no_arrays_are_kept() -> None:
     with kos.init("mock") as comm:
         import weakref

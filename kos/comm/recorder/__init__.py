@@ -156,7 +156,7 @@ class Recorder:
 
         ``send_recv`` becomes two entries.  The additional keys: ``reduce_op``, ``root``, ``tag``, ``error``.
         """
-        kept = [(n, self.slots[n & _LAST]) for n in range(max(0, self.count - SLOTS), self.count)]
+        kept = [(n, tuple(self.slots[n & _LAST])) for n in range(max(0, self.count - SLOTS), self.count)]  # as of now
         return [entry for number, slot in kept if slot[0] for entry in _describe(number, _Entry(*slot))]
 
     def to_dict(self, reason: str = "") -> dict[str, Any]:
