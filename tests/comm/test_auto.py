@@ -362,14 +362,17 @@ def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
     run(body)
 
 
-def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL) -> None:
+@pytest.mark.parametrize("how", ["abort", "withdraw"])
+def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         backend = comm.backend
         assert isinstance(backend, AutoBackend)
         for part in (*backend.gpus, backend.host):
-            part.abort = lambda reason, name=part.name: log.append(f"{name}: {reason}")  # type: ignore[method-assign,misc]
-        comm.abort(reason="enough")
-        assert log == ["mock: enough", "nccl: enough", "peer: enough"]
+            setattr(part, how, lambda reason, name=part.name: log.append(f"{name}: {reason}"))
+        for gpu in backend.gpus:
+            gpu.let_go = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
+        getattr(backend, how)("enough")
+        assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 
     run(body)
 

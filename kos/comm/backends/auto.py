@@ -197,8 +197,6 @@ class AutoBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self._leave(reason)
-        for gpu in self.gpus:
-            gpu.let_go()
         for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
             part.abort(reason)
 
@@ -210,6 +208,7 @@ class AutoBackend(Backend):
     def _leave(self, reason: str) -> None:
         for gpu in self.gpus:
             gpu.leave(reason)
+            gpu.let_go()
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         part = self._only
