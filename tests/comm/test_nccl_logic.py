@@ -451,6 +451,26 @@ def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.Monk
     never.set()
 
 
+def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    joins = threading.Event()
+    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: joins.wait(20) and "late")
+    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    waits = backend.begin(lambda: backend._comm, "a first message")  # which asks for it on a thread
+    with pytest.raises(CollectiveTimeout):
+        waits(0.1)
+    backend.halt()
+    joins.set()
+    assert waits(20) is backend._comm is None
+
+
+def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: 1 // 0)
+    monkeypatch.setattr(nccl_binding, "allocate", lambda nbytes: pytest.fail("nobody frees it"))
+    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    with pytest.raises(ZeroDivisionError):
+        backend.allocate(3, np.int32)
+
+
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     class NCCLError(Exception):
         status = 6

@@ -108,7 +108,9 @@ class NCCLBackend(DeviceBackend):
         """NCCL's communicator, once all ranks have joined it; None after it was ended."""
         joining = self._joining
         if joining is not None:
-            self._comm = self._named(lambda: joining(self.timeout))
+            comm = self._named(lambda: joining(self.timeout))
+            if self._joining is joining:  # else it was ended meanwhile
+                self._comm = comm
         return self._made
 
     @_comm.setter
@@ -210,10 +212,10 @@ class NCCLBackend(DeviceBackend):
         count = 1
         for size in shape:
             count *= size
-        nbytes = max(count * dtype.itemsize, 1)
+        nbytes, comm = max(count * dtype.itemsize, 1), self._comm
         with driver.on_device(self.device):
             pointer = binding.allocate(nbytes)
-        window = self.bounded(lambda: binding.register(self._comm, pointer, nbytes), self.timeout, "nccl: window")
+        window = self.bounded(lambda: binding.register(comm, pointer, nbytes), self.timeout, "nccl: window")
         return Array(pointer, shape, dtype, self.device, owner=Window(self, pointer, window))
 
     def release(self, pointer: int, window: Any) -> None:
