@@ -46,7 +46,7 @@ MAX_RANKS = 8
 CHANNELS = 128
 STAGING = 32 << 20
 """Bytes, four times: through these goes what is not read and written where it lies.  ``specialized`` takes twice as
-much, for all that other ranks contribute to this one's chunk: 64 MB of 8 ranks."""
+much, for all that other ranks contribute to this one's chunk: 73 MB of 8 ranks."""
 
 # As in kernels/channel.cuh, packets.cuh and exchange.cu.
 _LINE_BYTES = 256
