@@ -10,12 +10,14 @@ import ctypes
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
+    from threadpoolctl import ThreadpoolController
 
     from kos.train.config import TrainConfig
     from kos.train.llama_config import LlamaConfig
@@ -24,10 +26,21 @@ DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 
+@lru_cache(maxsize=1)
+def thread_pools() -> ThreadpoolController:
+    """Those of BLAS, looked up before there are threads and never again: the loader holds its lock while it calls
+    Python back for them, and a thread that imports an extension holds Python's while it waits for the loader's."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()
+
+
 def begin_cuda(arguments: Sequence[str]) -> None:
     """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs or for help."""
     other = any(word in ("-h", "--help") or "cpu" in word or word.startswith("--config") for word in arguments)
     if DRIVER.exists() and not other:
+        with suppress(ImportError):  # said later, with what to install
+            thread_pools()
         ThreadPoolExecutor(1).submit(_initialise)
 
 
@@ -53,6 +66,7 @@ def begin(config: TrainConfig, model: LlamaConfig | None) -> None:
     from kos.cuda import unavailable
     from kos.train.ops import cublaslt
 
+    thread_pools()
     ThreadPoolExecutor(1).submit(lambda: unavailable() or cublaslt._library())
     rank, ranks = launched_place()
     if model is not None and config.resume is None and config.init_from is None and rank < ranks:

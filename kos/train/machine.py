@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info, threadpool_limits
 
 from kos.comm.communicator import Communicator
 from kos.comm.rendezvous import host_id
 from kos.cuda.devices import visible_devices
+from kos.train.head_start import thread_pools
 
 PEAK_FLOPS = {"H200": 989.5e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989.5e12, "A100": 312e12}
 """Dense bf16 flops a second by a part of the GPU's name, the first that fits: NVIDIA's data sheets."""
@@ -38,7 +38,7 @@ def limit_threads(comm: Communicator, threads: int | None = None) -> int:
     place = f"{host_id()} {cores}".encode()
     sharing = comm.all_gather_bytes(place).count(place)
     threads = threads or max(1, len(cores) // sharing)
-    threadpool_limits(threads)
+    thread_pools().limit(limits=threads)
     return threads
 
 
@@ -77,7 +77,7 @@ def provenance(comm: Communicator) -> dict[str, Any]:
     return {
         "versions": versions,
         "platform": platform.platform(),
-        "blas": [f"{pool['internal_api']} {pool['version']} {pool.get('architecture')}" for pool in threadpool_info()],
+        "blas": [f"{each['internal_api']} {each['version']} {each.get('architecture')}" for each in thread_pools().info()],
         "git_commit": git_commit(),
         "ranks": comm.size,
         "backend": comm.backend_name,

@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import ThreadpoolController
 
+from kos.testing import spawn
 from kos.train import head_start
 from kos.train.config import parse
+from kos.train.machine import limit_threads, provenance
 from kos.train.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,12 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """What is begun on a machine that has a driver; weights alone are."""
+    head_start.thread_pools.cache_clear()
     names: list[str] = []
 
     class Executor(ThreadPoolExecutor):
         def submit(self, work: Any, *arguments: Any) -> Any:
             if arguments:
                 return super().submit(work, *arguments)
+            assert head_start.thread_pools.cache_info().currsize, "a thread before BLAS was looked up"
             names.append(work.__name__)
             return None
 
@@ -53,6 +58,13 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def test_cuda_begins_where_it_may_be_wanted(begun: list[str], arguments: list[str], starts: bool) -> None:
     head_start.begin_cuda(arguments)
     assert begun == ["_initialise"] * starts
+
+
+def test_the_loader_is_asked_for_blas_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is held meanwhile: a thread that imports an extension then would never end."""
+    head_start.thread_pools()
+    monkeypatch.setattr(ThreadpoolController, "_load_libraries", None)
+    assert spawn(lambda comm: (limit_threads(comm, 1), provenance(comm)["blas"]), 1)[0][1]
 
 
 @pytest.mark.parametrize(

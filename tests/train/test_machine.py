@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import MagicMock
+
 import pytest
 
 from kos.testing import spawn
@@ -10,7 +12,7 @@ from kos.train.machine import limit_threads
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("kos.train.machine.threadpool_limits", lambda threads: None)
+    monkeypatch.setattr("kos.train.machine.thread_pools", MagicMock())
     assert spawn(limit_threads, 1) == [8]
     assert spawn(limit_threads, 3) == [2, 2, 2]
     assert spawn(limit_threads, 16) == [1] * 16
