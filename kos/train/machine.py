@@ -77,7 +77,7 @@ def provenance(comm: Communicator) -> dict[str, Any]:
     return {
         "versions": versions,
         "platform": platform.platform(),
-        "blas": [f"{each['internal_api']} {each['version']} {each.get('architecture')}" for each in thread_pools().info()],
+        "blas": [f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in thread_pools().info()],
         "git_commit": git_commit(),
         "ranks": comm.size,
         "backend": comm.backend_name,
