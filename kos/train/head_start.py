@@ -30,6 +30,7 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 def thread_pools() -> ThreadpoolController:
     """Those of BLAS, looked up before there are threads and never again: the loader holds its lock while it calls
     Python back for them, and a thread that imports an extension holds Python's while it waits for the loader's."""
+    import numpy  # noqa: F401 - which loads it
     from threadpoolctl import ThreadpoolController
 
     return ThreadpoolController()

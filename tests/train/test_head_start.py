@@ -67,6 +67,14 @@ def test_the_loader_is_asked_for_blas_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert spawn(lambda comm: (limit_threads(comm, 1), provenance(comm)["blas"]), 1)[0][1]
 
 
+def test_blas_is_there_when_it_is_looked_up() -> None:
+    """Before all else, in a process of its own."""
+    code = "from kos.train import __main__, head_start\nprint(head_start.thread_pools().info())"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "'user_api': 'blas'" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("environ", "nodes", "bound", "device"),
     [
