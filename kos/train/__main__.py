@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 Trainer(config, comm, stop).run()
             except Stopped:
+                head_start.unwanted.set()
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except (KosError, OSError, MemoryError) as error:

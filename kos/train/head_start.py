@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+
+unwanted = threading.Event()
+"""Set where nobody will ask for the weights any more: the end of a process waits for the threads that draw them."""
 
 
 @lru_cache(maxsize=1)
@@ -78,4 +82,4 @@ def begin(config: TrainConfig, model: LlamaConfig | None) -> None:
 def weights(model: LlamaConfig, seed: int, rank: int, ranks: int) -> Future[np.ndarray]:
     """The rank's share of the initial weights, which is being drawn from the first call on; ``cache_clear`` lets go."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks - 1)
-    return ThreadPoolExecutor(1).submit(model.draw_share, model.shares(ranks)[rank], seed, threads)
+    return ThreadPoolExecutor(1).submit(model.draw_share, model.shares(ranks)[rank], seed, threads, unwanted)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -190,13 +191,13 @@ class LlamaConfig:
             ends[rank + 1 :] = [block.start + block.size] * (ranks - rank)
         return [slice(*ends[rank : rank + 2]) for rank in range(ranks)]
 
-    def draw_share(self, share: slice, seed: int, threads: int) -> np.ndarray:
-        """What ``init_weights`` puts there, in fp32."""
+    def draw_share(self, share: slice, seed: int, threads: int, unwanted: threading.Event | None = None) -> np.ndarray:
+        """What ``init_weights`` puts there, in fp32; not all of it once it is ``unwanted``."""
         values = np.empty(share.stop - share.start, np.float32)
         blocks = [block for block in self._blocks() if share.start <= block.start < share.stop]
         at = [block.start - share.start for block in blocks]
         flat = [values[start : start + block.size] for start, block in zip(at, blocks, strict=True)]
-        self._draw(blocks, flat, seed, threads)
+        self._draw(blocks, flat, seed, threads, unwanted)
         return values
 
     def _blocks(self) -> list[_Block]:
@@ -208,8 +209,13 @@ class LlamaConfig:
             start += size
         return found
 
-    def _draw(self, blocks: Sequence[_Block], into: Sequence[np.ndarray], seed: int, threads: int) -> None:
+    def _draw(
+        self, blocks: Sequence[_Block], into: Sequence[np.ndarray], seed: int, threads: int,
+        unwanted: threading.Event | None = None,
+    ) -> None:  # fmt: skip
         def draw(block: _Block, flat: np.ndarray) -> None:
+            if unwanted is not None and unwanted.is_set():
+                return
             if block.constant:
                 flat[...] = not block.name.endswith(".bias")
                 return

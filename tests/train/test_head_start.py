@@ -167,6 +167,40 @@ def test_a_failure_is_raised_where_the_weights_are_wanted(monkeypatch: pytest.Mo
     head_start.weights.cache_clear()
 
 
+def test_a_run_that_is_stopped_does_not_wait_for_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("to be or not to be " * 500)
+    code = """if True:
+    import atexit, os, pathlib, signal, sys
+    import numpy as np
+    from kos.train import __main__ as main, head_start, llama_config
+    drawn, usual = [], np.random.default_rng
+    def default_rng(seed):
+        if isinstance(seed, list) and len(seed) == 3:
+            drawn.append(seed)
+            if len(drawn) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            head_start.unwanted.wait(10)
+        return usual(seed)
+    np.random.default_rng, head_start.DRIVER, llama_config.DRAWN = default_rng, pathlib.Path("/"), 1 << 10
+    atexit.register(lambda: print(0 < len(drawn) <= os.cpu_count()))
+    sys.exit(main.main())
+    """
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--data",
+        tmp_path / "text",
+        "--out",
+        tmp_path / "run",
+        "--vocab-size",
+        "300",
+    ]
+    environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": "", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["True"]), done.stderr
+
+
 def test_a_driver_that_is_of_no_use(tmp_path: Path) -> None:
     """A run on CPUs, or an error on one line: nothing else is printed."""
     (tmp_path / "text").write_text("to be or not to be " * 500)
