@@ -307,7 +307,7 @@ class Communicator(Operations):
         x, out, reduction = send.array, recv.array, o.reduction
         if not (type(x) is type(out) is Array and o.queue is x.stream):
             return
-        backend: Any = self.backend  # one for GPUs, or nothing would have been queued
+        backend: Any = o.via or self.backend  # one for GPUs, or nothing would have been queued
         if x.given is None:
             x.given = _once  # what is used once, a view for one, is not worth it
         elif (reduction is None or reduction.op is not ReduceOp.PREMUL_SUM) and backend.keep(x, o):

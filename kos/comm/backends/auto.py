@@ -129,10 +129,6 @@ class AutoBackend(Backend):
         operation.via = part = self.of(operation)
         part.prepare(operation)
 
-    def keep(self, x: Any, o: Operation) -> bool:
-        kept: bool = o.via.keep(x, o)
-        return kept
-
     def start(self, operation: Operation) -> Work | None:
         part = operation.via
         if part is self.host or self.host.broken is not None:
