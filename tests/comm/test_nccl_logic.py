@@ -463,6 +463,16 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
     assert waits(20) is backend._comm is None
 
 
+def test_a_communicator_that_nothing_needed_is_closed_without_it(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: time.sleep(0.5))
+    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    backend.timeout = 0.1
+    backend.close()
+    assert "rank 0: nccl: init: not begun by all ranks after 0.1 s" in caplog.text
+
+
 def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_binding, "join", lambda *arguments: 1 // 0)
     monkeypatch.setattr(nccl_binding, "allocate", lambda nbytes: pytest.fail("nobody frees it"))

@@ -157,7 +157,12 @@ class NCCLBackend(DeviceBackend):
         return type(self)(rendezvous, self.device, comm if agreed else None)
 
     def close(self) -> None:
-        comm, self._comm = self._comm, None
+        try:
+            comm = self._comm
+        except KosError as error:  # no call has needed it
+            log.warning("rank %d: %s", self.rank, error)
+            comm = None
+        self._comm = None
         if comm is not None:
             self.bounded(lambda: binding.destroy(comm), self.timeout, "nccl: close")
         self._free()
