@@ -249,6 +249,7 @@ def test_wrong_elements_are_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> Non
     ("arguments", "said"),
     [
         (["--device", "gpu"], "kos: error: --device gpu: "),
+        (["--mode", "eager,graph"], "kos: error: --mode: expected some of eager, single_shot on a host, got 'graph'"),
         (["--plot", "x.gif"], "kos: error: x.gif: expected a picture's name that ends in .png or .svg"),
         (["--json", "/nowhere/x"], "kos: error: /nowhere/x: expected a file to write, got no such folder"),
     ],
@@ -261,7 +262,7 @@ def test_what_cannot_be_done_is_refused_first(
     for name in command.STARTED_BY:
         monkeypatch.delenv(name, raising=False)
     for _ in range(2):
-        assert command.main(arguments) == 1
+        assert command.main(arguments) == 2
         captured = capsys.readouterr()
         assert captured.out == "" and captured.err.count("\n") == 1 and captured.err.startswith(said)
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -280,9 +281,11 @@ def test_cases_are_refused_before_any_is_measured(
 ) -> None:
     for name in command.STARTED_BY:
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit, match=f"^kos: error: {said}"):
+    with pytest.raises(SystemExit) as refused:
         command.main(arguments)
-    assert capsys.readouterr().out == ""
+    captured = capsys.readouterr()
+    assert refused.value.code == 2 and captured.out == ""
+    assert captured.err.startswith(f"kos: error: {said}") and captured.err.count("\n") == 1
 
 
 def test_no_gpu_under_mpirun() -> None:
@@ -341,10 +344,44 @@ def test_options_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
         (["--mode", "fast"], "--mode: expected some of"),
         (["--collective", "all_reduced"], "--collective: expected some of"),
         (["--iterations", "0"], "expected numbers from 1 on"),
+        (["--algorithm", "foo"], "--algorithm: expected some of auto, ring, "),
+        (["--algorithm", "ring", "--collective", "broadcast"], "--algorithm: expected some of auto, got 'ring'"),
+        (["--algorithm", "deterministic", "--collective", "all_gather"], "got 'deterministic'"),
     ):
-        with pytest.raises(SystemExit):
+        with pytest.raises(SystemExit) as refused:
             command.parse(arguments)
-        assert said in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert refused.value.code == 2 and error.startswith("kos: error: ") and error.count("\n") == 1
+        assert said in error
+
+
+def test_an_algorithm_is_measured_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of the operations that were asked for."""
+    for name in command.STARTED_BY:
+        monkeypatch.delenv(name, raising=False)
+    file, asked = tmp_path / "rows.json", "two_shot,one_shot,deterministic"
+    monkeypatch.setattr(sys, "argv", ["collectives"])
+    few = ["--sizes", "4K", "--iterations", "4", "--mode", "eager", "--place", "out"]
+    assert command.main([*few, "--collective", "all", "--algorithm", asked, "--json", str(file)]) == 0
+    assert {(row["op"], row["algorithm"]) for row in json.loads(file.read_text())["rows"]} == {
+        ("all_reduce", "two_shot"), ("all_reduce", "one_shot"), ("all_reduce", "deterministic"),
+        ("reduce_scatter", "one_shot"), ("reduce_scatter", "deterministic"), ("all_gather", "one_shot"),
+    }  # fmt: skip
+
+
+def test_what_comes_to_nothing_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in command.STARTED_BY:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Ours, "bind", lambda *_: None)
+    with pytest.raises(SystemExit) as refused:
+        command.main(["--sizes", "64"])
+    captured = capsys.readouterr()
+    assert refused.value.code == 2 and captured.out == ""
+    assert captured.err == (
+        "kos: error: nothing was measured: expected a backend that has one of these operations, got none\n"
+    )
 
 
 @pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")

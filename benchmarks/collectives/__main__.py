@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import kos
 from benchmarks.collectives import report
@@ -192,13 +192,19 @@ class Benchmark:
         self.job.close()
 
 
+def refuse(control: Communicator, problem: str) -> NoReturn:
+    """End every rank; one of them says why."""
+    if control.rank == 0:
+        print(f"kos: error: {problem}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
 def work(control: Communicator, options: argparse.Namespace) -> report.Row | None:
     """All rows, printed as they come and written at the end; the JSON object on rank 0."""
     try:
         benchmark = Benchmark(control, options)
     except InvalidArgument as error:  # alike on every rank
-        speaks = control.rank == 0 or control.rendezvous.threads is not None
-        raise SystemExit(f"kos: error: {error}" if speaks else 1) from error
+        refuse(control, str(error))
     rows: list[report.Row] = []
     op = ""
     for found in benchmark.rows():
@@ -208,6 +214,8 @@ def work(control: Communicator, options: argparse.Namespace) -> report.Row | Non
                 op = found[0]["op"]
                 print(report.heading(op, control.size), flush=True)
             print("\n".join(report.table(found)), flush=True)
+    if not rows:
+        refuse(control, "nothing was measured: expected a backend that has one of these operations, got none")
     measured = {row["backend"] for row in rows}
     for each in benchmark.implementations:
         if each.backend not in measured:
@@ -250,13 +258,18 @@ def main(arguments: list[str] | None = None) -> int:
     try:  # by each rank for itself: none has met another yet
         if options.device == "gpu" and (no_gpu or not started):
             raise BackendUnavailable(f"--device gpu: {no_gpu or 'expected mpirun to start a process for each GPU'}")
+        modes = (DeviceTimer if options.device == "gpu" else HostTimer).MODES
+        for mode in options.mode or ():
+            if mode not in modes:
+                known = ", ".join(modes)
+                raise InvalidArgument(f"--mode: expected some of {known} on a {options.device}, got {mode!r}")
         if options.plot:
             check_picture(options.plot)
         if options.json:
             check_writable(options.json)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
-        return 1
+        return 2
     if started:
         control = kos.init("mpi" if default_rendezvous(120.0).mpi_comm is not None else "tcp")
         results = [work(control, options)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import kos
 from benchmarks.collectives.cases import ROOT, Case
+from kos.comm.schedules import algorithms
 from kos.dtypes import DType
 from kos.errors import InvalidArgument
 
@@ -17,6 +17,13 @@ Call = Callable[[], Any]
 OURS = {"mpi": "mpi", "tcp": "tcp", "kos-nccl": "nccl", "peer": "peer", "auto": "auto"}
 """Our rows' names, and what ``kos.init`` calls the backends; ``mock`` is given its communicator."""
 GPU_BACKENDS = ("kos-nccl", "peer", "auto", "nccl", "nccl-window", "torch-nccl", "torch-symm")
+
+
+def choices(op: str) -> tuple[str, ...]:
+    """What ``--algorithm`` may name for this operation."""
+    if op not in ("all_reduce", "reduce_scatter", "all_gather"):
+        return ("auto",)
+    return ("auto", *algorithms(op), *(("deterministic",) if op != "all_gather" else ()))
 
 
 class Implementation:
@@ -69,21 +76,19 @@ class Ours(Implementation):
         named = {"auto": {}, "deterministic": {"deterministic": True}}
         chosen: Any = named.get(self.asked, {"algorithm": self.asked})
         mine_at_root = comm.rank == ROOT
-        if op == "all_reduce":
-            if self.call == "persistent" or chosen:
-                with suppress(InvalidArgument):  # refused on all ranks, before anything is sent
-                    operation = comm.all_reduce_init(send, redop, out=out, **chosen)
-                    if self.call == "persistent":
-                        return operation.start if self._on_gpu else lambda: operation.start().wait()
-                    return partial(comm.all_reduce, send, redop, out=out, **chosen)
-                return None
-            return partial(comm.all_reduce, send, redop, out=out)
-        if self.call == "persistent" or (chosen and op not in ("reduce_scatter", "all_gather")):
+        if self.asked not in choices(op) or (self.call == "persistent" and op != "all_reduce"):
             return None
-        if op == "reduce_scatter":
-            return partial(comm.reduce_scatter, send, recv, redop, **chosen)
-        if op == "all_gather":
-            return partial(comm.all_gather, send, recv, **chosen)
+        if op in ("all_reduce", "reduce_scatter", "all_gather"):
+            given: Any = {"all_reduce": (send, redop), "reduce_scatter": (send, recv, redop)}.get(op, (send, recv))
+            chosen |= {"out": out} if op == "all_reduce" else {}
+            if self.call == "persistent" or self.asked != "auto":
+                try:  # refused on all ranks, before anything is sent
+                    operation = getattr(comm, f"{op}_init")(*given, **chosen)
+                except InvalidArgument:
+                    return None
+                if self.call == "persistent":
+                    return operation.start if self._on_gpu else lambda: operation.start().wait()
+            return partial(getattr(comm, op), *given, **chosen)
         if op == "reduce":
             return partial(comm.reduce, send, ROOT, redop, out=out if mine_at_root else None)
         if op == "broadcast":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.collectives import __doc__ as METHOD
 from benchmarks.collectives.cases import OPERATIONS, REDUCE_OPS, parse_sizes
-from benchmarks.collectives.implementations import GPU_BACKENDS
+from benchmarks.collectives.implementations import GPU_BACKENDS, choices
 from kos.dtypes import DTYPES
 
 HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
@@ -36,10 +36,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the rows, with what they were measured on")
     add("--plot", type=Path, metavar="FILE", help="draw latency and bus bandwidth over size")
     options = parser.parse_args(arguments)
+
+    def refuse(problem: str) -> None:
+        parser.exit(2, f"kos: error: {problem}\n")
+
     try:
         options.sizes = parse_sizes(options.sizes)
     except ValueError as error:
-        parser.error(f"--sizes: {error}")
+        refuse(f"--sizes: {error}")
     options.collective = list(OPERATIONS) if options.collective == "all" else options.collective.split(",")
     options.backend = options.backend.split(",") if options.backend else None
     options.algorithm = options.algorithm.split(",")
@@ -52,7 +56,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     ):
         for name in getattr(options, what) or ():
             if name not in known:
-                parser.error(f"--{what}: expected some of {names(known)}, got {name!r}")
+                refuse(f"--{what}: expected some of {names(known)}, got {name!r}")
+    algorithms = dict.fromkeys(name for op in options.collective for name in choices(op))
+    for name in options.algorithm:
+        if name not in algorithms:
+            refuse(f"--algorithm: expected some of {names(algorithms)}, got {name!r}")
     if options.iterations < 1 or options.ranks < 1:
-        parser.error("--iterations, --ranks: expected numbers from 1 on")
+        refuse("--iterations, --ranks: expected numbers from 1 on")
     return options
