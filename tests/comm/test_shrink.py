@@ -142,3 +142,25 @@ with kos.init("mpi", timeout=3) as comm:
 """
     expected = "ranks that are left came within 3 s"[-30:] if "3" in end else "shrunk"
     assert job(tmp_path, 3, text, *ULFM) == [expected] * 2
+
+
+@needs_mpirun
+def test_init_returns_when_all_ranks_have_the_communicators(tmp_path: Path) -> None:
+    """Not before: Open MPI crashes where it hears that one is revoked which it still makes."""
+    text = f"""
+import pathlib
+from kos.comm.backends.mpi import MPIBackend
+through, made = pathlib.Path({str(tmp_path / "through")!r}), MPIBackend._dup
+def late(self, rendezvous):
+    comm, deadline = made(self, rendezvous), time.monotonic() + 0.5
+    while rendezvous.rank == 0 and not through.exists() and time.monotonic() < deadline:
+        os.sched_yield()
+    print(through.exists(), flush=True)
+    return comm
+MPIBackend._dup = late
+comm = kos.init("mpi", timeout=10)
+through.touch()
+comm.barrier()
+comm.close()
+"""
+    assert job(tmp_path, 2, text) == ["False"] * 2

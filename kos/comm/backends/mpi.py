@@ -48,11 +48,12 @@ class MPIBackend(HostBackend):
         # A communicator of our own: our tags and our order of collectives never meet anybody else's.
         self._comm = self._dup(rendezvous)
         self._asked = self._agreed = 0  # collectives that are compared, and those known to be alike
-        self._comms, news, name = [self._comm], None, ""
+        self._comms, news = [self._comm], None
         if not self.one_host:
             self._comms.append(self._dup(rendezvous))  # where calls are compared: before what they do, or after
             news = rendezvous.news = rendezvous.news or News(self._MPI, self._dup(rendezvous))
-            name = rendezvous.allgather(os.urandom(8))[0].hex()
+        # All have them from here on: Open MPI 5.0.11 crashes by MPI_Comm_revoke of one that this rank still makes.
+        name = rendezvous.allgather(os.urandom(8))[0].hex()
         self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
