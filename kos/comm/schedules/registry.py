@@ -27,14 +27,30 @@ _REGISTRY: dict[str, dict[str, Algorithm]] = defaultdict(dict)
 
 def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = lambda n, c: c,
               ordered: bool = False) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
-    """Register a pure function of n ranks, c chunks and, if it names them, root and local (ranks a node)."""
+    """Register a pure function of n ranks, c chunks and, if it names them, root and local (ranks a node).
+
+    It replaces what the same program has registered under that name.  Raises InvalidArgument for a collective that
+    has no schedules, the name of an algorithm of kos, and parameters of other names.
+    """
 
     def register(rounds: Callable[..., Rounds]) -> Callable[..., Rounds]:
+        if not _is_builtin(rounds):
+            known = algorithms(collective)
+            taken = ["auto", *(other for other in known if _is_builtin(_REGISTRY[collective][other].rounds))]
+            if not isinstance(name, str) or not name or name in taken:
+                raise InvalidArgument(f"algorithm: expected a name other than {', '.join(taken)}, got {name!r}")
+            if unknown := set(inspect.signature(rounds).parameters) - {"n", "c", "root", "local"}:
+                names = ", ".join(sorted(unknown))
+                raise InvalidArgument(f"{name}: expected a function of n, c, root and local, got one of {names}")
         _REGISTRY[collective][name] = Algorithm(rounds, parts, ordered, inspect.getdoc(rounds) or "")
         build.cache_clear()
         runnable.cache_clear()
         return rounds
     return register
+
+
+def _is_builtin(rounds: Callable[..., Rounds]) -> bool:
+    return rounds.__module__.startswith("kos.comm.schedules.")
 
 
 def collectives() -> tuple[str, ...]:
@@ -90,6 +106,6 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
 def runnable(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: int = 0) -> Schedule:
     """``build`` for backends: an algorithm of the user's own is verified.  Raises ScheduleError where it is wrong."""
     schedule = build(collective, algorithm, ranks, chunks, root)
-    if not _REGISTRY[collective][algorithm].rounds.__module__.startswith("kos.comm.schedules."):
+    if not _is_builtin(_REGISTRY[collective][algorithm].rounds):
         verify(schedule)
     return schedule

@@ -95,8 +95,11 @@ class Schedule:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """Every step, by round and rank.  Raises ScheduleError for a rank that there is not."""
-        return tuple(_spell_out(families, self, number) for number, families in enumerate(self.moves()))
+        """Every step, by round and rank.  Raises ScheduleError for a rank that there is not, and for no Moves."""
+        rounds = self.moves()
+        if not isinstance(rounds, Iterable):
+            raise ScheduleError(f"{self}: expected rounds of Moves, got {type(rounds).__name__}")
+        return tuple(_spell_out(families, self, number) for number, families in enumerate(rounds))
 
     @cached_property
     def units(self) -> Mapping[str, int]:
@@ -124,7 +127,11 @@ class Schedule:
 def _spell_out(families: Iterable[Moves], schedule: Schedule, number: int) -> Round:
     ranks = schedule.ranks
     steps: list[list[Step]] = [[] for _ in range(ranks)]
-    for m in families:
+    several = isinstance(families, Iterable)
+    for m in families if several else [families]:
+        if not several or not isinstance(m, Moves):
+            what = "Moves" if several else "a list of Moves"
+            raise ScheduleError(f"{schedule}: round {number}: expected {what}, got {type(m).__name__}")
         columns = np.broadcast_arrays(m.src, m.dst, m.chunk, m.to_chunk, m.count)
         for src, dst, chunk, to_chunk, count in zip(*(c.ravel().tolist() for c in columns), strict=True):
             if count == 0:

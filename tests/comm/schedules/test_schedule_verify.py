@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from kos.comm.schedules import Schedule, ScheduleError, Step, algorithms, build, collectives
+from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import ROOTED, Moves
 from kos.comm.schedules.verify import verify
+from kos.errors import InvalidArgument
 
 CASES = [(c, a) for c in collectives() for a in algorithms(c)]
 
@@ -37,6 +39,32 @@ def test_a_rank_out_of_range(src, dst):
     schedule = Schedule("all_reduce", "wrong", 4, 1, 0, False, lambda: [[Moves(src, dst, 0)]])
     with pytest.raises(ScheduleError, match=r"round 0: expected ranks from 0 to 3, got .* to "):
         verify(schedule)
+
+
+@pytest.mark.parametrize(("rounds", "message"), [
+    (None, r"wrong on 2 ranks, .*: expected rounds of Moves, got NoneType"),
+    (3, r"expected rounds of Moves, got int"),
+    ([Moves(0, 1, 0)], r"round 0: expected a list of Moves, got Moves"),
+    ([[], [Moves(0, 1, 0), 3]], r"round 1: expected Moves, got int"),
+])
+def test_what_is_no_moves(rounds, message):
+    with pytest.raises(ScheduleError, match=message):
+        verify(Schedule("all_reduce", "wrong", 2, 1, 0, False, lambda: rounds))
+
+
+@pytest.mark.parametrize(("collective", "name", "message"), [
+    ("all_reduce", "ring", "expected a name other than auto, ring, .*, got 'ring'"),
+    ("all_reduce", "auto", "expected a name other than auto, .*, got 'auto'"),
+    ("all_reduce", "", "expected a name other than auto, .*, got ''"),
+    ("foo", "own", "unknown collective 'foo', expected one of .*all_reduce"),
+])
+def test_names_that_no_own_schedule_may_have(collective, name, message):
+    known = {each: algorithms(each) for each in collectives()}
+    with pytest.raises(InvalidArgument, match=message):
+        algorithm(collective, name)(lambda n, c: [])
+    with pytest.raises(InvalidArgument, match="own: expected a function of n, c, root and local, got one of ranks"):
+        algorithm("all_reduce", "own")(lambda ranks, c: [])
+    assert {each: algorithms(each) for each in collectives()} == known
 
 
 def mutants(schedule):
