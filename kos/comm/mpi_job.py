@@ -36,7 +36,7 @@ _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandon
 
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
 _abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
-_loss_seen = False  # whether the job goes on without a rank
+_loss = ""  # of a rank without which the job goes on
 _guarded = 0  # the process that ``guard_job`` guards: one that it forks is no rank, whatever hooks it inherits
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -166,16 +166,21 @@ def shrink(comm: Any, timeout: float | None) -> Any:
     thread.start()
     thread.join(timeout)
     if survivors and survivors[0].size < comm.size:
-        see_loss()
+        see_loss(_loss or "a rank")
     return survivors[0] if survivors else None
 
 
-def see_loss() -> None:
+def see_loss(what: str) -> None:
     """A rank was lost.  If the job goes on, this process will exit without MPI_Finalize, which in Open MPI 5.0.11
     now and then waits for the dead, and without meeting the others: nobody hears of a rank whose exit code is not 0.
     """
-    global _loss_seen
-    _loss_seen = fault_tolerant()
+    global _loss
+    _loss = what if fault_tolerant() else ""
+
+
+def last_loss() -> str:
+    """What was lost last, for an error; empty while nothing was."""
+    return _loss and f"; lost before: {_loss}"
 
 
 def keep_unfinished(request: Any) -> None:
@@ -193,7 +198,7 @@ def is_over(request: Any) -> bool:
 
 def _finalize(process: int) -> None:
     MPI = sys.modules.get("mpi4py.MPI")
-    if MPI is None or os.getpid() != process or _loss_seen:
+    if MPI is None or os.getpid() != process or _loss:
         return
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()
@@ -253,12 +258,17 @@ def _leave_job() -> None:
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
-    if _loss_seen and _abandoned is None:
+    if _loss and _abandoned is None:
         return
-    grace = None if _abandoned is None else _EXIT_GRACE
-    if fault_tolerant():
+    goes_on = fault_tolerant()
+    grace = _EXIT_GRACE if goes_on or _abandoned is not None else None
+    if goes_on:
         together = shrink(MPI.COMM_WORLD, grace) is not None  # without it MPI_Finalize waits for the dead
     else:
         together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
-    if not together:
-        _end_job("it left its communicator by an exception and the others did not", _abandoned or 1)
+    if together:
+        return
+    if _abandoned is None:
+        see_loss("this rank")  # others that shrink wait until its process has ended
+    else:
+        _end_job("it left its communicator by an exception and the others did not", _abandoned)

@@ -296,7 +296,8 @@ class MPIRendezvous(Rendezvous):
         self.mpi_comm.Revoke()
         part = mpi_job.shrink(self.mpi_comm, self.timeout)
         if part is None:
-            raise RendezvousError(f"shrink: not all ranks that are left came within {self.timeout:g} s")
+            came = f"not all ranks that are left came within {self.timeout:g} s"
+            raise RendezvousError(f"shrink: {came}{mpi_job.last_loss()}")
         return MPIRendezvous(part, self.timeout)
 
     def close(self) -> None:

@@ -194,7 +194,7 @@ class MPIBackend(HostBackend):
             named.__cause__ = error
             error = named
         if isinstance(error, RankLost):
-            mpi_job.see_loss()
+            mpi_job.see_loss(str(error))
         first, failure = self.broken is None, super().failed(operation, error)
         if first and ends_group(operation, error):
             sequence = self.ended_by(operation)
