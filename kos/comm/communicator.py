@@ -15,13 +15,14 @@ from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch
-from kos.comm.operation import AUTO, Operation
+from kos.comm.operation import AUTO, OF_BYTES, Operation
 from kos.comm.operations import Operations
 from kos.comm.recorder import GROUP, TIMEOUT, Group, Recorder
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RankLost, RendezvousError
+from kos.memory import as_buffer
 from kos.memory.array import Array, Shape, as_dtype
 
 
@@ -65,7 +66,6 @@ class Communicator(Operations):
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._batch: Batch | None = None
         self._closed = False
-        self._depth = 3  # frames from ``Group.launch`` up to the caller of an operation
         ranks = list(range(self.size))
         self._group = group or Group(
             Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
@@ -103,14 +103,13 @@ class Communicator(Operations):
         if isinstance(self.backend, DeviceBackend):  # which does not carry bytes of the host
             with self._meeting(timeout):
                 return self.rendezvous.allgather(bytes(data))
-        x = np.frombuffer(bytes(data), np.uint8)
-        self._depth += 1  # the call site is our caller
-        try:
-            counts = self.all_gather(np.array(x.size, np.int64), timeout=timeout).tolist()
-            joined = self.all_gather_v(x, counts, timeout=timeout)
-        finally:
-            self._depth -= 1
-        return [part.tobytes() for part in np.split(joined, np.cumsum(counts)[:-1])]
+        x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
+        send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
+        self._go(Operation("all_gather", self.rank, send, recv, way=OF_BYTES), False, timeout)
+        counts = sizes.tolist()
+        send, recv = as_buffer(x, "data", False), as_buffer(np.empty(sum(counts), np.uint8), "data", True)
+        self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts, way=OF_BYTES), False, timeout)
+        return [part.tobytes() for part in np.split(recv.array, np.cumsum(counts)[:-1])]
 
     def batch(self, *, async_op: bool = False) -> Batch:
         """Operations called in ``with comm.batch() as batch:`` are checked at once and launched together.
@@ -163,7 +162,8 @@ class Communicator(Operations):
 
         This communicator is given up: ranks that still wait in one of its operations raise RankLost from it.
         With MPI it takes ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the
-        group, RendezvousError when a rank that is not gone does not come within the timeout.
+        group, RendezvousError when a rank that is there does not come within the timeout.  On tcp one that cannot be
+        reached counts as gone: where a network breaks in two, both groups go on.
         """
         self._check_open()
         self.rendezvous.check_shrink()
@@ -290,7 +290,7 @@ class Communicator(Operations):
             return self._batch.add(o)
         if self._closed:
             self._check_open()
-        work = self._group.launch(o, self._depth, self.backend)
+        work = self._group.launch(o, 3, self.backend)  # frames up to the caller of the operation
         if work is not None:
             return work if async_op else work.wait()
         if o.recv is None:

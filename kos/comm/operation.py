@@ -14,6 +14,8 @@ from kos.memory import Buffer
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
 AUTO = "auto"
 """The algorithm of calls that name none."""
+OF_BYTES = "all_gather_bytes"
+"""The way of the two operations that the call of this name is made of."""
 COLLECTIVE_TAGS = 1 << 20
 """Tags below are the users'; collectives use as many above, by sequence number."""
 
@@ -107,6 +109,8 @@ class Operation:
             text += f", to rank {self.dst} with tag {self.tag}"
         if self.src is not None:
             text += f", from rank {self.src} with tag {self.recv_tag}"
+        if self.way == OF_BYTES:
+            text += f", for {OF_BYTES}"
         return text
 
 

@@ -157,23 +157,23 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
             raise InvalidArgument(f"{what}: expected an array without a mask, got {type(x).__name__}")
         return x.view(np.ndarray)
     if hasattr(x, "__dlpack_device__"):
-        device, index = x.__dlpack_device__()
-        if device in _DLPACK_GPU:
-            return None
-        if device != _DLPACK_CPU:
-            where = f"DLPack device {device}:{index}"
-            raise InvalidArgument(
-                f"{what}: expected memory of the host or of a CUDA GPU, got {type(x).__name__} on {where}"
-            )
         try:
-            try:
-                return np.from_dlpack(x)
-            except (BufferError, RuntimeError):  # 16- and 8-bit floats
-                return host_array(x)
-        except (BufferError, RuntimeError, TypeError, InvalidArgument) as error:
+            device, index = x.__dlpack_device__()
+            if device == _DLPACK_CPU:
+                try:
+                    return np.from_dlpack(x)
+                except (BufferError, RuntimeError):  # 16- and 8-bit floats
+                    return host_array(x)
+        except (BufferError, RuntimeError, TypeError, ValueError, InvalidArgument) as error:  # ValueError: meta tensors
             raise InvalidArgument(
                 f"{what}: expected an array that DLPack can share, got {type(x).__name__}: {error}"
             ) from error
+        if device in _DLPACK_GPU:
+            return None
+        where = f"DLPack device {device}:{index}"
+        raise InvalidArgument(
+            f"{what}: expected memory of the host or of a CUDA GPU, got {type(x).__name__} on {where}"
+        )
     if hasattr(x, "__cuda_array_interface__"):
         return None
     raise InvalidArgument(f"{what}: expected an array, got {type(x).__name__}")

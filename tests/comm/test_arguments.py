@@ -38,6 +38,13 @@ READ_ONLY = np.zeros(4, np.float32)
 READ_ONLY.flags.writeable = False
 
 
+class Nowhere:
+    """As torch's tensors on the device ``meta``."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise ValueError("Unknown device type meta for Dlpack")
+
+
 class OnGPU:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -69,6 +76,7 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
     "read-only in place": (lambda c: c.all_reduce(READ_ONLY), "x: expected a writable array"),
     "read-only out": (lambda c: c.all_reduce(F, out=READ_ONLY), "out: expected a writable array"),
     "read-only recv": (lambda c: c.recv(READ_ONLY, 1), "x: expected a writable array"),
+    "nowhere": (lambda c: c.recv(Nowhere(), 1), "x: expected an array that DLPack can share, got Nowhere: Unknown"),
     "gpu": (lambda c: c.all_reduce(OnGPU()), "x: (expected memory of the host, got OnGPU on a GPU|.*failed)"),
     "device": (lambda c: c.send(OnDevice(), 1), "x: (expected memory of the host, got OnDevice on a GPU|.*)"),
     "object": (lambda c: c.all_reduce(np.array([None])), r"dtype: expected one of .* got dtype\('O'\)"),

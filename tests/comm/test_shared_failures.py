@@ -20,6 +20,7 @@ from kos.comm.backends.mpi_messages import Messages
 from kos.comm.operation import Operation
 from kos.comm.shared import Segment
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from kos.testing import spawn
 from tests.comm.shared_ranks import run
 from tests.comm.test_failures import F4, F5, MISMATCHES
 from tests.comm.test_jobs import MPIRUN, environment, needs_mpirun, program
@@ -63,6 +64,18 @@ def check_mismatch(comm: kos.Communicator, case: str, odd: int) -> str:
     assert f"rank {odd} called" in str(error.value)
     assert f"#{calls}" in str(error.value)
     return str(error.value)
+
+
+@pytest.mark.parametrize("start", [run, spawn])
+@pytest.mark.parametrize("other", [lambda c: c.barrier(), lambda c: c.all_gather(np.zeros((), np.int64))])
+def test_errors_name_the_call_that_was_made(start: Callable[..., Any], other: Callable[..., Any]) -> None:
+    """``all_gather_bytes``, which is made of two operations."""
+
+    def body(comm: kos.Communicator) -> None:
+        with pytest.raises(CollectiveMismatch, match=r"1 called all_gather #0 of int64\[\], for all_gather_bytes: "):
+            comm.all_gather_bytes(b"x") if comm.rank == 1 else other(comm)
+
+    start(body, 2)
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])

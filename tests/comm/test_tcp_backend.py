@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import socket
 import struct
 import threading
@@ -73,6 +74,7 @@ def test_all_reduce_by_algorithm(ranks: TCPRanks, seed: int, algorithm: str, dty
 def test_explain_says_what_is_shared(ranks: TCPRanks) -> None:
     for text in ranks.run(lambda comm: comm.explain()):
         assert "shared memory  in use  3 ranks of this host share" in text
+        assert re.search(r"tcp +in use +sockets between the ranks\n", text)  # so many as are left after shrink()
 
 
 @pytest.mark.parametrize("odd", [0, 2])

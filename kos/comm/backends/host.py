@@ -72,7 +72,7 @@ class HostBackend(Backend):
         if not operation.collective:
             if operation.src is None:
                 return f"rank {operation.dst} did not receive"
-            return f"rank {operation.src} sent nothing"
+            return f"rank {operation.src} sent nothing with tag {operation.recv_tag}"
         if self._calls is not None and (late := self._calls.missing(operation)):
             return f"ranks {late} did not arrive"
         if self._shared is not None and (behind := self._shared.behind()):

@@ -108,7 +108,7 @@ class MockBackend(Backend):
         if not operation.collective:
             if operation.src is None:
                 return f"rank {operation.dst} did not receive"
-            return f"rank {operation.src} sent nothing"
+            return f"rank {operation.src} sent nothing with tag {operation.recv_tag}"
         with self._group.world.lock:
             calls = self._room.calls.get(operation.sequence, {})
             late = [rank for rank in range(self.size) if rank not in calls]

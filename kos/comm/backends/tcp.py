@@ -54,7 +54,7 @@ class TCPBackend(HostBackend):
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         if rendezvous.network is None:
             return Probe(False, "the ranks did not meet over TCP (start with torchrun, srun, or RANK, WORLD_SIZE, …)")
-        return Probe(True, f"sockets between {rendezvous.size} ranks")
+        return Probe(True, "sockets between the ranks")
 
     def idle(self) -> Idle:
         return self._poller if self._calls is None else super().idle()
