@@ -24,11 +24,12 @@ Comm = TypeVar("Comm")
 class Persistent:
     """An operation checked once and started many times, always on the same arrays."""
 
-    __slots__ = ("_comm", "_operation", "_queued", "_work")
+    __slots__ = ("__weakref__", "_comm", "_operation", "_queued", "_work")
 
     def __init__(self, comm: Communicator, operation: Operation) -> None:
         self._comm, self._operation = comm, operation
-        self._work: Work | None = None
+        self._work: Work | None = None  # of the last start, until the communicator was synchronized
+        comm._persistents.add(self)
         # What starts on a GPU return: they queue up on one stream, so one will do for all.
         backend: Any = operation.via or comm.backend
         self._queued = None if operation.launch is None else DeviceWork(operation, backend)
@@ -36,12 +37,14 @@ class Persistent:
     def start(self) -> Any:
         """Launch it once more; returns its Work.  Inside a batch it joins that, and returns the output array.
 
-        Raises InvalidArgument if the previous start is still in flight.  On a GPU starts queue up behind one
-        another, on the stream of the arrays.
+        Raises InvalidArgument unless the previous start was waited for: by ``Work.wait``, by ``Work.done`` that
+        returned True, or by ``Communicator.synchronize``.  On a GPU starts queue up behind one another, on the
+        stream of the arrays.
         """
         comm, o = self._comm, self._operation
-        if self._work is not None and o.launch is None and not self._work.done():
-            raise InvalidArgument(f"start: expected the previous start to be done, got {o}")
+        # Not whether it is over, which some ranks find and others do not.
+        if self._work is not None and o.launch is None and not self._work.told:
+            raise InvalidArgument(f"start: expected the previous start to be waited for, got {o}")
         if comm._batch is not None:
             return comm._batch.add(o, self)
         if comm._closed:

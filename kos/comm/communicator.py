@@ -14,7 +14,7 @@ from kos.comm.arguments import check_algorithm, check_shape, check_timeout, numb
 from kos.comm.backend import Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
-from kos.comm.batch import Batch
+from kos.comm.batch import Batch, Persistent
 from kos.comm.operation import AUTO, OF_BYTES, Operation
 from kos.comm.operations import Operations
 from kos.comm.recorder import GROUP, TIMEOUT, Group, Recorder
@@ -65,6 +65,7 @@ class Communicator(Operations):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._batch: Batch | None = None
+        self._persistents: weakref.WeakSet[Persistent] = weakref.WeakSet()
         self._closed = False
         ranks = list(range(self.size))
         self._group = group or Group(
@@ -195,15 +196,20 @@ class Communicator(Operations):
     def synchronize(self, timeout: float | None = None, stream: Any = None) -> None:
         """Wait on the host for all operations of this communicator, at most ``timeout`` seconds for each.
 
-        This is where failures of operations on a GPU are learned of, besides the waits of a Work and the next
-        call.  ``stream``: wait for everything on that stream instead, replays of captured graphs included.
+        Raises what failed, if nobody has heard of it yet, and a failure of the communicator again.  This is where
+        failures of operations on a GPU are learned of, besides the waits of a Work and the next call.  ``stream``:
+        wait for everything on that stream instead, replays of captured graphs included.
         """
         limit = self._timeout if timeout is None else check_timeout(timeout)
         handle = None if stream is None else self._stream(stream)
-        for work in self.backend.engine.outstanding():
+        self.backend.check_fit("synchronize")
+        engine = self.backend.engine
+        for work in [*engine.untold, *engine.outstanding()]:
             if self.backend.owns(work):
                 work.wait(timeout)
         self.backend.synchronize(limit, handle)
+        for persistent in self._persistents:
+            persistent._work = None
 
     def allocate(self, shape: Shape, dtype: Any) -> Any:
         """An uninitialised array in the memory that the backend moves best.  Collective, with one size.
@@ -256,7 +262,8 @@ class Communicator(Operations):
     def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
         self._closed = True
         (end or self.backend.abort)(reason)  # first: what the others hear is the reason
-        for work in self.backend.engine.outstanding():
+        engine = self.backend.engine
+        for work in [*engine.untold, *engine.outstanding()]:
             if self.backend.owns(work):
                 work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
         self.recorder.close(self._group, f"given up: {reason}")

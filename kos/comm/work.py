@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Generator
 from time import time_ns
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._active: list[Work] = []
+        self.untold: list[Work] = []  # messages that failed, of which nobody has heard yet
         self.copies = 0  # between host and GPU, in flight: nothing wakes who waits for them
         self._lock = threading.RLock()
 
@@ -50,6 +51,7 @@ class Engine:
         """Take the first steps of ``work``: messages that need no waiting are posted when this returns."""
         with self._lock:
             if not work.advance():
+                work.launched = time.monotonic()
                 self._active.append(work)
                 started(work.operation)
 
@@ -61,10 +63,11 @@ class Engine:
                     self._active.remove(work)
 
     def drop(self, work: Work) -> None:
-        """Forget an operation that was given up."""
+        """Forget an operation that was given up, or whose failure is told."""
         with self._lock:
-            if work in self._active:
-                self._active.remove(work)
+            for works in (self._active, self.untold):
+                if work in works:
+                    works.remove(work)
 
     def expire(self, seconds: float) -> bool:
         """Fail all operations in flight, whose time is up after ``seconds``; whether there were any."""
@@ -83,13 +86,15 @@ class Engine:
 class Work:
     """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
 
-    __slots__ = ("_error", "_steps", "backend", "operation")
+    __slots__ = ("_error", "_steps", "backend", "launched", "operation", "told")
 
     def __init__(self, operation: Operation, steps: Steps, backend: Backend) -> None:
         self.operation = operation
         self.backend = backend
         self._steps: Steps | None = steps
         self._error: KosError | None = None
+        self.launched: float  # by the monotonic clock, once it has to wait
+        self.told = False  # whether ``wait`` or ``done`` said that it is over
 
     def advance(self) -> bool:
         """Go on until the operation has to wait (False) or is over (True).  Errors are kept for ``wait``."""
@@ -106,6 +111,8 @@ class Work:
             return True
         except Exception as error:
             self._fail(error)
+            if self.backend.broken is None:
+                self.backend.engine.untold.append(self)
             return True
         except BaseException as error:  # a Ctrl-C: the generator is over, but what it was doing is not
             self.backend.engine.drop(self)
@@ -114,12 +121,21 @@ class Work:
         return False
 
     def done(self) -> bool:
-        """Whether the operation is over; makes progress without waiting.  Raises if it failed."""
+        """Whether the operation is over; makes progress without waiting.
+
+        Raises if it failed; CollectiveTimeout if its timeout has passed since its launch.
+        """
         if self._steps is not None:
             self.backend.engine.poll()
+            timeout = self.operation.timeout
+            if self._steps is not None and timeout is not None and time.monotonic() - self.launched > timeout:
+                self.expire(timeout)
+        if self._steps is not None:
+            return False
+        self.told = True
         if self._error is not None:
-            raise self._error
-        return self._steps is None
+            self._raise(self._error)
+        return True
 
     def wait(self, timeout: float | None = None) -> Array | None:
         """Wait for the operation; returns its output array (None where this rank has none).
@@ -131,8 +147,9 @@ class Work:
         timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
         if self._steps is not None:
             self._wait(timeout)
+        self.told = True
         if self._error is not None:
-            raise self._error
+            self._raise(self._error)
         return self.result
 
     def synchronize(self, timeout: float | None = None) -> Array | None:
@@ -156,6 +173,10 @@ class Work:
         """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
         missing = self.backend.missing(self.operation)
         self.cancel(CollectiveTimeout(f"{self.operation}: not complete after {seconds} s; {missing}"))
+
+    def _raise(self, error: KosError) -> NoReturn:
+        self.backend.engine.drop(self)
+        raise error
 
     def _wait(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

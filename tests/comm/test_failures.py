@@ -394,6 +394,58 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
     spawn(body, 4, timeout=30, faults=[Fault("stall", rank, 1) for rank in (1, 3)])
 
 
+def test_asking_whether_it_is_done_times_out_as_waiting_does(several: Any) -> None:
+    def body(comm: kos.Communicator) -> None:
+        part = comm.duplicate()
+        comm.rendezvous.barrier()
+        if comm.rank > 0:
+            began = time.monotonic()
+            work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
+            message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
+            with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
+                while not work.done():
+                    assert time.monotonic() - began < 15
+            assert comm.size > 2 or time.monotonic() - began >= 0.3
+        comm.rendezvous.barrier()
+
+    several.run(body)
+
+
+def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
+    """Nothing is in flight then; nor did anybody ask."""
+
+    def late(comm: kos.Communicator) -> None:
+        part, x = comm.duplicate(), np.ones(3)
+        if comm.rank > 0:
+            with pytest.raises(CollectiveTimeout, match="all_reduce #0"):
+                part.all_reduce(x, timeout=0.2)
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            part.all_reduce(x, async_op=True)
+        for _ in range(2):
+            with pytest.raises(CollectiveTimeout, match=r"all_reduce #0 .* not complete after 0.2 s"):
+                part.synchronize(1)
+        comm.rendezvous.barrier()
+
+    def message(comm: kos.Communicator) -> None:
+        for tag in range(2):
+            if comm.rank == 0:
+                comm.send(np.ones(3), 1, tag)
+            elif comm.rank == 1:
+                until = time.monotonic() + 15
+                work = comm.recv(np.zeros(4), 0, tag, async_op=True)
+                while comm.backend.engine.outstanding():
+                    comm.backend.engine.poll()
+                    assert time.monotonic() < until
+                with pytest.raises(CollectiveMismatch, match=f"recv #{tag} .* with tag {tag}: .*got 3 elements"):
+                    work.wait() if tag else comm.synchronize()
+                comm.synchronize()  # it was told
+        comm.barrier()
+
+    several.run(late)
+    several.run(message)
+
+
 @pytest.mark.parametrize("timeout", [float("inf"), 1e10])
 def test_a_timeout_longer_than_clocks_count(timeout: float) -> None:
     def body(comm: kos.Communicator) -> None:

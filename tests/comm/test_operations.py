@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from kos import ReduceOp
 from kos.comm.operation import POINT_TO_POINT
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms, collectives
+from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RendezvousError
 from kos.memory.array import Array
 from kos.testing import spawn
@@ -165,6 +167,33 @@ def test_persistent_messages() -> None:
     spawn(body, 2, timeout=20)
 
 
+def test_a_start_is_refused_until_the_one_before_was_waited_for(ranks: Any) -> None:
+    """On all ranks alike: the last to come may find it over at once."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(3)
+        summing = comm.all_reduce_init(x)
+
+        def until_done(work: Work) -> None:
+            until = time.monotonic() + 20
+            while not work.done():
+                assert time.monotonic() < until
+
+        for turn, wait in enumerate([Work.wait, until_done, lambda _: comm.synchronize()], 1):
+            if comm.rank == comm.size - 1:
+                comm.rendezvous.barrier()
+            work = summing.start()
+            with pytest.raises(InvalidArgument, match="start: expected the previous start to be waited for"):
+                summing.start()
+            if comm.rank != comm.size - 1:
+                comm.rendezvous.barrier()
+            wait(work)
+            assert (x == comm.size**turn).all()
+        summing.start().wait()
+
+    ranks.run(body)
+
+
 def test_a_start_in_a_batch_is_launched_with_it() -> None:
     def body(comm: kos.Communicator) -> None:
         x, y = np.ones(3), np.ones(3)
@@ -194,7 +223,7 @@ def test_a_start_in_a_batch_is_launched_with_it() -> None:
             if comm.rank == 0:
                 other.start()
         if comm.rank == 0:
-            with pytest.raises(InvalidArgument, match="start: expected the previous start to be done"):
+            with pytest.raises(InvalidArgument, match="start: expected the previous start to be waited for"):
                 other.start()
         comm.rendezvous.barrier()
         if comm.rank == 1:
