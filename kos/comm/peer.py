@@ -181,13 +181,14 @@ class PeerEngine:
             )
         nbytes = count * dtype.itemsize
         symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
-        launch = self._possible(launch or self.launch_for(send, recv, nbytes), op, nbytes, symmetric)
+        launch = self.possible(launch or self.launch_for(send, recv, nbytes), op, nbytes, symmetric)
         if launch.algorithm in PACKETS:
             return self._bind_packets(launch, send, recv, count, dtype, op, factor)
         others = {"copies": self._bind_copies, "specialized": self._bind_specialized, "push": self._bind_push}
         return others.get(launch.algorithm, self._bind_direct)(launch, send, recv, count, dtype, op)
 
-    def _possible(self, launch: Launch, op: ReduceOp, nbytes: int, symmetric: bool) -> Launch:
+    def possible(self, launch: Launch, op: ReduceOp, nbytes: int, symmetric: bool) -> Launch:
+        """``launch``, or what goes in its place for what it does not take; ``symmetric``: both buffers are."""
         if launch.algorithm not in PACKETS and (op is ReduceOp.PREMUL_SUM or self.size == 1):
             return Launch("two_shot" if self.size > 1 else "one_shot")
         if launch.algorithm == "bulk" and not self.has_bulk:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kos import ReduceOp
+from kos import PremulSum, ReduceOp
 from kos.comm.backends import peer as peer_backend
 from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
@@ -378,6 +378,29 @@ def test_windows_keep_their_names_when_others_are_freed(ranks: ThreadRanks) -> N
         comm.allocate(1, np.float32)
         assert len(comm.backend._windows) == 2
         assert comm.all_reduce_init(x)._operation.way == early._operation.way
+
+    ranks.run(body)
+
+
+def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -> None:
+    """Where the staging does not hold what ``specialized`` needs, and where the operation is not for the launch."""
+    table = Launches(((None, Launch("specialized", tile=512)),), ((None, Launch("direct")),))
+
+    def body(gpu: Any) -> None:
+        comm, backend = gpu.comm, gpu.comm.backend
+        staging, launches = backend._engine.staging, backend._engine.launches
+        try:
+            backend._engine.staging = 1 << 12
+            backend.use(table)
+            for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
+                x = comm.allocate(nbytes // 4, np.float32)
+                assert backend.carrier("all_reduce", nbytes, True) == f"peer {way}"
+                assert f"'{way}'" in comm.all_reduce_init(x)._operation.way
+                scaled = comm.all_reduce_init(x, PremulSum(2.0))._operation
+                assert "'two_shot'" in scaled.way and scaled.way.endswith("at []")
+        finally:
+            backend._engine.staging = staging
+            backend.use(launches)
 
     ranks.run(body)
 

@@ -149,8 +149,10 @@ class PeerBackend(DeviceBackend):
         return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in PACKETS)
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        all_reduce = name == "all_reduce"
-        return f"peer {self._engine.launches.pick(nbytes, symmetric).algorithm}" if all_reduce else self.name
+        if name != "all_reduce":
+            return self.name
+        launch = self._engine.launches.pick(nbytes, symmetric)
+        return f"peer {self._engine.possible(launch, ReduceOp.SUM, nbytes, symmetric).algorithm}"
 
     def use(self, launches: Launches) -> None:
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
@@ -288,6 +290,8 @@ class PeerBackend(DeviceBackend):
             launch = BESIDE
         elif o.algorithm == "auto":
             launch = self._engine.launch_for(*ends, o.send.nbytes)
+        symmetric = all(self._engine.is_symmetric(end, o.send.nbytes) for end in ends)
+        launch = self._engine.possible(launch, o.reduction.op, o.send.nbytes, symmetric)
         reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
         o.way = self._engine.way(launch, o.send.nbytes, *reached)
         return self._engine.bind_all_reduce(
