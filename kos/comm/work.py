@@ -51,7 +51,6 @@ class Engine:
         """Take the first steps of ``work``: messages that need no waiting are posted when this returns."""
         with self._lock:
             if not work.advance():
-                work.launched = time.monotonic()
                 self._active.append(work)
                 started(work.operation)
 
@@ -86,14 +85,14 @@ class Engine:
 class Work:
     """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
 
-    __slots__ = ("_error", "_steps", "backend", "launched", "operation", "told")
+    __slots__ = ("_error", "_steps", "asked", "backend", "operation", "told")
 
     def __init__(self, operation: Operation, steps: Steps, backend: Backend) -> None:
         self.operation = operation
         self.backend = backend
         self._steps: Steps | None = steps
         self._error: KosError | None = None
-        self.launched: float  # by the monotonic clock, once it has to wait
+        self.asked: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
         self.told = False  # whether ``wait`` or ``done`` said that it is over
 
     def advance(self) -> bool:
@@ -123,12 +122,13 @@ class Work:
     def done(self) -> bool:
         """Whether the operation is over; makes progress without waiting.
 
-        Raises if it failed; CollectiveTimeout if its timeout has passed since its launch.
+        Raises if it failed; CollectiveTimeout if its timeout has passed since this was asked first.
         """
         if self._steps is not None:
             self.backend.engine.poll()
-            timeout = self.operation.timeout
-            if self._steps is not None and timeout is not None and time.monotonic() - self.launched > timeout:
+            now, timeout = time.monotonic(), self.operation.timeout
+            self.asked = self.asked or now
+            if self._steps is not None and timeout is not None and now - self.asked > timeout:
                 self.expire(timeout)
         if self._steps is not None:
             return False

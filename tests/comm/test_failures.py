@@ -411,6 +411,21 @@ def test_asking_whether_it_is_done_times_out_as_waiting_does(several: Any) -> No
     several.run(body)
 
 
+def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(several: Any) -> None:
+    """Memory of a host moves when somebody asks: time before that is nobody's fault."""
+
+    def body(comm: kos.Communicator) -> None:
+        x = np.ones(3)
+        work = comm.all_reduce(x, async_op=True, timeout=0.5)
+        time.sleep(0.7)
+        comm.rendezvous.barrier()
+        while not work.done():
+            pass
+        assert (x == comm.size).all()
+
+    several.run(body)
+
+
 def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
     """Nothing is in flight then; nor did anybody ask."""
 
