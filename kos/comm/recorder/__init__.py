@@ -110,7 +110,10 @@ class Group:
         count = recorder.count
         operation.record = record = recorder.slots[count & _LAST]  # a new list would be one more cache miss
         record[0] = None  # what is half written is none
-        record[1], record[2], record[3], record[4] = time_ns(), frame.f_code, frame.f_lasti, sequence
+        record[1] = time_ns()
+        record[2] = frame.f_code
+        record[3] = frame.f_lasti
+        record[4] = sequence
         record[5] = record[6] = None
         record[0] = call
         recorder.count = count + 1
