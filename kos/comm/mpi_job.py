@@ -8,6 +8,7 @@ left its communicator by an exception and exits takes the job with it if the oth
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import logging
@@ -36,6 +37,7 @@ _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandon
 
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
 _abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
+starting: tuple[Any, Any] | None = None  # the job's communicator that not all ranks came to make, and its request
 _loss = ""  # of a rank without which the job goes on
 _guarded = 0  # the process that ``guard_job`` guards: one that it forks is no rank, whatever hooks it inherits
 
@@ -269,14 +271,17 @@ def _leave_job() -> None:
     if _loss and _abandoned is None:
         return
     goes_on = fault_tolerant()
-    grace = _EXIT_GRACE if goes_on or _abandoned is not None else None
-    if goes_on:
-        together = shrink(MPI.COMM_WORLD, grace) is not None  # without it MPI_Finalize waits for the dead
-    else:
-        together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
+    grace = _EXIT_GRACE if goes_on or starting or _abandoned is not None else None
+    together = False
+    with contextlib.suppress(MPI.Exception):  # a late rank may make other calls
+        if goes_on:
+            together = shrink(MPI.COMM_WORLD, grace) is not None  # without it MPI_Finalize waits for the dead
+        elif starting is None or wait_request(starting[1], grace):  # in the order of its calls
+            together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
     if together:
         return
-    if _abandoned is None:
+    if goes_on and _abandoned is None:
         see_loss("this rank")  # others that shrink wait until its process has ended
     else:
-        _end_job("it left its communicator by an exception and the others did not", _abandoned)
+        left = "it exits" if _abandoned is None else "it left its communicator by an exception"
+        _end_job(f"{left} and the others did not", _abandoned or 1)

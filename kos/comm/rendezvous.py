@@ -264,8 +264,16 @@ class MPIRendezvous(Rendezvous):
         self._is_job = comm is None
         parent = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size = parent.rank, parent.size
-        self.mpi_comm, request = parent.Idup()
-        self._wait(request, "start", parent)
+        begun = None  # by an attempt before to which not all ranks came: MPI matches calls by their order
+        if self._is_job:
+            begun, mpi_job.starting = mpi_job.starting, None
+        self.mpi_comm, request = begun or parent.Idup()
+        try:
+            self._wait(request, "start", parent)
+        except RendezvousError:
+            if self._is_job:
+                mpi_job.starting = self.mpi_comm, request
+            raise
 
     def allgather(self, data: bytes) -> list[bytes]:
         sizes = np.empty(self.size, np.int64)
@@ -317,9 +325,8 @@ class MPIRendezvous(Rendezvous):
             lost = f"; ranks {gone} failed" if (gone := mpi_job.failed_ranks(comm)) else ""
             raise RankLost(f"rendezvous: {what}: MPI: {error.Get_error_string()}{lost}") from error
         if not came:
-            raise RendezvousError(
-                f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for the other {self.size - 1} ranks"
-            )
+            others = f"rank {1 - self.rank}" if self.size == 2 else f"all other {self.size - 1} ranks"
+            raise RendezvousError(f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for {others}")
 
 
 def default_rendezvous(timeout: float, *, by_mpi: bool = False) -> Rendezvous:

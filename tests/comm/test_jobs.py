@@ -114,6 +114,28 @@ for call in (comm.barrier, lambda: comm.recv(np.ones(1), {leaver}), lambda: comm
     assert done.stdout.split() == ["lost"] * 6 and seconds < 30
 
 
+@needs_mpirun
+def test_init_is_tried_until_all_have_come(tmp_path: Path) -> None:
+    """By rank 0, in vain before rank 1 comes; a job that is out of step would not barrier, or not exit."""
+    text = """
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank:
+    MPI.COMM_WORLD.recv()
+for attempt in range(9):
+    try:
+        comm = kos.init(timeout=20 if attempt == 2 or MPI.COMM_WORLD.rank else 0.5)
+        break
+    except kos.errors.RendezvousError as error:
+        print(error, flush=True)
+        if attempt == 1:
+            MPI.COMM_WORLD.send(None, 1)
+comm.barrier()
+"""
+    done, _ = mpirun(2, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "rendezvous: start: rank 0 waited 0.5 s for rank 1\n" * 2
+
+
 WAIT = "comm.barrier(timeout=300)"
 
 ENDS = {
@@ -156,6 +178,17 @@ with kos.init(timeout=0.5) as comm:
     if comm.rank == 1: time.sleep(300)
     comm.all_reduce(np.ones(5))
 """, 1, "ends the job: CollectiveTimeout: world: all_reduce #0 of float64[5] by SUM: not complete after 0.5 s"),
+    "late": ("""
+import select
+from mpi4py import MPI
+first = MPI.COMM_WORLD.bcast(os.getpid() if MPI.COMM_WORLD.rank == 0 else None)
+if MPI.COMM_WORLD.rank:
+    select.select([os.pidfd_open(first)], [], [])
+try:
+    kos.init(timeout=0.5)
+except kos.errors.RendezvousError:
+    pass
+""", 1, "rank 0 of 3 ends the job: it exits and the others did not"),
 }
 
 
