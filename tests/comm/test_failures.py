@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.backends import mock, mpi_messages
+from kos.comm.backends import mock
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves
@@ -28,7 +27,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from tests.comm.ranks import TIMEOUT, time_out_beside_others
+from tests.comm.ranks import TIMEOUT
 from tests.comm.tcp_ranks import run_threads
 
 F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
@@ -180,202 +179,6 @@ def test_split_against_duplicate(several: Any) -> None:
             comm.split(0) if comm.rank == 0 else comm.duplicate()
 
     several.run(body)
-
-
-def test_message_of_another_size_or_dtype() -> None:
-    for wrong in (np.zeros(3, np.float32), np.zeros(4, np.int32)):
-
-        def body(comm: kos.Communicator, wrong: np.ndarray = wrong) -> None:
-            if comm.rank == 0:
-                comm.send(wrong, 1)
-            else:
-                message = "recv #0 .*: rank 1 expected 4 elements of float32 from rank 0"
-                with pytest.raises(CollectiveMismatch, match=message):
-                    comm.recv(F4(), 0)
-            assert comm.all_reduce(np.ones(3)).sum() == 6, "a message breaks nothing"
-
-        spawn(body, 2, timeout=20)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("posted", ["before", "after"])
-def test_message_of_another_size_on_mpi(ranks_of_mpi: Any, posted: str) -> None:
-    """Nothing is written beside what the receive was given: Open MPI would, of longer messages within a host."""
-
-    def body(comm: kos.Communicator) -> None:
-        for sent, expected in [(3, 4), (5, 4), (0, 2), (2, 0), (100_000, 2000), (10**6, 0), (2000, 10**6)]:
-            memory = np.zeros(2 * 10**6, np.float32)
-            if comm.rank == 1 and posted == "before":
-                work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
-                work.done()
-            comm.rendezvous.barrier()
-            if comm.rank == 0:
-                comm.send(np.ones(sent, np.float32), 1)
-            elif comm.rank == 1:
-                if posted == "after":
-                    work = comm.recv(memory[500_000:][:expected], 0, async_op=True)
-                with pytest.raises(CollectiveMismatch, match=r"recv #\d") as caught:
-                    work.wait()
-                message = f"rank 1 expected {expected} elements of float32 from rank 0, got {sent} elements"
-                assert message in str(caught.value)
-                assert not memory.any()
-        for tag in range(3):  # the dtype is wrong; other messages have come before it was asked for
-            if comm.rank == 0:
-                for x in (np.ones(4, np.int32), np.ones(4, np.float32)):
-                    comm.send(x, 1, tag)
-        if posted == "after":
-            comm.rendezvous.barrier()
-        if comm.rank == 1:
-            for tag in (2, 0, 1):
-                with pytest.raises(
-                    CollectiveMismatch, match="expected 4 elements of float32 .* got 4 elements of int32"
-                ):
-                    comm.recv(F4(), 0, tag)
-                assert (comm.recv(F4(), 0, tag) == 1).all()
-        comm.barrier()
-
-    ranks_of_mpi.run(body)
-
-
-def disagree_about_counts(comm: kos.Communicator, sent: int, expected: int) -> None:
-    """Rank 1 sends rank 0 something else than that one expects: all ranks say so, and the same."""
-    n, me = comm.size, comm.rank
-    matrix = np.full((n, n), 2)
-    comm.all_to_all_v(np.zeros(2 * n), matrix[me], matrix[:, me])
-    matrix[1, 0] = sent if me == 1 else expected
-    x = np.zeros(int(matrix[me].sum()))
-    with pytest.raises(CollectiveMismatch) as caught:
-        comm.all_to_all_v(x, matrix[me], matrix[:, me], timeout=10)
-    message = f"rank 0 expected {expected} elements of float64 from rank 1, got {sent} elements of float64"
-    assert message in str(caught.value)
-    assert "all_to_all_v #1" in str(caught.value)
-    with pytest.raises(CollectiveError, match="failed before"):
-        comm.barrier()
-
-
-COUNTS = [(0, 3), (3, 0), (2, 3), (300_000, 0), (0, 300_000), (300_000, 299_999)]
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_counts_of_two_ranks_that_disagree(several: Any, counts: tuple[int, int]) -> None:
-    several.run(lambda comm: disagree_about_counts(comm, *counts))
-
-
-def test_timeout_of_a_message_gives_up_no_other(several: Any) -> None:
-    several.run(time_out_beside_others)
-
-
-def give_up_a_send(comm: kos.Communicator) -> None:
-    """A send that times out ends the communicator: nobody gets what its memory held later, and all say the same."""
-    for elements in (4, 4096, 1 << 20):
-        part, x = comm.duplicate(), np.ones(elements)
-        message = "(send|send_recv) #0 .* to rank 1 with tag 5.*: not complete after 0.05 s"
-        collective = part.barrier(async_op=True) if comm.rank == 1 else None
-        if comm.rank == 0:
-            with pytest.raises(CollectiveTimeout, match=message):
-                part.send_recv(x, np.zeros(1), 1, 1, 5, timeout=0.05)
-            x[:] = -7
-        comm.rendezvous.barrier()
-        if comm.rank == 1:
-            y = np.zeros(elements)
-            with contextlib.suppress(CollectiveTimeout):  # a short one may have been copied in time
-                part.recv(y, 0, 5)
-                assert (y == 1).all()
-            with pytest.raises(CollectiveTimeout, match=message):
-                part.recv(y, 0, 5)
-            with pytest.raises(CollectiveTimeout, match=message):
-                part.send(y, 0, 5)
-            assert collective is not None
-            with pytest.raises(CollectiveTimeout, match=message):
-                collective.wait()
-        with pytest.raises(CollectiveTimeout, match=message):
-            part.barrier()
-        part.close()
-    comm.barrier()
-
-
-def test_a_send_given_up_ends_the_communicator(several: Any) -> None:
-    several.run(give_up_a_send)
-
-
-@pytest.mark.mpi
-def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
-    ranks_of_mpi.run(give_up_a_send)
-
-
-def abort_a_send(comm: kos.Communicator) -> None:
-    """Of a send that is under way at an abort nobody gets what its memory held later."""
-    for elements in (4, 4096, 1 << 20):
-        part, x = comm.duplicate(), np.ones(elements)
-        if comm.rank == 0:
-            part.send(x, 1, async_op=True)
-            part.abort(0, "it had enough")
-            x[:] = -7
-        comm.rendezvous.barrier()
-        if comm.rank == 1:
-            y = np.zeros(elements)
-            with contextlib.suppress(RankLost):  # a short one has left its memory
-                part.recv(y, 0)
-                assert (y == 1).all()
-            with pytest.raises(RankLost, match="rank 0 is gone: .*it had enough"):
-                part.recv(y, 0)
-    comm.barrier()
-
-
-@pytest.mark.parametrize("memory", ["shared", "none"])
-def test_a_send_under_way_at_an_abort(several: Any, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
-    if memory == "none":
-        monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
-    several.run(abort_a_send)
-
-
-def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(several: Any) -> None:
-    def body(comm: kos.Communicator) -> None:
-        x, y = np.full(1 << 18, float(comm.rank)), np.zeros(1 << 18)
-        if comm.rank == 0:
-            with pytest.raises(CollectiveMismatch, match="send_recv #0 .* got 3 elements"):
-                comm.send_recv(x, y, 1, 1)
-            x[:] = -7
-        elif comm.rank == 1:
-            comm.send(np.zeros(3), 0)
-            comm.recv(y, 0)
-            assert (y == 0).all()
-        comm.barrier()
-
-    several.run(body)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("elements", [65_536, 200_003])
-def test_messages_longer_than_mpi_counts(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    """With a limit of 1000 bytes instead of 2 GiB."""
-    monkeypatch.setattr("kos.comm.backends.mpi_messages.LARGEST", 1000)
-    monkeypatch.setattr("kos.comm.backends.mpi.LARGEST", 1000)
-    long: set[int] = set()
-    make = mpi_messages._long_type
-    monkeypatch.setattr(mpi_messages, "_long_type", lambda nbytes, MPI: (long.add(nbytes), make(nbytes, MPI))[1])
-
-    def body(comm: kos.Communicator) -> None:
-        me, n = comm.rank, comm.size
-        x = np.random.default_rng(elements + me).integers(0, 256, elements, np.uint8)
-        rows = np.stack([np.random.default_rng(elements + r).integers(0, 256, elements, np.uint8) for r in range(n)])
-        before = (me - 1) % n
-        y = np.full_like(x, 99)
-        comm.send_recv(x, y, (me + 1) % n, before)
-        assert (y == rows[before]).all() and elements in long
-        assert (comm.all_gather(x) == rows).all()
-        assert (comm.broadcast(x.copy(), 1) == rows[1]).all()
-        assert (comm.all_gather_v(x, [elements] * n) == rows.reshape(-1)).all()
-        if me == 0:
-            comm.send(x, 1)
-        elif me == 1:
-            z = np.zeros(elements + 1, np.uint8)
-            with pytest.raises(CollectiveMismatch, match=f"expected {elements + 1} .* got {elements} elements"):
-                comm.recv(z, 0)
-            assert not z.any()
-
-    ranks_of_mpi.run(body)
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:

@@ -1,4 +1,4 @@
-"""The flight recorder: what it holds, when it is dumped, and what joined dumps say."""
+"""The flight recorder: what it holds, and when it is dumped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ import pytest
 import kos
 from kos.comm.operation import Operation
 from kos.comm.recorder import SLOTS, Group, Recorder, failed, reached, recorders
-from kos.comm.recorder.__main__ import main
 from kos.comm.recorder.on_signal import dump_on_signal
-from kos.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, KosError
+from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.testing import spawn
 from tests.comm.test_jobs import MPIRUN, environment, needs_mpirun
 
@@ -34,9 +32,9 @@ TORCH_ENTRY_KEYS = {
 ONES = np.ones((2, 2), np.float32)
 
 
-def line_of(text: str) -> int:
-    """The line of this file that ends with a comment of that text."""
-    lines = Path(__file__).read_text().splitlines()
+def line_of(text: str, file: str = __file__) -> int:
+    """The line of ``file`` that ends with a comment of that text."""
+    lines = Path(file).read_text().splitlines()
     (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"# {text}")]
     return number
 
@@ -183,295 +181,6 @@ def test_states_while_under_way_and_after_a_refusal() -> None:
         assert comm.recorder.entries()[0]["state"] == "completed"
 
     spawn(body, 2)
-
-
-def run_and_dump(folder: Path, size: int, fn: Callable[[kos.Communicator], Any]) -> None:
-    """Every rank runs ``fn``, may fail, and then leaves its dump."""
-
-    def body(comm: kos.Communicator) -> None:
-        try:
-            fn(comm)
-        except KosError:
-            pass
-        finally:
-            comm.recorder.dump(folder / f"rank_{comm.rank}.json")
-
-    spawn(body, size, timeout=30)
-
-
-def read(folder: Path, capsys: pytest.CaptureFixture[str], status: int) -> str:
-    capsys.readouterr()
-    assert main([str(folder)]) == status
-    return capsys.readouterr().out
-
-
-def test_a_healthy_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def body(comm: kos.Communicator) -> None:
-        comm.all_gather(ONES)
-        comm.scatter(np.ones(6) if comm.rank == 1 else None, np.empty(2), root=1)
-        comm.gather(ONES, root=2)
-        comm.reduce(ONES.copy(), root=0)
-        comm.all_gather_v(np.ones(comm.rank), [0, 1, 2])
-        comm.broadcast(ONES.copy())
-
-    run_and_dump(tmp_path, 3, body)
-    text = read(tmp_path, capsys, 0)
-    assert "3 dumps of 3 ranks; 6 collectives that all ranks made alike" in text
-    assert "nothing is wrong" in text
-
-
-def test_a_rank_that_does_not_arrive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gave_up = threading.Barrier(3)
-
-    def body(comm: kos.Communicator) -> None:
-        comm.barrier()
-        comm.all_reduce(np.ones(7, np.float32))
-        try:
-            if comm.rank != 1:
-                comm.all_reduce(np.ones(8, np.float32), timeout=0.2)  # waits
-        finally:
-            gave_up.wait(20)
-
-    run_and_dump(tmp_path, 3, body)
-    text = read(tmp_path, capsys, 1)
-    line = line_of("waits")
-    assert "world: all_reduce #2 of float32[8] by SUM: rank 1 did not arrive; ranks 0, 2 called it at " in text
-    assert f"test_recorder.py:{line}\n" in text
-    assert "rank 1: world: all_reduce #1 of float32[7] by SUM: completed" in text
-    assert "rank 2: world: all_reduce #2 of float32[8] by SUM: failed" in text
-
-
-def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gave_up = threading.Barrier(3)
-
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            gave_up.wait(20)
-        with pytest.raises(KosError):
-            comm.all_reduce(np.ones(8), timeout=0.2)
-        if comm.rank != 0:
-            gave_up.wait(20)
-
-    run_and_dump(tmp_path, 3, body)
-    text = read(tmp_path, capsys, 1)
-    assert "all_reduce #0 of float64[8] by SUM: rank 0 came after others had given up; ranks 0, 1, 2 call" in text
-
-
-def test_a_rank_that_calls_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_and_dump(tmp_path, 3, lambda comm: comm.all_reduce(np.ones(4 + (comm.rank == 2))))
-    text = read(tmp_path, capsys, 1)
-    assert "ranks 0, 1 called all_reduce #0 of float64[4] by SUM" in text
-    assert "but rank 2 called all_reduce #0 of float64[5] by SUM" in text
-    assert "they differ in elements\n" in text
-
-
-def test_a_rank_that_leaves_a_call_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each rank stands apart, so that all of them get far enough to tell."""
-
-    def call(name: str, number: int, **fields: Any) -> dict[str, Any]:
-        return crafted(name, number, **fields)
-
-    calls = [[call("all_reduce", 0), call("broadcast", 1, root=0), call("all_gather", 2)]] * 3
-    calls[1] = [call("all_reduce", 0), call("all_gather", 1, state="failed")]
-    for rank in range(3):
-        write(tmp_path, rank, 3, calls[rank])
-    text = read(tmp_path, capsys, 1)
-    assert "but rank 1 called all_gather #1 of float32[4] at train.py:11: they differ in operation\n" in text
-
-
-def crafted(name: str, number: int, state: str = "completed", p2p: bool = False, **fields: Any) -> dict[str, Any]:
-    """An entry as a dump holds it."""
-    entry = {
-        "record_id": number,
-        "pg_id": 0,
-        "process_group": ["world", "mpi"],
-        "profiling_name": f"mpi:{name}",
-        "collective_seq_id": 0 if p2p else number,
-        "p2p_seq_id": number if p2p else 0,
-        "is_p2p": p2p,
-        "state": state,
-        "input_sizes": [[4]],
-        "input_dtypes": ["float32"],
-        "output_sizes": [[4]],
-        "output_dtypes": ["float32"],
-        "time_created_ns": 1_000_000 * (number + 1),
-        "time_discovered_completed_ns": 1_000_000 * (number + 1) + 500_000 if state == "completed" else None,
-        "frames": [{"name": "step", "filename": "train.py", "line": 10 + number}],
-        "tag": 0,
-    }
-    return entry | fields
-
-
-def write(folder: Path, rank: int, size: int, entries: list[dict[str, Any]]) -> None:
-    config = {"world": {"name": "world", "desc": "mpi", "ranks": str(list(range(size)))}}
-    dump = {"version": "2.10", "rank": rank, "world_size": size, "pg_config": config, "entries": entries}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(dump | {"time_dumped_ns": 9_000_000}))
-
-
-def test_a_rank_without_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in (0, 2):
-        write(tmp_path, rank, 3, [crafted("barrier", 0), crafted("all_reduce", 1, "started")])
-    text = read(tmp_path, capsys, 1)
-    assert "world: all_reduce #1 of float32[4]: rank 1 left no dump; ranks 0, 2 called it at train.py:11" in text
-    assert "2 dumps of 3 ranks" in text
-
-
-def test_all_arrived_and_one_did_not_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, 0, 2, [crafted("broadcast", 0, root=0), crafted("barrier", 1, "started")])
-    write(tmp_path, 1, 2, [crafted("broadcast", 0, "started", root=0)])
-    text = read(tmp_path, capsys, 1)
-    assert "broadcast #0 of float32[4], root 0: all ranks arrived, rank 1 did not complete it" in text
-
-
-def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By signal: nobody waits for anybody; and the ring of one has moved on."""
-    write(tmp_path, 0, 2, [crafted("all_reduce", n) for n in range(5, 9)])
-    write(tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 8)])
-    assert "3 collectives that all ranks made alike" in read(tmp_path, capsys, 0)
-    write(tmp_path, 1, 2, [crafted("all_reduce", n) for n in range(3, 9)] + [crafted("barrier", 9, "started")])
-    text = read(tmp_path, capsys, 1)
-    assert "world: barrier #9 of float32[4]: rank 0 did not arrive" in text
-
-
-def test_what_streams_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nobody looks whether it has run: no fault, unless it has been there for long and a rank is missing."""
-    queued = [crafted("all_reduce", n, "scheduled") for n in range(4)]
-    write(tmp_path, 0, 2, queued)
-    write(tmp_path, 1, 2, queued[:2])
-    assert "rank 0: world: all_reduce #3 of float32[4]: scheduled" in read(tmp_path, capsys, 0)
-    late = json.loads((tmp_path / "rank_0.json").read_text()) | {"time_dumped_ns": 5_000_000_000}
-    (tmp_path / "rank_0.json").write_text(json.dumps(late))
-    assert "world: all_reduce #2 of float32[4]: rank 1 did not arrive" in read(tmp_path, capsys, 1)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "message"),
-    [
-        ([], "rank 0 did not complete recv 0<-1 #0 of float32[4] at train.py:10; rank 1 sent nothing for it"),
-        ([crafted("send 1->0", 0, p2p=True, tag=3)], "rank 1 sent nothing for it"),
-        ([crafted("send 1->0", 0, p2p=True, input_sizes=[[9]])], "rank 1 called send 1->0 #0 of float32[9]"),
-        ([crafted("send 1->0", 7, p2p=True)], "is not known"),
-        (None, "rank 1 left no dump"),
-    ],
-)
-def test_messages_that_do_not_meet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], theirs: list[dict[str, Any]] | None, message: str
-) -> None:
-    write(tmp_path, 0, 2, [crafted("recv 0<-1", 0, "started", p2p=True, input_sizes=[], input_dtypes=[])])
-    if theirs is not None:
-        write(tmp_path, 1, 2, theirs)
-    assert message in read(tmp_path, capsys, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
-        (b'{"version": "2.10", "ra', "JSONDecodeError: Unterminated string starting at: line 1 column 21"),
-        (b"PK\xff\xfe", "UnicodeDecodeError"),
-        (b"[]", "TypeError"),
-        (b"{}", "one without 'version'"),
-        (b'{"version": "1.0"}', "ValueError: version '1.0'"),
-        (b'{"version": "2.1", "rank": 0, "world_size": 1, "pg_config": 3}', "AttributeError"),
-        (None, "FileNotFoundError"),
-    ],
-)
-def test_files_that_are_no_dumps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: bytes | None, got: str
-) -> None:
-    file = tmp_path / "bad.json"
-    if text is not None:
-        file.write_bytes(text)
-    assert main([str(file)]) == 2
-    said = capsys.readouterr().err
-    assert f"recorder: {file}: expected a flight record of version 2, got {got}" in said and said.count("\n") == 1
-
-
-def test_dumps_that_do_not_belong_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path, 0, 2, [])
-    good = str(tmp_path / "rank_0.json")
-    assert main([good, good]) == 2
-    assert "second one of rank 0" in capsys.readouterr().err
-    write(tmp_path, 1, 3, [])
-    assert main([str(tmp_path)]) == 2
-    assert "rank_1.json: expected a dump of the job of rank 0's, got one of another job" in capsys.readouterr().err
-
-
-def test_dumps_of_two_jobs_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the second job rank 0 alone has left one, over that of the first."""
-    both = lambda comm: comm.recorder.dump(tmp_path / f"rank_{comm.rank}.json")  # noqa: E731
-    spawn(both, 2)
-    assert main([str(tmp_path)]) == 0
-    first = json.loads((tmp_path / "rank_1.json").read_text())["job"]
-    assert first == json.loads((tmp_path / "rank_0.json").read_text())["job"] != ""
-    spawn(lambda comm: both(comm) if comm.rank == 0 else None, 2)
-    second = json.loads((tmp_path / "rank_0.json").read_text())["job"]
-    capsys.readouterr()
-    assert main([str(tmp_path)]) == 2
-    expected = f"expected a dump of the job of rank 0's ({second}), got one of another job ({first})"
-    assert expected in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("size", "ranks", "calls", "said"),
-    [
-        (1, [0], 1, "1 dump of 1 rank; 1 collective that all ranks made alike\nnothing is wrong; the"),
-        (3, [1], 2, "1 dump of 3 ranks; 0 collectives that all ranks made alike\n"
-                    "nothing is wrong in these; no dump of ranks 0, 2; the"),
-    ],
-)  # fmt: skip
-def test_what_there_is_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int, ranks: list[int], calls: int, said: str
-) -> None:
-    for rank in ranks:
-        write(tmp_path, rank, size, [crafted("barrier", n) for n in range(calls)])
-    assert read(tmp_path, capsys, 0).startswith(said)
-
-
-def test_the_trace(tmp_path: Path) -> None:
-    entries = [crafted("all_reduce", 0), crafted("barrier", 1, "started"), crafted("all_gather", 2)]
-    write(tmp_path, 0, 2, entries)
-    write(tmp_path, 1, 2, [crafted("all_reduce", 0)])
-    out = tmp_path / "out"
-    assert main([str(tmp_path), "--trace", str(out)]) == 1
-    events = json.loads(out.read_text())["traceEvents"]
-    spans = [(e["pid"], e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
-    assert spans == [
-        (0, 0, "all_reduce", 0, 500),
-        (0, 0, "barrier", 1000, 7000),  # not completed: until the dump
-        (0, 1, "all_gather", 2000, 500),  # overlaps it
-        (1, 0, "all_reduce", 0, 500),
-    ]
-    names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"]
-    assert names == [(0, "rank 0"), (1, "rank 1")]
-
-
-def test_pytorchs_own_analyzer_reads_the_dumps() -> None:
-    builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
-    config = pytest.importorskip("torch.distributed.flight_recorder.components.config_manager")
-
-    def body(comm: kos.Communicator) -> dict[str, Any]:
-        comm.all_reduce(ONES.copy())
-        comm.all_gather(ONES)
-        comm.barrier()
-        try:
-            comm.all_reduce(np.ones(3 + comm.rank))
-        except CollectiveMismatch:
-            pass
-        return comm.recorder.to_dict()
-
-    details = {}
-    for rank, dump in enumerate(spawn(body, 2)):
-        dump = json.loads(json.dumps(dump).replace('"mock:', '"gloo:'))  # it knows the names of its backends only
-        details[f"rank_{rank}"] = dump | {"host_name": "host"}
-    arguments = config.JobConfig().parse_args(["folder"])
-    database = builder.build_db(details, arguments, details["rank_0"]["version"])
-    assert [(c.collective_name, c.pass_check) for c in database.collectives] == [
-        ("gloo:all_reduce", True),
-        ("gloo:all_gather", True),
-        ("gloo:barrier", True),
-        ("gloo:all_reduce", False),
-    ]
-    assert "SIZE_OR_SYNTAX_MISMATCH" in str(database.collectives[3].mismatch_collectives[1].type_of_mismatch)
 
 
 def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_reduce,
     test_shapes_and_scalars,
 )
-from tests.comm.test_failures import COUNTS, disagree_about_counts, give_up_a_send
+from tests.comm.test_message_failures import COUNTS, disagree_about_counts, give_up_a_send
 from tests.comm.test_shared_failures import CASES, check_mismatch
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
