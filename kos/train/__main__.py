@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             from kos.train.config import parse
             from kos.train.loop import Trainer
+
+            head_start.thread_pools()
         except ImportError as error:
             raise ConfigError(f"expected the packages of 'pip install kos[train]', got: {error}") from error
         config = parse(arguments)

@@ -44,7 +44,7 @@ def begin_cuda(arguments: Sequence[str]) -> None:
     """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs or for help."""
     other = any(word in ("-h", "--help") or "cpu" in word or word.startswith("--config") for word in arguments)
     if DRIVER.exists() and not other:
-        with suppress(ImportError):  # said later, with what to install
+        with suppress(ImportError):  # main says it, with what to install
             thread_pools()
         ThreadPoolExecutor(1).submit(_initialise)
 

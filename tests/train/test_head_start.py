@@ -214,3 +214,10 @@ def test_a_driver_that_is_of_no_use(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
         assert done.returncode == status, done.stderr
         assert done.stderr.count("kos: error: --device cuda: expected a GPU") == done.stderr.count("\n") == errors
+
+
+def test_a_package_that_is_missing_is_named_with_what_brings_it() -> None:
+    code = "import sys\nsys.modules['threadpoolctl'] = None\nfrom kos.train.__main__ import main\nmain([])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("kos: error: expected the packages of 'pip install kos[train]', got: ")
