@@ -41,7 +41,7 @@ class Hub(threading.Thread):
         self._refused: list[Connection] = []
         self._left: dict[int, str] = {}  # rank -> why
         self._slots: dict[int, bytes] = {}  # what came for the exchange in progress
-        self._deadline: float | None = None  # of the exchange in progress
+        self._began: float | None = None  # when the first of them came
         self._failure: bytes | None = None
         self._closing: float | None = None
         self._door = Door(listener, key, self._selector, self._admit)
@@ -70,11 +70,16 @@ class Hub(threading.Thread):
 
     def _patience(self) -> float:
         """Seconds until the clock must be looked at; strangers are dismissed about once a second."""
-        deadlines = [t for t in (self._deadline, self._closing) if t is not None]
+        deadlines = [t for t in (self._deadline(), self._closing) if t is not None]
         return max(0.0, min([t - time.monotonic() for t in deadlines] + [1.0]))
 
+    def _deadline(self) -> float | None:
+        """Of the exchange in progress; rank 0 may have set the timeout since another rank began it."""
+        return None if self._began is None else self._began + self.timeout
+
     def _look_at_clock(self) -> None:
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        deadline = self._deadline()
+        if deadline is not None and time.monotonic() >= deadline:
             missing = [rank for rank in range(self._size) if rank not in self._slots]
             absent = f"ranks {missing} of {self._size} did not come within {self.timeout:g} s"
             strangers = self._door.strangers
@@ -148,13 +153,13 @@ class Hub(threading.Thread):
         if self._failure is not None:
             return  # told already
         if not self._slots:
-            self._deadline = time.monotonic() + self.timeout
+            self._began = time.monotonic()
         self._slots[rank] = data
         if len(self._slots) < self._size:
             self._check_open_exchange()
             return
         slots = [self._slots[r] for r in range(self._size)]
-        self._slots, self._deadline = {}, None
+        self._slots, self._began = {}, None
         total = sum(map(len, slots))
         if 1 + 4 * self._size + total > MAX_MESSAGE:
             self._fail(FAILED, f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}")
@@ -177,7 +182,7 @@ class Hub(threading.Thread):
     def _fail(self, kind: bytes, text: str) -> None:
         """Tell all ranks, those that come later too; the first failure stays."""
         if self._failure is None:
-            self._failure, self._slots, self._deadline = kind + text.encode(), {}, None
+            self._failure, self._slots, self._began = kind + text.encode(), {}, None
             self._tell_all(self._failure)
 
     def _tell_all(self, message: bytes) -> None:

@@ -469,10 +469,15 @@ def test_a_rank_that_stalls_is_named(late: int) -> None:
 
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.timeout = 0.3
-        if late == 0 and rendezvous._hub is not None:  # else it follows what rank 0 is told
-            rendezvous._hub.timeout = 0.3
+        hub = rendezvous._hub
+        if hub is not None and late == 0:  # else it follows what rank 0 is told
+            hub.timeout = 0.3
         began = time.monotonic()  # before any rank waits: the hub counts from the first
         met.wait(20)
+        if hub is not None and late == 1:  # and what it is told after another rank has come counts too
+            while 2 not in hub._slots:
+                assert time.monotonic() - began < 10
+                time.sleep(0.001)
         if rendezvous.rank == late:
             # Its hub, if it is rank 0, tells the others all the same; this rank waits to be told too.
             assert rendezvous._connection is not None

@@ -20,10 +20,10 @@ def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, bool
     def function(name: str) -> Any:
         return lambda *arguments: (seen.append((name, gc.isenabled())) or 0, 5)
 
-    names = ("cuStreamEndCapture", "cuGraphInstantiate", "cuCtxGetDevice")
+    names = ("cuStreamEndCapture", "cuGraphInstantiate", "cuCtxGetDevice", "cuThreadExchangeStreamCaptureMode")
     alone = ("cuStreamBeginCapture", "cuGraphDestroy", "cuGraphExecDestroy")
     cu = SimpleNamespace(
-        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1),
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL=1, CU_STREAM_CAPTURE_MODE_RELAXED=2),
         **{name: function(name) for name in names},
         **{name: lambda *arguments, name=name: function(name)()[:1] for name in alone},
     )
