@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.errors import CollectiveTimeout
 from kos.testing import spawn
 
@@ -71,15 +70,6 @@ class MPIRanks:
         results = [None] * self.size
         results[self._world.rank] = result
         return results
-
-
-def thread_communicators(size: int, timeout: float = 5.0) -> list[Callable[[], kos.Communicator]]:
-    """A maker of the communicator of each rank, to be called in the rank's thread."""
-    group = ThreadGroup(size)
-    return [
-        lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, timeout), timeout=timeout)
-        for rank in range(size)
-    ]
 
 
 def inputs(seed: int, size: int, count: int, dtype: Any) -> list[np.ndarray]:

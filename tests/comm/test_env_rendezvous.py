@@ -24,6 +24,7 @@ from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import (
     ROOT,
     TINY,
+    come_first,
     environment,
     errors_of,
     finish,
@@ -84,15 +85,15 @@ def test_a_few_hundred_ranks() -> None:
         for _ in range(5):
             assert rendezvous.allgather(bytes([rendezvous.rank])) == [bytes([r]) for r in range(200)]
 
-    began = time.monotonic()
     run_ranks(200, body)
-    assert time.monotonic() - began < 30
 
 
 def test_the_last_answers_arrive_though_nobody_closed() -> None:
     """The process of rank 0 ends only when the hub has sent what the others have not yet read."""
     code = (
+        "from kos.comm import hub\n"
         "from kos.comm.env_rendezvous import EnvRendezvous\n"
+        "hub.FAREWELL_SECONDS = 30\n"
         "rendezvous = EnvRendezvous(20)\n"
         "rendezvous.allgather(b'x' * 30_000_000)\n"
         "print('done', flush=True)"
@@ -104,11 +105,11 @@ def test_the_last_answers_arrive_though_nobody_closed() -> None:
         connection = rendezvous._connection
         assert connection is not None
         connection.post(DATA)
-        drive(connection.flush(), connection.sock, time.monotonic() + 5)
+        drive(connection.flush(), connection.sock, time.monotonic() + 20)
         assert rank0.stdout is not None and rank0.stdout.readline() == "done\n"
         with contextlib.suppress(subprocess.TimeoutExpired):
             rank0.wait(0.3)
-        answer = drive(connection.receive(), connection.sock, time.monotonic() + 5)
+        answer = drive(connection.receive(), connection.sock, time.monotonic() + 20)
         assert len(answer) == 1 + 2 * 4 + 30_000_000
     finally:
         [(code_, output)] = finish([rank0])
@@ -248,7 +249,7 @@ def test_jobs_side_by_side() -> None:
         missing, lost = errors_of(0.3, jobs[2], jobs[1])
         assert missing.startswith("rendezvous: ranks [1] of 2 did not come")
         assert lost.startswith("rendezvous: rank 1 did not reach rank 0")
-        assert errors_of(20, *jobs) == [""] * 4
+        assert errors_of(30, *jobs) == [""] * 4
 
 
 def test_the_trainer(tmp_path: Path) -> None:
@@ -318,11 +319,12 @@ def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        [error] = errors_of(5, environment(0, 2, port))
+        [error] = errors_of(20, environment(0, 2, port))
     assert error.startswith(f"MASTER_PORT: expected port {port} to be free for rank 0, got one in use")
 
 
-def test_a_port_that_is_busy_for_a_moment() -> None:
+def test_a_port_that_is_busy_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 20.0)
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     ranks = [environment(rank, 2, port) for rank in range(2)]
@@ -331,15 +333,17 @@ def test_a_port_that_is_busy_for_a_moment() -> None:
         other.accept()[0].close()  # rank 1 called, and will call again
         other.close()
 
-    assert run_threads(leave, lambda: errors_of(10, *ranks))[1] == ["", ""]
+    assert run_threads(leave, lambda: errors_of(30, *ranks))[1] == ["", ""]
 
 
-def test_missing_ranks_are_named_on_all_others() -> None:
+def test_missing_ranks_are_named_on_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    come_first(monkeypatch, 3)
     port, began = free_port(), time.monotonic()
-    errors = errors_of(0.5, *[environment(rank, 5, port) for rank in (0, 2, 4)])
-    assert 0.5 <= time.monotonic() - began < 15
+    others = [environment(rank, 5, port) for rank in (2, 4)]
+    first, rest = run_threads(lambda: errors_of(0.5, environment(0, 5, port)), lambda: errors_of(30, *others))
+    assert time.monotonic() - began >= 0.5
     expected = f"rendezvous: ranks [1, 3] of 5 did not come within 0.5 s (rank 0 listens at 127.0.0.1:{port})"
-    assert errors == [expected] * 3
+    assert first + rest == [expected] * 3
 
 
 def test_rank_0_says_where_others_look_for_it() -> None:
@@ -347,10 +351,12 @@ def test_rank_0_says_where_others_look_for_it() -> None:
     assert "for others to find by MASTER_ADDR=no-such-host.invalid)" in error
 
 
-def test_strangers_are_told_of() -> None:
+def test_strangers_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline = Hub._deadline
+    monkeypatch.setattr(Hub, "_deadline", lambda hub: deadline(hub) if hub._door.strangers else None)
     port = free_port()
     with_another = lambda: errors_of(20, environment(1, 2, port, KOS_SECRET="wrong"))  # noqa: E731
-    [error], _ = run_threads(lambda: errors_of(1.5, environment(0, 2, port)), with_another)
+    [error], _ = run_threads(lambda: errors_of(0.5, environment(0, 2, port)), with_another)
     assert error.endswith(f"(rank 0 listens at 127.0.0.1:{port}; callers that did not know the secret: 1)")
 
 
@@ -364,9 +370,8 @@ def test_a_master_that_cannot_be_reached() -> None:
 
 
 def test_a_rank_that_comes_twice() -> None:
-    port, began = free_port(), time.monotonic()
-    errors = errors_of(20, *[environment(rank, 3, port) for rank in (0, 1, 1)])
-    assert time.monotonic() - began < 15
+    port = free_port()
+    errors = errors_of(30, *[environment(rank, 3, port) for rank in (0, 1, 1)])
     assert set(errors) == {
         f"rendezvous: rank 1 came twice: expected one process of each rank (rank 0 listens at 127.0.0.1:{port})"
     }
@@ -374,15 +379,20 @@ def test_a_rank_that_comes_twice() -> None:
 
 def test_a_second_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 0.1)
-    port = free_port()
-    errors = errors_of(0.5, *[environment(0, 2, port) for _ in range(2)])
-    assert sorted(error.split(":")[0] for error in errors) == ["MASTER_PORT", "rendezvous"]
+    port, deadline, refused = free_port(), Hub._deadline, threading.Event()
+    monkeypatch.setattr(Hub, "_deadline", lambda hub: deadline(hub) if refused.is_set() else None)
+
+    def come() -> str:
+        [error] = errors_of(0.3, environment(0, 2, port))
+        refused.set()
+        return error.split(":")[0]
+
+    assert sorted(run_threads(come, come)) == ["MASTER_PORT", "rendezvous"]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_another_world_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    port, began = free_port(), time.monotonic()
-    admit, there = Hub._admit, threading.Event()
+    port, admit, there = free_port(), Hub._admit, threading.Event()
 
     def admitted(hub: Hub, rank: int, its_size: int, connection: Connection) -> None:
         admit(hub, rank, its_size, connection)
@@ -392,11 +402,10 @@ def test_another_world_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hub, "_admit", admitted)
 
     def odd() -> list[str]:
-        assert there.wait(10)
-        return errors_of(20, environment(1, size, port))
+        assert there.wait(20)
+        return errors_of(30, environment(1, size, port))
 
-    usual, late = run_threads(lambda: errors_of(20, *[environment(r, 3, port) for r in (0, 2)]), odd)
-    assert time.monotonic() - began < 15
+    usual, late = run_threads(lambda: errors_of(30, *[environment(r, 3, port) for r in (0, 2)]), odd)
     assert set(usual + late) == {
         f"rendezvous: rank 1 came with a world size of {size}, expected 3 as on rank 0 "
         f"(rank 0 listens at 127.0.0.1:{port})"
@@ -408,12 +417,9 @@ def test_another_secret() -> None:
     port = free_port()
 
     def others() -> list[str]:
-        began = time.monotonic()
-        wrong = errors_of(20, environment(1, 2, port, KOS_SECRET="wrong"))
-        assert time.monotonic() - began < 15
-        return wrong + errors_of(20, environment(1, 2, port))
+        return [*errors_of(30, environment(1, 2, port, KOS_SECRET="wrong")), *errors_of(30, environment(1, 2, port))]
 
-    first, rest = run_threads(lambda: errors_of(20, environment(0, 2, port)), others)
+    first, rest = run_threads(lambda: errors_of(30, environment(0, 2, port)), others)
     wrong = f"127.0.0.1:{port}: expected the same secret (KOS_SECRET) on all ranks, got different ones"
     assert (first, rest) == ([""], [f"rendezvous: rank 1: {wrong}", ""])
 
@@ -427,7 +433,7 @@ def test_another_program_at_the_port() -> None:
             sock.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
             sock.close()
 
-        _, errors = run_threads(program, lambda: errors_of(5, environment(1, 2, port)))
+        _, errors = run_threads(program, lambda: errors_of(20, environment(1, 2, port)))
     assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp1), got b'HTTP/1.1'"]
 
 
@@ -454,18 +460,17 @@ def test_a_rank_that_goes(how: str, gone: int) -> None:
             else:
                 rendezvous.close()
             return
-        began = time.monotonic()
         for _ in range(2):
             with pytest.raises(RankLost, match=f"rendezvous: rank {gone} is gone: ({why})"):
                 rendezvous.allgather(b"")
-        assert time.monotonic() - began < 15
 
     run_ranks(4, body)
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_rank_that_stalls_is_named(late: int) -> None:
+def test_a_rank_that_stalls_is_named(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     met = threading.Barrier(3)
+    come_first(monkeypatch, 2)
 
     def body(rendezvous: EnvRendezvous) -> None:
         rendezvous.timeout = 0.3
@@ -476,17 +481,17 @@ def test_a_rank_that_stalls_is_named(late: int) -> None:
         met.wait(20)
         if hub is not None and late == 1:  # and what it is told after another rank has come counts too
             while 2 not in hub._slots:
-                assert time.monotonic() - began < 10
+                assert time.monotonic() - began < 30
                 time.sleep(0.001)
         if rendezvous.rank == late:
             # Its hub, if it is rank 0, tells the others all the same; this rank waits to be told too.
             assert rendezvous._connection is not None
             sock = rendezvous._connection.sock
-            assert select.select([sock], [], [], 20)[0]
+            assert select.select([sock], [], [], 30)[0]
             return
         with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of 3 did not come within 0.3 s"):
             rendezvous.allgather(b"")
-        assert 0.3 <= time.monotonic() - began < 15
+        assert time.monotonic() - began >= 0.3
 
     run_ranks(3, body)
 

@@ -28,7 +28,7 @@ HELLO = 8 + 4 + 4 + 32 + 32  # bytes: magic, rank, size, nonce, proof
 
 
 def soon() -> float:
-    return time.monotonic() + 5.0
+    return time.monotonic() + 30.0
 
 
 # Strangers.
@@ -43,7 +43,7 @@ def strangers(port: int) -> Iterator[None]:
         for data in calls:
             while True:
                 try:
-                    sock = socket.create_connection(("127.0.0.1", port), timeout=5)
+                    sock = socket.create_connection(("127.0.0.1", port), timeout=30)
                     break
                 except ConnectionRefusedError:
                     time.sleep(0.01)  # rank 0 is about to listen
@@ -53,17 +53,15 @@ def strangers(port: int) -> Iterator[None]:
 
 
 def test_strangers_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least of all would the ranks wait for them, who take for ever."""
+    monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 1e6)
     port = free_port()
 
     def others() -> Any:
         with strangers(port):
-            began = time.monotonic()
-            ranks = [environment(rank, 3, port) for rank in (1, 2)]
-            return errors_of(20, *ranks), time.monotonic() - began
+            return errors_of(30, *[environment(rank, 3, port) for rank in (1, 2)])
 
-    first, (rest, seconds) = run_threads(lambda: errors_of(20, environment(0, 3, port)), others)
-    assert (first, rest) == ([""], ["", ""])
-    assert seconds < tcp.HANDSHAKE_SECONDS / 4, "the ranks waited for strangers"
+    assert run_threads(lambda: errors_of(30, environment(0, 3, port)), others) == [[""], ["", ""]]
 
 
 @pytest.mark.parametrize("reason", ["too slow", "too many"])
@@ -77,13 +75,14 @@ def test_strangers_are_dismissed(reason: str, monkeypatch: pytest.MonkeyPatch) -
     address = listener.getsockname()
 
     def callers() -> None:
-        socks = [socket.create_connection(address, timeout=5) for _ in range(calls)]
+        socks = [socket.create_connection(address, timeout=30) for _ in range(calls)]
         try:
             for sock in socks:
                 assert sock.recv(40, socket.MSG_WAITALL).startswith(b"kos/tcp1")
             for sock in socks[:dismissed]:
                 assert sock.recv(1) == b"", "a stranger was kept"
         finally:
+            monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 30.0)
             network.call("127.0.0.1", address[1], b"purpose", 1, 2, soon()).close()
             for sock in socks:
                 sock.close()
@@ -343,11 +342,11 @@ def test_a_stranger_dismissed_before_its_turn(monkeypatch: pytest.MonkeyPatch) -
         door = tcp.Door(listener, b"key", selector, lambda *_: pytest.fail("nobody has proved anything"))
         address = listener.getsockname()
         with socket.create_connection(address) as oldest:
-            for key, _ in selector.select(5):
+            for key, _ in selector.select(30):
                 key.data()
             oldest.sendall(b"kos/tcp1")
             with socket.create_connection(address):
-                deadline = time.monotonic() + 5
+                deadline = soon()
                 while len(events := selector.select(1)) < 2:
                     assert time.monotonic() < deadline
                 for key, _ in sorted(events, key=lambda event: event[0].fileobj is not listener):
