@@ -72,11 +72,11 @@ class Case(NamedTuple):
 class Zoo:
     """Makes the cases of one model shape."""
 
-    def __init__(self, shape: ModelSection, dtype: torch.dtype) -> None:
+    def __init__(self, shape: ModelSection, seq_len: int, dtype: torch.dtype) -> None:
         self.ops = CudaOps(0)
         self.arena = self.ops.make_arena()
         self.stream = torch.cuda.ExternalStream(int(self.ops.stream.handle))
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.seq_len, self.dtype = shape, seq_len, dtype
         self.functions: dict[str, Callable[..., torch.Tensor]] = dict(EAGER)  # or compiled, by ``time``
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -329,9 +329,9 @@ class Zoo:
         )
 
     def attention(self, n: int, backward: bool = False, by_cudnn: bool = False) -> Case:
-        """Causal, of samples of at most 4,096 tokens; without a naive version, whose scores would not fit."""
+        """Causal, of samples as long as the preset's; without a naive version, whose scores would not fit."""
         both, kv_heads, d = self._heads()
-        heads, length = both - kv_heads, min(n, 4096)
+        heads, length = both - kv_heads, min(n, self.seq_len)
         qkv, d_out = self.random(n, (both + kv_heads) * d), self.random(n, heads * d)
         out, d_qkv = self.empty(*d_out.shape), self.empty(*qkv.shape)
         lse = self.empty(n // length, heads, length, dtype=torch.float32)
@@ -506,8 +506,8 @@ def main() -> None:
     if arguments.json:
         check_writable(arguments.json)
     torch.manual_seed(0)
-    shape = ModelSection(**PRESETS[arguments.preset].values["model"])
-    zoo = Zoo(shape, getattr(torch, arguments.dtype))
+    preset = PRESETS[arguments.preset].values
+    zoo = Zoo(ModelSection(**preset["model"]), preset["seq_len"], getattr(torch, arguments.dtype))
     speed = copy_speed(zoo)
     peak = peak_flops(torch.cuda.get_device_name()) if arguments.dtype == "bfloat16" else None
     print(f"{torch.cuda.get_device_name()}, {arguments.preset}, {arguments.tokens} tokens, {arguments.dtype}; "
