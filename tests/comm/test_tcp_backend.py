@@ -150,9 +150,7 @@ def test_mismatch_between_hosts(case: str, odd: int) -> None:
             comm.barrier()
         assert f"rank {odd} called" in str(error.value) and f"#{calls}" in str(error.value)
 
-    began = time.monotonic()
     TCPRanks(3).run(body)
-    assert time.monotonic() - began < TIMEOUT / 2
 
 
 def test_calls_that_differ_are_found_at_the_end_at_the_latest() -> None:
@@ -182,13 +180,13 @@ def test_message_of_another_dtype(count: int, posted: str) -> None:
                 work.wait()
             else:
                 with pytest.raises(CollectiveMismatch, match=message):
-                    work.wait(10)
+                    work.wait()
             comm.send(2 * x, 1)
         else:
             work = comm.recv(x, 0, async_op=True) if posted == "before" else None
             comm.barrier()
             with pytest.raises(CollectiveMismatch, match=message):
-                (work or comm.recv(x, 0, async_op=True)).wait(10)
+                (work or comm.recv(x, 0, async_op=True)).wait()
             assert (x == 1).all()
             assert (comm.recv(x, 0) == 2).all()
 
@@ -218,7 +216,7 @@ def test_message_of_another_size(count: int, posted: str) -> None:
             work.wait()
         else:
             with pytest.raises(CollectiveMismatch, match=message):
-                work.wait(10)
+                work.wait()
         assert (expected == 7).all()
         swapped = comm.send_recv(np.full(2, comm.rank), np.zeros(2, int), 1 - comm.rank, 1 - comm.rank)
         assert (swapped == 1 - comm.rank).all(), "the connection is not fit any more"
@@ -240,7 +238,7 @@ def test_counts_that_are_not_the_same_on_all_ranks(ranks: TCPRanks, name: str, c
         mine = counts if comm.rank == 1 else [2, 2, 3]
         x = np.zeros(mine[comm.rank] if name == "all_gather_v" else sum(mine))
         with pytest.raises(CollectiveMismatch) as caught:
-            getattr(comm, name)(x, mine, timeout=10)
+            getattr(comm, name)(x, mine)
         return str(caught.value)
 
     for message in ranks.run(body):
@@ -403,11 +401,9 @@ def test_a_message_given_up_half_way(quitter: str) -> None:
 def test_timeout_names_who_is_awaited() -> None:
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 1:
-            began = time.monotonic()
             message = r"broadcast #0 of float64\[5\], root 2: not complete after 0.1 s; .* ranks \[[02]\]"
             with pytest.raises(CollectiveTimeout, match=message):
                 comm.broadcast(np.zeros(5), 2, timeout=0.1)
-            assert time.monotonic() - began < 20
         comm.rendezvous.barrier()
         comm.abort()
 
@@ -460,7 +456,7 @@ def test_a_rank_that_is_lost_ends_what_waits_for_others() -> None:
                 comm.recv(np.zeros(3), 2)
             known.set()
         elif comm.rank == 2:
-            assert known.wait(10)
+            assert known.wait(20)
         comm.abort()
 
     TCPRanks(3).run(body)
@@ -521,13 +517,13 @@ def test_all_hear_of_a_collective_that_one_failed_in() -> None:
         comm.rendezvous.barrier()
         x = np.full(3, float(comm.rank == 0))
         if comm.rank == 1:  # the only one that rank 3 gets it from
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while transports[3].failure is None:
                 assert time.monotonic() < deadline
-        assert (comm.broadcast(x, 0, timeout=15) == 1).all()
+        assert (comm.broadcast(x, 0) == 1).all()
         message = r"barrier #1: not complete after 0.1 s; still waiting for ranks \[\d"
         with pytest.raises(CollectiveTimeout, match=message):
-            comm.barrier(timeout=15 if comm.rank else 0.1)
+            comm.barrier(timeout=TIMEOUT if comm.rank else 0.1)
         comm.rendezvous.barrier()
 
     TCPRanks(4).run(body)
@@ -582,28 +578,36 @@ import numpy as np, kos
 import kos.comm.backends.host as host
 if "{memory}" == "sockets":
     host.open_segment = lambda _: (None, "switched off by the test")
-comm = kos.init("tcp", timeout=20)
-pids = [int(pid) for pid in comm.all_gather(np.array(os.getpid()))]
+comm = kos.init("tcp", timeout=30)
 survivors = comm.split(int(comm.rank == 1))
+comm.barrier()
+child = 0
 if comm.rank == 1:
-    if os.fork() == 0:  # which outlives it, and holds nothing of it
+    child = os.fork()
+    if child == 0:  # which outlives it, and holds nothing of it
         os.closerange(0, 3)
-        signal.alarm(12)
+        signal.alarm(100)
         signal.pause()
+pids = [list(map(int, pid.split())) for pid in comm.rendezvous.allgather(b"%d %d" % (os.getpid(), child))]
+if comm.rank == 1:
     os.kill(os.getpid(), signal.{signal})
     os._exit(0)
+work = comm.all_reduce(np.zeros((2, 3)), async_op=True)
+survivors.barrier()
 try:
-    comm.all_reduce(np.zeros((2, 3)), timeout={timeout})
+    work.wait({timeout})
 except kos.errors.CollectiveError as error:
     print(type(error).__name__, error, flush=True)
 survivors.barrier()
-if comm.rank == 0 and "{signal}" == "SIGSTOP":
-    os.kill(pids[1], signal.SIGCONT)
+if comm.rank == 0:
+    os.kill(pids[1][1], signal.SIGKILL)
+    if "{signal}" == "SIGSTOP":
+        os.kill(pids[1][0], signal.SIGCONT)
 """
 
 
 def test_a_killed_rank_is_named(memory: str) -> None:
-    results = run_processes(END.format(signal="SIGKILL", timeout=6.0, memory=memory), 3)
+    results = run_processes(END.format(signal="SIGKILL", timeout=30.0, memory=memory), 3)
     for _, output in (results[0], results[2]):
         assert "RankLost world: all_reduce #2 of float64[2, 3] by SUM: rank 1 is gone" in output, output
 
