@@ -201,7 +201,9 @@ class MPIBackend(HostBackend):
             named: KosError = CollectiveError(f"{operation}: MPI: {error.Get_error_string()}")
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 named = CollectiveMismatch(str(named))
-            elif error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED):
+            elif error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED) or (
+                mpi_job.fault_tolerant() and any(self.gone())  # midway in a collective Open MPI says ERR_OTHER
+            ):
                 named = self.lost(operation, error)
             named.__cause__ = error
             error = named
