@@ -55,12 +55,12 @@ class Checkpoint(NamedTuple):
 
 def save(
     folder: Path, *, step: int, optimizer: AdamW, model: LlamaConfig, tokenizer: Mapping[str, Any],
-    config: Mapping[str, Any], keep: int, went_on_from: int | None = None,
+    config: Mapping[str, Any], keep: int, before: int,
 ) -> Path:  # fmt: skip
     """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it.
 
-    Later steps are deleted too, and at the first save of a run all above the step ``went_on_from``: the run
-    went back behind them, or they are damaged.
+    Those later than ``before``, the step that the run saved or went on from last, are deleted too: the run went back
+    behind them, or they are damaged.
     """
     final, replaced, temporary = (folder / name for name in (f"step-{step}", f"replaced-step-{step}", ".saving"))
     try:
@@ -84,7 +84,7 @@ def save(
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
-    limit = step - 1 if went_on_from is None else min(step - 1, went_on_from)
+    limit = min(step - 1, before)
     others = [(number, path) for number, path in _named(folder) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]

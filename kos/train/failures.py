@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import kos.errors
 from kos.comm.communicator import Communicator
@@ -22,9 +22,13 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def alone(comm: Communicator, action: Callable[[], object]) -> None:
-    """``together`` on rank 0 alone.  The others have nothing to do: rank 0 waits for them by the timeout only."""
-    together(comm, action if comm.rank == 0 else lambda: None, patience=0.0 if comm.rank == 0 else PATIENCE)
+def alone(comm: Communicator, action: Callable[[], T]) -> T:
+    """``together`` on rank 0 alone: what it gave, which JSON can hold, on all.
+
+    The others have nothing to do: rank 0 waits for them by the timeout only.
+    """
+    mine = together(comm, action if comm.rank == 0 else lambda: None, patience=0.0 if comm.rank == 0 else PATIENCE)
+    return cast(T, json.loads(comm.all_gather_bytes(json.dumps(mine).encode())[0]))
 
 
 def together(comm: Communicator, action: Callable[[], T], patience: float = PATIENCE) -> T:

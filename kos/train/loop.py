@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import logging
 import math
 import os
@@ -18,14 +17,14 @@ import shlex
 import sys
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, TrainingError
 from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.console import Console
-from kos.train.data import Dataset, load_data
+from kos.train.data import load_data
 from kos.train.engines import choose_device, make_engine
 from kos.train.failures import alone, same_on_all, stop_together, together
 from kos.train.folders import run_folder
@@ -53,22 +52,22 @@ class Trainer:
         self.comm, self.stop = comm, stop or Stop()
         self.config = config = config.for_world(comm.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
-        self.data = together(comm, self._load_data)
+        self.data = together(comm, self.stop.at_once()(lambda: load_data(config)))
         same_on_all(comm, self._facts())
-        folder = together(comm, lambda: run_folder(config) if comm.rank == 0 else Path())
-        self.out = Path(os.fsdecode(comm.all_gather_bytes(os.fsencode(folder))[0]))
+        self.out = Path(alone(comm, lambda: str(run_folder(config))))
         self.checkpoints = self.out / "checkpoints"
         self.console = Console(comm.rank, config.steps)
         self.skipped = 0  # steps left out, of those of this run
-        self._lock: IO[str] | None = None
-        self._has_saved = False
+        self._held = contextlib.ExitStack()  # what the end of the run closes
         try:
-            found = together(comm, self._find_checkpoint)
+            self._found: checkpoint.Checkpoint | None = None  # on rank 0
+            self.source, self.start, self.saved_step = alone(comm, self._find_source)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.engine = make_engine(config, self.model_config, self.data, comm, self._between)
+            self._held.callback(self.engine.close)
+            self._held.callback(self.console.close)
             self._announce()
-            self.start, self.saved_step = self._load(found)
-            self.resumed = found and found.path  # on rank 0
+            self._load()
             self.console.start = self.start
             self.metrics = together(comm, self._open_output)
         except BaseException:
@@ -76,10 +75,6 @@ class Trainer:
                 with contextlib.suppress(OSError):
                     self.out.rmdir()  # of runs/, if nothing is in there
             raise
-
-    def _load_data(self) -> Dataset:
-        with self.stop.at_once():
-            return load_data(self.config)
 
     def _between(self, what: str, share: float) -> None:
         """Between the parts of a step: show how far it is, and leave it where any rank was asked to."""
@@ -92,42 +87,38 @@ class Trainer:
         facts = {name: value for name, value in self.config.to_json().items() if name not in local}
         return {**facts, "data": f"{self.data.name} ({self.data.fingerprint[:12]})"}
 
-    def _find_checkpoint(self) -> checkpoint.Checkpoint | None:
-        """On rank 0, whose weights the others get: the checkpoint to go on from."""
-        if self.config.resume is None or self.comm.rank != 0:
-            return None
+    def _find_source(self) -> tuple[str | None, int, int]:
+        """Of a checkpoint or a Hugging Face folder to begin from: where it is, its step, and this if it is our own."""
         if self.config.resume == "auto":
-            return checkpoint.latest(self.checkpoints)
-        return checkpoint.find(Path(self.config.resume))
+            self._found = checkpoint.latest(self.checkpoints)
+        elif self.config.resume is not None:
+            self._found = checkpoint.find(Path(self.config.resume))
+        if self._found is None:
+            return self.config.init_from, 0, -1
+        path, step, _ = self._found
+        return str(path), step, step if path.parent == self.checkpoints else -1
 
-    def _load(self, found: checkpoint.Checkpoint | None) -> tuple[int, int]:
-        """Give the engine its weights; the step that they are of, and that of the checkpoint that is there already."""
-        begun = found is not None or self.config.init_from is not None  # rank 0 knows
-        begun = bool(self.comm.all_gather_bytes(b"1" * begun)[0])
-        state = self.engine.new_state() if begun and self.comm.rank == 0 else None
-        start = together(self.comm, lambda: self._fill(state, found) if begun else self._draw())
-        saved = start if found is not None and found.path.parent == self.checkpoints else -1
+    def _load(self) -> None:
+        """Give the engine its weights: the ``source``'s, which rank 0 reads for all, or drawn."""
+        state = self.engine.new_state() if self.source is not None and self.comm.rank == 0 else None
+
+        @self.stop.at_once()
+        def begin() -> None:
+            if self.source is None:
+                self.engine.draw_weights()
+            elif state is not None:
+                self._fill(state, Path(self.source))
+
+        together(self.comm, begin)
         self.engine.load(state)
-        start, saved = json.loads(self.comm.all_gather_bytes(json.dumps([start, saved]).encode())[0])
-        return start, saved
 
-    def _draw(self) -> int:
-        with self.stop.at_once():
-            self.engine.draw_weights()
-        return 0
-
-    def _fill(self, state: AdamW | None, found: checkpoint.Checkpoint | None) -> int:
-        """From a checkpoint or a Hugging Face folder; the step that the state is of."""
-        source = self.config.init_from if found is None else found.path
-        with self.stop.at_once():
-            if state is not None and source is not None:
-                if found is not None:
-                    self._compare_runs(found)
-                _check_same_model(Path(source), huggingface.read_config(Path(source)), self.model_config)
-                if found is not None:
-                    found.load_optimizer(state)
-                huggingface.read_weights(Path(source), state.weights)
-        return 0 if found is None else found.step
+    def _fill(self, state: AdamW, source: Path) -> None:
+        if self._found is not None:
+            self._compare_runs(self._found)
+        _check_same_model(source, huggingface.read_config(source), self.model_config)
+        if self._found is not None:
+            self._found.load_optimizer(state)
+        huggingface.read_weights(source, state.weights)
 
     def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
         """Another tokenizer is refused; what else would break the promise to go on bit for bit is said."""
@@ -153,15 +144,20 @@ class Trainer:
                     "them, or another --out"
                 )
             self.out.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
+            self._held.callback(lock.close)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not (self.config.profile and (self.out / "config.json").exists()):  # a profile is a guest there
                 checkpoint.write_json(self.out / "config.json", self.description)
         except BlockingIOError as error:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
             raise ConfigError(f"--out {self.out}: expected a folder that can be written, got {error}") from error
-        return None if self.config.profile else MetricsLog(self.out / "metrics.jsonl", self.start)
+        if self.config.profile:
+            return None
+        metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
+        self._held.callback(metrics.close)
+        return metrics
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -178,7 +174,7 @@ class Trainer:
         try:
             if self.start:
                 done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps)
-                self.console.say(f"resuming after step {self.start}, from {self.resumed}{done}")
+                self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
             untrained = self.engine.evaluate() if self.start == 0 else None
@@ -218,12 +214,7 @@ class Trainer:
             self.console.close()
             self._conclude(step, stopped)
         finally:
-            self.engine.close()
-            self.console.close()
-            if self.metrics is not None:
-                self.metrics.close()
-            if self._lock is not None:
-                self._lock.close()
+            self._held.close()
 
     def _next_pause(self, step: int) -> int:
         """The next step after which the weights are looked at: none is started before that is done."""
@@ -238,7 +229,7 @@ class Trainer:
             if not math.isfinite(value) and not config.skip_outliers:
                 tensor = engine.not_finite(step)
                 where = f" (first in the gradient of {tensor})" if tensor else ""
-                good = "the checkpoints before it are good, " if self.start or self._has_saved else ""
+                good = "the checkpoints before it are good, " if max(self.start, self.saved_step) > 0 else ""
                 error = TrainingError(
                     f"step {step + 1}: expected a finite {name}, got {value}{where}; {good}a lower --lr or --grad-clip "
                     "may help, --skip-outliers X leaves out such steps and those of a gradient norm over X"
@@ -265,15 +256,17 @@ class Trainer:
         if step == self.saved_step:
             return
         state = self.engine.state()
-        alone(self.comm, lambda: None if state is None else self._write(step, state))
-        self.saved_step, self._has_saved = step, True
 
-    def _write(self, step: int, state: AdamW) -> None:
-        checkpoint.save(
-            self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
-            tokenizer=self.data.tokenizer.to_json(), keep=self.config.keep,
-            went_on_from=None if self._has_saved else self.start,
-        )  # fmt: skip
+        def write() -> None:
+            assert state is not None  # on rank 0
+            checkpoint.save(
+                self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
+                tokenizer=self.data.tokenizer.to_json(), keep=self.config.keep,
+                before=max(self.start, self.saved_step),
+            )  # fmt: skip
+
+        alone(self.comm, write)
+        self.saved_step = step
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config

@@ -33,7 +33,7 @@ def _state(seed: int) -> AdamW:
 def _save(folder: Path, step: int, seed: int = 0, keep: int = 99) -> Path:
     return checkpoint.save(
         folder, step=step, optimizer=_state(seed), model=MODEL, tokenizer={"name": "bytes"}, config={"seed": seed},
-        keep=keep,
+        keep=keep, before=step,
     )  # fmt: skip
 
 

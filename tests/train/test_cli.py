@@ -90,7 +90,7 @@ def test_a_loss_that_is_lost_is_one_line_and_ends_the_job(text: Path, tmp_path: 
     began = time.monotonic()
     flags = ["--steps", "50", "--save-every", "1", "--lr", "1e30", "--warmup-steps", "0", "--weight-decay", "0"]
     done = _run("--data", text, "--out", tmp_path, *flags)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < SECONDS / 2
     assert done.returncode == 1 and "Traceback" not in done.stderr
     (error,) = _errors(done)
     said = re.search(r"step (\d+): expected a finite (loss|gradient norm), got (nan|inf) \(first in .*--lr", error)
