@@ -1,11 +1,11 @@
 """Collectives of the ranks of one host through their segment, in stages of a slot each.
 
 A stage has up to three steps, and every rank a word that counts each of them.  PUT: it has copied what
-others need to its slot.  REDUCED: it has reduced its own part, and copied it to the result slot.  GOT: it has
-copied what it wants, and reads nothing more of this stage.  A slot is filled again when every rank has got
-what it wanted of the stage DEPTH before, and not ahead of its stage: that would push this one's data out of
-the core's cache.  So data crosses the memory bus once each way and all else stays in the caches (Jain et
-al., "Framework for Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
+others need to its slot.  REDUCED: it has reduced its own part, and copied it over what the next rank had put
+for it.  GOT: it has copied what it wants, and reads nothing more of this stage.  A slot is filled again when
+every rank has got what it wanted of the stage DEPTH before, and not ahead of its stage: that would push this
+one's data out of the core's cache.  So data crosses the memory bus once each way and all else stays in the
+caches (Jain et al., "Framework for Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ class SharedCollectives:
             if b is not None or result is not None:
                 plans.sum(reduction, contributions, part)
             if result is not None:
-                # Not reduced to there: lines that others hold are written faster by a copy, which need not read them.
                 result[...] = part
                 words[mine + REDUCED] = stage + 1
                 if not self._reached(peers[REDUCED], stage + 1):

@@ -20,6 +20,8 @@ Step = Callable[[int, int, int], None]  # slot, first element, end
 
 ONE_SHOT_BYTES = 64 * 1024
 """The largest all_reduce that every rank reads from all others and reduces itself, with one wait less."""
+WHOLE_BYTES = 512 * 1024
+"""The most of a slot that is filled to be read whole: more would not stay in a core's second-level cache."""
 MOST_PARTS = 64
 """Divisions of a stage that are kept."""
 _ALIGN = 64
@@ -67,10 +69,10 @@ class Plans:
         return plan(self, o) if plan is not None and o.algorithm == "auto" else None
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
-        """The slots as arrays of ``dtype``: by rank, the result slots last, and by stage % DEPTH."""
+        """The slots as arrays of ``dtype``, by rank and by stage % DEPTH."""
         slots = self._slots.get(dtype)
         if slots is None:
-            typed = self._data.view(dtype).reshape(self.size + 1, DEPTH, self.block // dtype.itemsize)
+            typed = self._data.view(dtype).reshape(self.size, DEPTH, self.block // dtype.itemsize)
             slots = self._slots[dtype] = [list(slots) for slots in typed]
         return slots
 
@@ -99,13 +101,12 @@ class Plans:
         if parts is None:
             if len(self._parts) == MOST_PARTS:
                 self._parts.clear()
-            slots = self.typed(reduction.carrier)[: self.size]
-            results = self.typed(reduction.dtype.numpy)[self.size]
-            parts = [self._divide(reduction, length, *slot) for slot in zip(results, *slots, strict=True)]
+            slots = self.typed(reduction.carrier)
+            parts = [self._divide(reduction, length, *slot) for slot in zip(*slots, strict=True)]
             self._parts[key] = parts
         return parts
 
-    def _divide(self, reduction: Reduction, length: int, results: Array, *slots: Array) -> Parts:
+    def _divide(self, reduction: Reduction, length: int, *slots: Array) -> Parts:
         mine = slots[self.rank]
         if length * reduction.dtype.itemsize <= self.one_shot_bytes:
             everything = slice(0, length)
@@ -116,7 +117,13 @@ class Plans:
         own = parts[self.rank]
         others = [part for part in (slice(0, own.start), slice(own.stop, length)) if part.stop > part.start]
         put = [(mine[part], part) for part in (others if reduction.is_plain else [slice(0, length)])]
-        return Parts(own, put, [s[own] for s in slots], results[own], [(results[part], part) for part in others])
+        # Over what the next rank put for it: its core has just read these lines, and nobody else will.
+        results = [
+            slots[(r + 1) % self.size][part].view(reduction.dtype.numpy)[: part.stop - part.start]
+            for r, part in enumerate(parts)
+        ]
+        get = [(result, parts[r]) for r, result in enumerate(results) if r != self.rank and result.size]
+        return Parts(own, put, [s[own] for s in slots], results[self.rank], get)
 
     # The operations.
 
@@ -154,7 +161,7 @@ class Plans:
         def get(slot: int, a: int, b: int) -> None:
             out[a:b] = slots[slot][: b - a]
 
-        per_stage = self.block // x.itemsize
+        per_stage = min(self.block, WHOLE_BYTES) // x.itemsize
         if self.rank == root:
             return Plan(x.size, per_stage, (), put=put)
         return Plan(x.size, per_stage, (root,), get=get)
@@ -174,7 +181,7 @@ class Plans:
             for r in self.peers:
                 out[r, a:b] = slots[r][slot][: b - a]
 
-        per_stage = self.block // x.itemsize
+        per_stage = min(self.block, WHOLE_BYTES) // x.itemsize
         if out is None:
             return Plan(x.size, per_stage, (), put=put)
         return Plan(x.size, per_stage, self.peers, put=put, get=get)

@@ -40,8 +40,8 @@ FAILURE_BYTES = 4096
 
 DEPTH = 2
 """Slots of a rank: one is filled while the other is read."""
-BLOCK_BYTES = 512 * 1024
-"""A slot: large enough that its waits cost little, small enough that two stay in a core's second-level cache."""
+BLOCK_BYTES = 1024 * 1024
+"""A slot: large enough that its waits cost little, small enough that what one rank reads of it stays in its cache."""
 SLOTS_BYTES = 16 << 20
 """All slots of a segment: many ranks have smaller ones."""
 MAX_RANKS = 256
@@ -103,8 +103,8 @@ class _Layout:
         self.texts = 8 * (self.rings + RING * size)
         self.failure_text = self.texts + TEXTS * TEXT_BYTES * size
         self.data = -(-(self.failure_text + FAILURE_BYTES) // 4096) * 4096
-        self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * (size + 1)) // 4096 * 4096)
-        self.total = self.data + DEPTH * self.block * (size + 1)
+        self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
+        self.total = self.data + DEPTH * self.block * size
 
     def line(self, rank: int) -> int:
         return self.lines + _LINE * rank
