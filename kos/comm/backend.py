@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,13 @@ from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
+
+
+class Messages(Transport, Protocol):
+    """A transport that lets go of what is given up."""
+
+    def forget(self, given_up: Callable[[Any], bool]) -> None:
+        """Nobody waits any more for these messages: their memory is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +74,7 @@ class Backend(ABC):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
         self.engine = engine or Engine()
-        self.transport: Transport
+        self.transport: Messages
         self._staging = Staging(self.engine)
         self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
 
@@ -171,7 +178,11 @@ class Backend(ABC):
 
     def missing(self, operation: Operation) -> str:
         """At a timeout: which ranks did not arrive, as far as known."""
-        return "which ranks did not arrive is not known"
+        if operation.collective:
+            return "which ranks did not arrive is not known"
+        if operation.src is None:
+            return f"rank {operation.dst} did not receive"
+        return f"rank {operation.src} sent nothing with tag {operation.recv_tag}"
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         """What to raise for an error in an operation; also leaves its memory safe to give back."""
@@ -192,11 +203,16 @@ class Backend(ABC):
         if everybody_came is None:
             yield from carry(o)
             return
-        while not everybody_came():  # calls are compared before a byte moves: lengths that differ are not MPI's to meet
-            yield
-        for _ in carry(o):
-            everybody_came()  # raises where waiting would not end
-            yield
+        try:
+            while not everybody_came():  # before a byte moves: lengths that differ are not MPI's to meet
+                yield
+            for _ in carry(o):
+                everybody_came()  # raises where waiting would not end
+                yield
+        except BaseException:
+            tag = self._tag(o)
+            self.transport.forget(lambda message: message.tag == tag)
+            raise
 
     def _carry(self, o: Operation, collective: str, **spaces: Array) -> Steps:
         """Run one staged collective, natively or as a schedule."""
@@ -312,8 +328,7 @@ class Backend(ABC):
             if wrong is not None:
                 raise wrong
         except BaseException:  # given up, by a timeout for one: these alone, whatever else has their tag
-            for request in requests:
-                request.forget()
+            self.transport.forget(lambda message: message in requests)
             raise
 
     def _exchange(self, o: Operation, send: list[Array], recv: list[Array]) -> Steps:

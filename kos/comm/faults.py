@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,8 +23,9 @@ from kos.comm.operation import Operation
 from kos.errors import CollectiveError, InvalidArgument, KosError
 
 if TYPE_CHECKING:
+    from kos.comm.backend import Messages
     from kos.comm.rendezvous import ThreadGroup
-    from kos.comm.schedules.execute import Request, Transport
+    from kos.comm.schedules.execute import Request
 
 Array = np.ndarray[Any, Any]
 
@@ -102,7 +103,7 @@ class _Packet(NamedTuple):
 class FaultyTransport:
     """The transport of one rank of a group while a plan holds."""
 
-    def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Transport) -> None:
+    def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Messages) -> None:
         self._plan, self._group, self._rank, self._inner = plan, group, rank, inner
         self._faults: dict[int, list[Fault]] = {}  # by tag
         self._said: dict[int, str] = {}  # the operations, by tag
@@ -137,6 +138,9 @@ class FaultyTransport:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         return self._inner.irecv(array, peer, tag)
+
+    def forget(self, given_up: Callable[[Any], bool]) -> None:
+        self._inner.forget(given_up)
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         key = peer, tag
@@ -187,7 +191,7 @@ class FaultyTransport:
                 self._inner.isend(ready.data, peer, tag)
 
 
-SENT: Any = SimpleNamespace(done=lambda: True, forget=lambda: None)
+SENT: Any = SimpleNamespace(done=lambda: True)
 """The request of a send whose data is copied already."""
 
 

@@ -70,9 +70,7 @@ class HostBackend(Backend):
 
     def missing(self, operation: Operation) -> str:
         if not operation.collective:
-            if operation.src is None:
-                return f"rank {operation.dst} did not receive"
-            return f"rank {operation.src} sent nothing with tag {operation.recv_tag}"
+            return super().missing(operation)
         if self._calls is not None and (late := self._calls.missing(operation)):
             return f"ranks {late} did not arrive"
         if self._shared is not None and (behind := self._shared.behind()):
@@ -95,33 +93,38 @@ class HostBackend(Backend):
             yield from self._calls.gone()
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
-        if not ends_group(operation, error) or self._calls is None:
+        if not ends_group(operation, error):
             return super().failed(operation, error)
-        if operation.collective and isinstance(error, KosError):
+        if operation.collective and isinstance(error, KosError) and self._calls is not None:
             try:
                 self._calls.check(operation)
             except KosError as known:  # the ranks of the host know better what it met on its way
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
-        failure = super().failed(operation, error)
-        self._calls.fail(failure, self.ended_by(operation))
+        first, failure = self.broken is None, super().failed(operation, error)
+        sequence = operation.sequence if operation.collective else self.begun
+        if self._calls is not None:
+            self._calls.fail(failure, sequence)
+        if first:
+            self.tell(failure, sequence)
         return failure
 
-    def ended_by(self, failed: Operation) -> int:
-        """The first collective that is not completed after that has failed."""
-        if failed.collective:
-            return failed.sequence
+    def tell(self, failure: KosError, sequence: int) -> None:
+        """Have the ranks of other hosts, too, raise it from collective ``sequence`` on."""
+
+    @property
+    def begun(self) -> int:
+        """Collectives that this rank has begun: the sequence number of its next one."""
         return self._begun if self._calls is None else self._calls.begun
 
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
         if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
-            lost = RankLost(f"rank {self.rank} is gone: {reason}")
-            self._calls.fail(lost, self.stops_at(self._calls.begun))
+            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), self.stops_at())
 
-    def stops_at(self, begun: int) -> int:
-        """The first collective that this rank does not complete if it goes now, having begun so many."""
+    def stops_at(self) -> int:
+        """The first collective that this rank does not complete if it goes now."""
         mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
-        return min((operation.sequence for operation in mine if operation.collective), default=begun)
+        return min((operation.sequence for operation in mine if operation.collective), default=self.begun)
 
     def abort(self, reason: str) -> None:
         self.part(reason)

@@ -106,9 +106,7 @@ class MockBackend(Backend):
 
     def missing(self, operation: Operation) -> str:
         if not operation.collective:
-            if operation.src is None:
-                return f"rank {operation.dst} did not receive"
-            return f"rank {operation.src} sent nothing with tag {operation.recv_tag}"
+            return super().missing(operation)
         with self._group.world.lock:
             calls = self._room.calls.get(operation.sequence, {})
             late = [rank for rank in range(self.size) if rank not in calls]
@@ -120,9 +118,6 @@ class MockBackend(Backend):
         failure = super().failed(operation, error)
         if ends_group(operation, error):
             self._group.fail(type(failure), str(failure))  # all hear of the first, not of the next
-        if operation.collective:
-            mine = self.rank, self._tag(operation)
-            self._mailboxes.forget(lambda receive: receive.key[1:] == mine)
         return failure
 
 
@@ -146,7 +141,7 @@ class _Mailboxes:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         key = (peer, self._rank, tag)
-        receive = _Receive(self, self._group, key, array)
+        receive = _Receive(self._group, key, array)
         with self._group.world.lock:
             message = take(self._room.sent, key)
             if message is not None:
@@ -161,25 +156,24 @@ class _Mailboxes:
             return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self._rank, tag)})
 
     def forget(self, given_up: Callable[[_Receive], bool]) -> None:
-        """Nobody waits any more for these messages to this rank: their memory is given back."""
         with self._group.world.lock:
-            drop(self._room.posted, given_up)
+            drop(self._room.posted, lambda receive: receive.dst == self._rank and given_up(receive))
 
 
 class _Receive:
-    __slots__ = ("_array", "_done", "_error", "_group", "_mailboxes", "key")
+    __slots__ = ("_array", "_done", "_error", "_group", "dst", "src", "tag")
 
-    def __init__(self, mailboxes: _Mailboxes, group: ThreadGroup, key: Key, array: Array) -> None:
-        self._mailboxes, self._group, self.key, self._array = mailboxes, group, key, array
+    def __init__(self, group: ThreadGroup, key: Key, array: Array) -> None:
+        self._group, self._array = group, array
+        self.src, self.dst, self.tag = key
         self._done, self._error = False, ""
 
     def deliver(self, message: Array) -> None:
         """Take the message; the caller holds the lock of the world."""
         array = self._array
         if message.dtype != array.dtype or message.size != array.size:
-            src, dst, _ = self.key
             expected, got = ((each.nbytes, each.dtype) for each in (array, message))
-            self._error = str(wrong_message(dst, expected, src, got))
+            self._error = str(wrong_message(self.dst, expected, self.src, got))
             return  # the receiver raises: the sender is done with its message
         np.copyto(array, message)
         self._done = True
@@ -187,19 +181,16 @@ class _Receive:
     def done(self) -> bool:
         if self._done:
             return True
-        group, src = self._group, self.key[0]
+        group = self._group
         with group.world.lock:
             if self._done:
                 return True
             if self._error:
                 raise CollectiveMismatch(self._error)
             group.raise_failure()
-            if (why := group.departed(src)) is not None:
-                raise RankLost(f"rank {src} is gone: {why}")
+            if (why := group.departed(self.src)) is not None:
+                raise RankLost(f"rank {self.src} is gone: {why}")
         return False
-
-    def forget(self) -> None:
-        self._mailboxes.forget(lambda receive: receive is self)
 
 
 class _WakeUp:

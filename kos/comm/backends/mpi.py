@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import Probe, ends_group
+from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
 from kos.comm.backends.mpi_messages import LARGEST, TAGS, UNSENT, Messages, News, as_bytes
 from kos.comm.fingerprints import Fingerprints
@@ -89,17 +89,13 @@ class MPIBackend(HostBackend):
         with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
             if self._messages.failure is not None:  # which this rank may have heard alone, in a message
                 self._messages.tell_failure(*self._messages.failure)
-            self._messages.tell("gone", self.stops_at(self._begun), reason)
+            self._messages.tell("gone", self.stops_at(), reason)
 
     def abort(self, reason: str) -> None:
         super().abort((UNSENT if self._messages.sending() else "") + reason)
         if mpi_job.fault_tolerant() and not self._MPI.Is_finalized():
             for comm in self._comms:
                 comm.Revoke()  # ranks of other hosts hear it by this
-        for request in self._requests.values():
-            mpi_job.keep_unfinished(request)
-        self._requests.clear()
-        self._messages.forget(lambda message: True)
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         """Where the group spans hosts, an MPI_Allreduce of fingerprints compares them, and says that all have come."""
@@ -190,13 +186,9 @@ class MPIBackend(HostBackend):
             time.sleep(0.001)
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
-        if operation.collective:
-            request = self._requests.pop(operation.sequence, None)
-            if request is not None:
-                mpi_job.keep_unfinished(request)
-            tag = self._tag(operation)
-            self._messages.forget(lambda message: message.tag == tag)
         MPI = self._MPI
+        if operation.collective and (request := self._requests.pop(operation.sequence, None)) is not None:
+            mpi_job.keep_unfinished(request)
         if isinstance(error, MPI.Exception):
             named: KosError = CollectiveError(f"{operation}: MPI: {error.Get_error_string()}")
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
@@ -209,13 +201,12 @@ class MPIBackend(HostBackend):
             error = named
         if isinstance(error, RankLost):
             mpi_job.see_loss(str(error))
-        first, failure = self.broken is None, super().failed(operation, error)
-        if first and ends_group(operation, error):
-            sequence = self.ended_by(operation)
-            self._messages.heed(sequence, failure)
-            with contextlib.suppress(MPI.Exception):
-                self._messages.tell_failure(sequence, failure)
-        return failure
+        return super().failed(operation, error)
+
+    def tell(self, failure: KosError, sequence: int) -> None:
+        self._messages.heed(sequence, failure)
+        with contextlib.suppress(self._MPI.Exception):
+            self._messages.tell_failure(sequence, failure)
 
 
 def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> bool:

@@ -194,7 +194,7 @@ class Messages:
         return sorted(flying | {peer for peer, posted in self._posted if posted == tag})
 
     def forget(self, given_up: Callable[[_Message], bool]) -> None:
-        """Nobody waits for these messages any more; MPI keeps the memory that it has."""
+        """MPI keeps the memory that it has."""
         drop(self._posted, given_up)
         for message in [message for message in self.flying if given_up(message)]:
             mpi_job.keep_unfinished(message.request)
@@ -249,9 +249,6 @@ class _Message:
         if error is not None and self._looks == 0:
             raise error
         self._looks = self._transport.looks if error is None else -_LAST_POLLS
-
-    def forget(self) -> None:
-        self._transport.forget(lambda message: message is self)
 
 
 def as_bytes(array: Array, MPI: Any) -> list[Any]:

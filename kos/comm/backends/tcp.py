@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Probe, ends_group
+from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
 from kos.comm.backends.tcp_messages import BYE, CALL, FAILED, LEFT, Peer
 from kos.comm.fingerprints import Fingerprints, described
@@ -105,16 +105,8 @@ class TCPBackend(HostBackend):
         tag = self._tag(operation)
         return sorted(rank for rank, peer in self._mesh.peers.items() if peer.awaits(tag))
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        first = self.broken is None
-        failure = super().failed(operation, error)
-        if operation.collective:
-            tag = self._tag(operation)
-            for peer in self._mesh.peers.values():
-                peer.forget(lambda message: message.tag == tag)
-        if first and ends_group(operation, error):
-            self._mesh.fail(COLLECTIVE_TAGS + self.ended_by(operation), failure)
-        return failure
+    def tell(self, failure: KosError, sequence: int) -> None:
+        self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)
 
 
 class Poller:
@@ -170,6 +162,10 @@ class Mesh:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         return self.peers[peer].receive(array, tag)
+
+    def forget(self, given_up: Callable[[Any], bool]) -> None:
+        for peer in self.peers.values():
+            peer.forget(given_up)
 
     def begin(self, o: Operation, tag: int, fingerprints: Fingerprints) -> None:
         """Compare ``o`` with what other ranks called as their collective of that tag, and told or will tell."""

@@ -61,9 +61,6 @@ class _Message:
             self.peer.check(self.tag)
         return self.complete
 
-    def forget(self) -> None:
-        self.peer.forget(lambda message: message is self)
-
 
 class _Arrival(NamedTuple):
     """A message that came: its bytes, or the number of one that waits for room."""

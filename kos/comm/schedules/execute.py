@@ -35,9 +35,6 @@ class Request(Protocol):
     def done(self) -> bool:
         """Whether the buffer may be reused (send) or read (receive).  Makes progress, never blocks; raises."""
 
-    def forget(self) -> None:
-        """Nobody waits for it any more: let go of its memory."""
-
 
 class Transport(Protocol):
     """Non-blocking messages; those of one pair of ranks under one tag arrive in the order they were sent."""
