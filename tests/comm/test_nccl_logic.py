@@ -481,6 +481,44 @@ def test_windows_wait_until_all_have_joined(fake: FakeNCCL, monkeypatch: pytest.
         backend.allocate(3, np.int32)
 
 
+def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its array is gone as soon as a call is queued: the next ``allocate`` waits, and frees it, or the end does."""
+    log, over, memory = list[Any](), list[int](), list[Memory]()
+
+    def allocate(nbytes: int) -> int:
+        memory.append(Memory(nbytes))
+        return memory[-1].pointer
+
+    def query(stream: int) -> tuple[int]:
+        log.append("looked")
+        return (over.pop() if over else 0,)
+
+    monkeypatch.setattr(nccl_binding, "allocate", allocate)
+    monkeypatch.setattr(nccl_binding, "register", lambda comm, pointer, nbytes: pointer + 1)
+    monkeypatch.setattr(nccl_binding, "deregister", lambda comm, window: log.append(("deregister", window - 1)))
+    monkeypatch.setattr(nccl_binding, "free", lambda pointer: log.append(("free", pointer)))
+    driver.cu.cuStreamQuery = query
+    comm = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+    x, lives_on = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
+    first, last = x.pointer, lives_on.pointer
+    comm.all_reduce(x)
+    comm.all_reduce(lives_on)  # or the last operation keeps its array
+    log.clear()
+    del x
+    assert not log, "freed behind a call that has not run"
+    over.append(driver.cu.CUresult.CUDA_ERROR_NOT_READY)
+    y = comm.allocate(6, np.float32)
+    assert log == ["looked", "looked", ("deregister", first), ("free", first)]
+    second = y.pointer
+    del y
+    comm.close()
+    assert log[4:] == [("deregister", second), ("free", second)]
+    del lives_on
+    assert log[6:] == [], "the last operation has it"
+    comm.backend._last = None
+    assert log[6:] == [("free", last)]
+
+
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     class NCCLError(Exception):
         status = 6

@@ -67,6 +67,7 @@ class NCCLBackend(DeviceBackend):
         self._met_together: set[tuple[int, frozenset[_Kind]]] = set()  # which batches have: how many, and what
         self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
         self._token = Scratch(4, self.device)
+        self._dropped: list[tuple[int, Any]] = []  # windows whose arrays are gone; what is queued may use them still
         self._launchers: dict[str, Callable[[Operation], Launch]] = {
             "all_reduce": self._prepare_all_reduce,
             "reduce": self._prepare_reduce,
@@ -162,6 +163,7 @@ class NCCLBackend(DeviceBackend):
         except KosError as error:  # no call has needed it
             log.warning("rank %d: %s", self.rank, error)
             comm = None
+        self._free_dropped()
         self._comm = None
         if comm is not None:
             self.bounded(lambda: binding.destroy(comm), self.timeout, "nccl: close")
@@ -212,8 +214,14 @@ class NCCLBackend(DeviceBackend):
     # Memory that NCCL reaches best.
 
     def allocate(self, shape: Shape, dtype: Any) -> Array:
-        """An array in a symmetric window: memory that all ranks map, for NCCL's fastest kernels.  Collective."""
+        """An array in a symmetric window: memory that all ranks map, for NCCL's fastest kernels.  Collective.
+
+        Waits for what is queued if arrays of windows are gone, whose memory is freed then.
+        """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
+        if self._dropped:
+            self.synchronize()
+            self._free_dropped()
         count = 1
         for size in shape:
             count *= size
@@ -224,11 +232,18 @@ class NCCLBackend(DeviceBackend):
         return Array(pointer, shape, dtype, self.device, owner=Window(self, pointer, window))
 
     def release(self, pointer: int, window: Any) -> None:
-        """Give back what ``allocate`` took; called when its last array goes."""
+        """The last array of a window is gone: behind a call that has not run, or while a graph is captured."""
+        self._dropped.append((pointer, window))
+        if self._made is None:  # that was ended, with all that it had in flight
+            self._free_dropped()
+
+    def _free_dropped(self) -> None:
         with driver.on_device(self.device):
-            if self._comm is not None:
-                binding.deregister(self._comm, window)
-            binding.free(pointer)
+            while self._dropped:
+                pointer, window = self._dropped.pop()
+                if self._made is not None:
+                    binding.deregister(self._made, window)
+                binding.free(pointer)
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Address of memory that operations on ``stream`` use one after another.
