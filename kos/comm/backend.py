@@ -110,7 +110,9 @@ class Backend(ABC):
     def abort(self, reason: str) -> None:  # noqa: B027
         """Give up on everything in flight without waiting for anybody; ranks that can be told hear why."""
 
-    def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:  # noqa: B027
+    def synchronize(  # noqa: B027
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
         """Wait on the host for what is queued on a GPU."""
 
     def allocate(self, shape: Any, dtype: Any) -> Any:

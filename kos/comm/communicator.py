@@ -193,16 +193,23 @@ class Communicator(Operations):
         group = Group(self.recorder, name, ranks, rendezvous.rank, backend.name)
         return Communicator(backend, rendezvous, self.probes, self._timeout, group)
 
-    def synchronize(self, timeout: float | None = None, stream: Any = None) -> None:
+    def synchronize(
+        self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None
+    ) -> None:
         """Wait on the host for all operations of this communicator, at most ``timeout`` seconds for each.
 
         Raises what failed, if nobody has heard of it yet, and a failure of the communicator again.  This is where
         failures of operations on a GPU are learned of, besides the waits of a Work and the next call.  ``stream``:
-        wait for everything on that stream instead, replays of captured graphs included.
+        wait for everything on that stream instead, replays of captured graphs included; ``until``, likewise: wait
+        until that function, an event's ``done`` for one, returns True.
         """
         limit = self._timeout if timeout is None else check_timeout(timeout)
         handle = None if stream is None else self._stream(stream)
         self.backend.check_fit("synchronize")
+        if until is not None:
+            if self.device is None or not callable(until):
+                raise InvalidArgument(f"until: expected None, or a function where GPUs are used, got {until!r}")
+            return self.backend.synchronize(limit, handle, until)
         engine = self.backend.engine
         for work in [*engine.untold, *engine.outstanding()]:
             if self.backend.owns(work):

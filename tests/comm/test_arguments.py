@@ -226,6 +226,7 @@ WRONG: dict[str, list[Any]] = {
     "counts": [None, 4, "ab", [4], [4, 4, 4], [4, -4], [4, "4"], [4.0, 4.0], [True, 4], np.zeros((2, 2), int)],
     "op": [None, "sum", 1, sum, ReduceOp, [ReduceOp.SUM], PremulSum(None), PremulSum("2")],  # type: ignore[arg-type]
     "stream": [0, 5, "x", object()],
+    "until": [0, "x", lambda: True],
     "timeout": ["1", 0, -1.0, NAN, True, [1], np.zeros(1)],
     "algorithm": [None, 5, "", "magic", ["ring"], np.zeros(2)],
     "async_op": [None, 2, "yes", [], np.zeros(2)],

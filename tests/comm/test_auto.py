@@ -24,7 +24,7 @@ from kos.comm.backends.peer import PeerBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
-from kos.cuda import driver
+from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, RankLost
 from kos.memory import as_buffer
 from kos.memory.array import Array
@@ -32,6 +32,7 @@ from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
 from tests.comm.gpu_ranks import noting_who_adds
 from tests.comm.ranks import SUMS_IN_16_BITS
 from tests.comm.shared_ranks import SharedOnly
+from tests.comm.test_nccl_logic import Stream
 from tests.comm.test_tuning import GPU, LINK, changed
 
 SIZE = 2
@@ -441,6 +442,33 @@ def test_the_parts_take_turns(fake: FakeNCCL) -> None:
         taken = [pair for pair in list(seen) if order in pair]
         waits = ((5, 8), (6, 8), (7, 5), (7, 6), (8, 5), (8, 6))
         assert taken == [each for s, b in waits for each in ((order, b), (s, order))]
+
+    run(body)
+
+
+def test_streams_of_a_batch_that_were_waited_for_are_not_asked_again(fake: FakeNCCL) -> None:
+    """They may be gone."""
+    alive, cu = {streams.LEGACY, 99}, driver.cu
+
+    def query(stream: int) -> tuple[int, int]:
+        assert stream in alive, f"a stream that is gone: {stream}"
+        return 0, 0
+
+    cu.cuStreamIsCapturing, cu.cuStreamQuery = query, lambda stream: query(stream)[:1]
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        small, large = zeros(8), [zeros(9000) for _ in range(2)]
+        for one in (True, False):
+            mine = [Stream(1000 * (comm.rank + 1) + 10 * one + k, alive) for k in range(2)]
+            with comm.batch():
+                for x, stream in zip(large, mine, strict=True):
+                    comm.all_reduce(x, stream=stream)
+            for each in (None,) if one else mine:
+                comm.synchronize(stream=each)
+            each = None
+            del mine, stream
+            comm.all_reduce(small)
+        assert log == ["peer"] * 2  # of a batch nothing is noted
 
     run(body)
 

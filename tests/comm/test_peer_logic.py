@@ -286,6 +286,51 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(ranks: ThreadRanks, how: s
     ranks.run_bare(body)
 
 
+def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(ranks: ThreadRanks) -> None:
+    """Of its calls the communicator knows nothing, and it runs to its end."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        looks, engine = iter((False, True)), comm.backend._engine
+        x = Array.zeros(4, np.float32, 0)
+        comm.all_reduce(x)
+        comm.synchronize(until=lambda: next(looks))
+        assert not list(looks), "asked until it was over"
+        engine.timeout = 0.3
+        if rank < SIZE - 1:
+            engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
+            late = rf"rank {SIZE - 1} did not arrive within 0.3 s|rank [01] has given up"
+            with pytest.raises(CollectiveError, match=f"all_reduce #0 .*: ({late})"):
+                comm.synchronize(until=lambda: True)
+            with pytest.raises(CollectiveError, match="failed before"):
+                comm.synchronize(until=lambda: True)
+        rendezvous.barrier()
+        comm.abort()
+
+    ranks.run_bare(body)
+
+
+def test_addresses_mean_nothing_once_their_window_is_freed(
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not either where the memory that was asked for then is not to be had."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x = comm.allocate(4, np.float32)
+        comm.all_reduce(x)
+        comm.barrier()
+        assert len(comm.backend._known) == 2
+        del x
+        comm.rendezvous.barrier()
+        monkeypatch.setattr(peer_backend, "SymmetricMemory", lambda *arguments: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            comm.allocate(4, np.float32)
+        assert not comm.backend._windows and not comm.backend._known
+
+    ranks.run(body)
+
+
 def test_abort_ends_a_wait(ranks: ThreadRanks) -> None:
     def body(rendezvous: Rendezvous) -> None:
         engine = PeerEngine(rendezvous, 0, timeout=20.0)

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos.cuda import unavailable
-from kos.errors import ConfigError, TrainingError
+from kos.errors import ConfigError, RankLost, TrainingError
 from kos.testing import spawn
 from kos.train import checkpoint, engines, llama_config, loop
 from kos.train.config import TrainConfig, parse
@@ -276,6 +276,24 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, monkey
     rows = train(text, tmp_path / "skips", skip_outliers=1e6)
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[2]["grad_norm"] is None
     assert np.isfinite(rows[3]["loss"]) and [row.get("skipped") for row in rows] == [None, None, True, None]
+
+
+def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monkeypatch):
+    """A graph goes on without what it waited for; its numbers are neither logged nor saved."""
+    late, synchronize = RankLost("all_gather #9: rank 1 is gone"), DeviceComm.synchronize
+
+    def failing(self, until=None):
+        synchronize(self, until)
+        if until is not None and self.looks == 3:
+            raise late
+        self.looks += until is not None
+
+    monkeypatch.setattr(DeviceComm, "looks", 0, raising=False)
+    monkeypatch.setattr(DeviceComm, "synchronize", failing)
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        train(text, tmp_path, ranks=2)
+    assert column(read_metrics(tmp_path / "metrics.jsonl"), "step") == [1, 2, 3]
+    assert checkpoint.find(tmp_path).step == 2
 
 
 def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):

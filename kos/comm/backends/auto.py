@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
@@ -169,9 +169,14 @@ class AutoBackend(Backend):
             works.update(zip(map(id, mine), started, strict=True))
         return [works[id(o)] for o in operations]
 
-    def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:
-        for gpu in self.gpus:
-            gpu.synchronize(timeout, stream)
+    def synchronize(
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
+        former, last = self._turn
+        for gpu in self.gpus if until is None else (former,):  # which looks at what all have found
+            gpu.synchronize(timeout, stream, until)
+        if until is None:  # streams that hold nothing any more may be gone
+            self._turn = former, [each for each in last if stream not in (None, each)]
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
         return self._ordered.allocate(shape, dtype)

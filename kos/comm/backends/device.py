@@ -281,17 +281,21 @@ class DeviceBackend(HostBackend):
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
         except Exception as error:
             self._give_up(o, error)
-        reached(o, time.time_ns())
 
-    def synchronize(self, timeout: float | None = None, stream: int | None = None) -> None:
-        """Wait on the host for what this communicator has queued, or for everything on ``stream``."""
+    def synchronize(
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
+        """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
         self.check_fit("synchronize")
+        last = self._last or Operation("synchronize", self.rank)
+        if until is not None:
+            return self.wait_on_host(last, until, timeout or self.timeout)
         streams = set(self._streams) if stream is None else {stream}
         if stream is None and self._flying:
             streams.add(self.side)
-        last = self._last or Operation("synchronize", self.rank)
         for each in streams:
             self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
+        reached(last, time.time_ns())
         for each in streams:
             self._streams.pop(each, None)
         if stream is None:
@@ -415,6 +419,7 @@ class DeviceWork(Work):
         self.backend.check_fit(self.operation)
         timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
         self.backend.wait_on_host(self.operation, self.over, timeout)
+        reached(self.operation, time.time_ns())
         return self.wait()
 
     def cancel(self, error: KosError) -> None:

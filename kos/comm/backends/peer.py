@@ -115,12 +115,12 @@ class PeerBackend(DeviceBackend):
         """A symmetric array.  Collective, with one size; frees what all ranks have let go of by now."""
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
         self._free_dropped()
+        self._known.clear()  # an address may become another's
         nbytes = prod(shape) * dtype.itemsize
         memory = SymmetricMemory(self._rendezvous, max(nbytes, 1), self.device)
         number, self._made = self._made, self._made + 1
         self._windows[number] = memory
         self._engine.register(memory)
-        self._known.clear()  # the address may have been another's
         return Array(memory.pointer, shape, dtype, self.device, owner=Window(self, memory.pointer, number))
 
     def is_symmetric(self, o: Operation) -> bool:
