@@ -28,6 +28,7 @@ except ImportError:
 
 from benchmarks.collectives import report
 from kos import cuda
+from kos.cuda import streams
 from kos.cuda.kernels import load_kernel
 from kos.files import check_writable
 from kos.memory.arena import Arena
@@ -455,13 +456,8 @@ class Zoo:
         times = [self._time(all_of_them) for _ in range(7)]
         return statistics.median(times[2:]) / (4 * len(runs))
 
-    def _time(self, run: Callable[[], None]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+    def _time(self, run: Callable[[], object]) -> float:
+        return 1e3 * streams.milliseconds(run, self.ops.stream)
 
 
 def _arrays(*tensors: torch.Tensor) -> list[Array]:

@@ -8,9 +8,10 @@ and its comparison with the other ranks' calls, which have come.  Nanoseconds a 
 from __future__ import annotations
 
 import threading
+import timeit
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter_ns, time_ns
+from time import time_ns
 
 import numpy as np
 
@@ -27,13 +28,7 @@ CALLS, RUNS = 2_000, 300
 
 
 def best(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(RUNS):
-        began = perf_counter_ns()
-        for _ in range(CALLS):
-            call()
-        times.append((perf_counter_ns() - began) / CALLS)
-    return min(times)
+    return min(timeit.repeat(call, number=CALLS, repeat=RUNS)) / CALLS * 1e9
 
 
 def example() -> Operation:

@@ -22,6 +22,7 @@ from benchmarks.collectives.cases import Case, busbw_factor
 from benchmarks.collectives.implementations import Call
 from benchmarks.collectives.measure import Job, Run
 from kos.comm.shared import open_segment
+from kos.cuda import streams
 
 _ROUNDS, _REPEATS = 200, 15
 _DEVICE_FLAG_ROUNDS = 1000
@@ -130,18 +131,12 @@ class DeviceLimits:
 
     def _us(self, calls: Sequence[Call]) -> float:
         """Time of ``calls`` on the stream."""
-        from kos.cuda.driver import call, cu
 
-        begun, ended = call(cu.cuEventCreate, 0), call(cu.cuEventCreate, 0)
-        call(cu.cuEventRecord, begun, self._handle)
-        for one in calls:
-            one()
-        call(cu.cuEventRecord, ended, self._handle)
-        call(cu.cuEventSynchronize, ended)
-        milliseconds = float(call(cu.cuEventElapsedTime, begun, ended))
-        call(cu.cuEventDestroy, begun)
-        call(cu.cuEventDestroy, ended)
-        return 1e3 * milliseconds
+        def run() -> None:
+            for one in calls:
+                one()
+
+        return 1e3 * streams.milliseconds(run, self._stream)
 
     def _graph_us(self, calls: Sequence[Call], replays: int) -> float:
         """The best time of one of ``calls`` in a graph of them."""

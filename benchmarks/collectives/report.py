@@ -11,13 +11,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks.collectives.cases import Case, bandwidths
 from benchmarks.collectives.implementations import Implementation
 from benchmarks.collectives.measure import Samples
+from kos.comm import nccl_binding
+from kos.train.machine import versions_of
 
 Row = dict[str, Any]
 
@@ -91,10 +92,13 @@ def document(rows: list[Row], device: int | None, limits: dict[str, float], skip
 def provenance(program: str, device: int | None, ranks: int) -> Row:
     """What every file of results begins with: the machine, the software, when and by which command."""
     hardware, driver = _gpu(device, ranks) if device is not None else (_cpu(), None)
+    versions = versions_of(PACKAGES)
+    if device is not None:
+        versions["libnccl"] = nccl_binding.version()
     return {
         "hardware": hardware,
         "driver": driver,
-        "versions": _versions(device is not None),
+        "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "command": command(program, sys.argv[1:]),
@@ -126,20 +130,6 @@ def _gpu(device: int, ranks: int) -> tuple[str, str]:
     module = next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
     number = int(call(cu.cuDriverGetVersion))
     return f"{ranks} x {device_info(device).name}", f"{module} (CUDA {number // 1000}.{number % 1000 // 10})"
-
-
-def _versions(gpu: bool) -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    if gpu:
-        from kos.comm import nccl_binding
-
-        versions["libnccl"] = nccl_binding.version()
-    return versions
 
 
 def commit() -> str | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ def limit_threads(comm: Communicator, threads: int | None = None) -> int:
     Ranks share the cores that they may all run on; where mpirun has bound each to its own, they share nothing.
     Collective.
     """
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    cores = sorted(os.sched_getaffinity(0))
     place = f"{host_id()} {cores}".encode()
     sharing = comm.all_gather_bytes(place).count(place)
     threads = threads or max(1, len(cores) // sharing)
@@ -66,16 +68,19 @@ def product_speed() -> float:
     return 2.0 * len(x) ** 3 / min(times)
 
 
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Of Python, and of those packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
 def provenance(comm: Communicator) -> dict[str, Any]:
     """Versions, ranks and git commit, for a run's config.json."""
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return {
-        "versions": versions,
+        "versions": versions_of(PACKAGES),
         "platform": platform.platform(),
         "blas": [f"{x['internal_api']} {x['version']} {x.get('architecture')}" for x in thread_pools().info()],
         "git_commit": git_commit(),
