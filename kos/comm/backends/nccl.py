@@ -18,6 +18,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from typing import Any
 
 from kos.comm import nccl_binding as binding
@@ -222,10 +223,7 @@ class NCCLBackend(DeviceBackend):
         if self._dropped:
             self.synchronize()
             self._free_dropped()
-        count = 1
-        for size in shape:
-            count *= size
-        nbytes, comm = max(count * dtype.itemsize, 1), self._comm
+        nbytes, comm = max(prod(shape) * dtype.itemsize, 1), self._comm
         with driver.on_device(self.device):
             pointer = binding.allocate(nbytes)
         window = self.bounded(lambda: binding.register(comm, pointer, nbytes), self.timeout, "nccl: window")

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kos.comm.backends.device import is_captured
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
-from kos.cuda.driver import call, cu
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.files import cache_folder, replace_file
 from kos.memory.array import Array
@@ -134,7 +134,7 @@ class Matmul:
         if stored is not None and self._usable(plan, stored):
             return plan._replace(algorithm=stored)
         candidates = self._candidates(plan, a, b, out if c is None else c, out)
-        if self._stored is None or len(candidates) == 1 or streams_capture(self.stream):
+        if self._stored is None or len(candidates) == 1 or is_captured(self.stream):
             return plan._replace(algorithm=candidates[0])
         best = self._fastest(plan, candidates, a, b, c, out)
         self._stored.put(name, best.tobytes().hex())
@@ -194,11 +194,6 @@ class Matmul:
             return min(streams.milliseconds(run, self.stream) for _ in range(1 + REPEATS))
 
         return min(candidates, key=least)
-
-
-def streams_capture(stream: int) -> bool:
-    """Whether ``stream`` is being captured into a graph."""
-    return bool(int(call(cu.cuStreamIsCapturing, stream)))
 
 
 def _alignment(array: Array) -> int:
