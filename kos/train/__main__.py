@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 Trainer(config, comm, stop).run()
             except Stopped:
                 head_start.unwanted.set()
+                head_start.weights.cache_clear()  # of which some are missing
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except (KosError, OSError, MemoryError) as error:

@@ -27,7 +27,7 @@ DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 
 unwanted = threading.Event()
-"""Set where nobody will ask for the weights any more: the end of a process waits for the threads that draw them."""
+"""Set where nobody will ask for the weights that are being drawn: the end of a process waits for those threads."""
 
 
 @lru_cache(maxsize=1)
@@ -81,5 +81,6 @@ def begin(config: TrainConfig, model: LlamaConfig | None) -> None:
 @lru_cache(maxsize=1)
 def weights(model: LlamaConfig, seed: int, rank: int, ranks: int) -> Future[np.ndarray]:
     """The rank's share of the initial weights, which is being drawn from the first call on; ``cache_clear`` lets go."""
+    unwanted.clear()
     threads = max(1, len(os.sched_getaffinity(0)) // ranks - 1)
     return ThreadPoolExecutor(1).submit(model.draw_share, model.shares(ranks)[rank], seed, threads, unwanted)
