@@ -64,6 +64,25 @@ class TCPRendezvous(Rendezvous):
         cards = self.allgather(card.encode())
         return self._child(ranks, cards[ranks[0]].decode(), listener) if ranks else None
 
+    def connect(self) -> dict[int, Connection]:
+        deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
+        if self._door is None:
+            return found
+        purpose = self.allgather(os.urandom(16))[0]
+        try:
+            for peer in range(self.rank):
+                found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
+            above, key = set(range(self.rank + 1, self.size)), self.network.key(purpose)
+            others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
+            found |= others
+            if missing:
+                raise RendezvousError(f"ranks {missing} did not connect in time")
+        except (OSError, RendezvousError) as error:
+            for connection in found.values():
+                connection.close()
+            raise RendezvousError(f"tcp: rank {self.rank} did not reach rank {len(found)}: {error}") from error
+        return found
+
     def check_shrink(self) -> None:
         if self.size > 1 and self._connection is None:
             raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
@@ -140,12 +159,11 @@ class TCPRendezvous(Rendezvous):
 
     def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Come together around the hub, which is this rank's if it has the listener."""
-        at = "-".join(map(str, ports))
-        where = f"rank 0 listens at {host or self.network.hub}:{at}"
-        if listener is not None and not self.network.loopback:
-            where = f"rank 0 listens at port {at}, for others to find by {self._address or 'the address they know'}"
         self._purpose = purpose
         if listener is not None:
+            where = f"{host or self.network.hub}:{ports[0]}"
+            if not self.network.loopback:
+                where = f"port {ports[0]}, for others to find by {self._address or 'the address they know'}"
             self._connection, hubs_end = pair()
             self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
             # If nobody closes the group, the others still get their last answers before the process ends.

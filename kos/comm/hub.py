@@ -84,7 +84,7 @@ class Hub(threading.Thread):
             absent = f"ranks {missing} of {self._size} did not come within {self.timeout:g} s"
             strangers = self._door.strangers
             refused = f"; callers that did not know the secret: {strangers}" if strangers else ""
-            self._fail(FAILED, f"rendezvous: {absent} ({self._where}{refused})")
+            self._fail(FAILED, f"rendezvous: {absent} (rank 0 listens at {self._where}{refused})")
 
     def _admit(self, rank: int, size: int, connection: Connection) -> None:
         """A process that knows the secret says which rank it is."""
@@ -97,7 +97,7 @@ class Hub(threading.Thread):
             problem = f"rank {rank} came twice: expected one process of each rank"
         if problem:
             # The job was started wrongly: everybody hears it, the newcomer too.
-            problem = f"rendezvous: {problem} ({self._where})"
+            problem = f"rendezvous: {problem} (rank 0 listens at {self._where})"
             connection.post(FAILED + problem.encode())
             with contextlib.suppress(OSError):
                 next(connection.flush(), None)

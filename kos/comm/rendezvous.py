@@ -26,7 +26,7 @@ class Rendezvous(ABC):
 
     What a backend may ask of it, by capability and never by type: ``threads`` (the ranks are threads of this
     process and hold this object in common), ``mpi_comm`` (an MPI communicator over the same ranks) and
-    ``network`` (how the ranks reach each other over TCP).
+    ``connect`` (makes a connection over TCP to every other rank: each calls those below it, and lets in those above).
     """
 
     rank: int
@@ -36,7 +36,7 @@ class Rendezvous(ABC):
     threads: ThreadGroup | None = None
     mpi_comm: Any = None
     news: Any = None  # what a backend keeps there for the groups split from this one too
-    network: Any = None
+    connect: Callable[[], dict[int, Any]] | None = None
     device: int | None = None
     """The GPU that this rank was told to use, by its number in this process."""
     _near: dict[int, int | None] | None = None

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import select
-import socket
 import time
 import weakref
 from collections.abc import Callable
@@ -25,9 +23,8 @@ from kos.comm.fingerprints import Fingerprints, described
 from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.schedules.execute import Request
-from kos.comm.tcp import Connection, Network, admit_all
 from kos.comm.work import Engine, Idle
-from kos.errors import KosError, RendezvousError
+from kos.errors import KosError
 
 Array = np.ndarray[Any, Any]
 
@@ -52,7 +49,7 @@ class TCPBackend(HostBackend):
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        if rendezvous.network is None:
+        if rendezvous.connect is None:
             return Probe(False, "the ranks did not meet over TCP (start with torchrun, srun, or RANK, WORLD_SIZE, …)")
         return Probe(True, "sockets between the ranks")
 
@@ -153,7 +150,8 @@ class Mesh:
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's last: fingerprint and description
         self._heard: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, where it has called nothing yet
         self._group = ""
-        self.peers = {rank: Peer(rank, self, sock) for rank, sock in _connect_all(rendezvous).items()}
+        assert rendezvous.connect is not None
+        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
         for peer in self.peers.values():
             poller.add(peer)
 
@@ -239,34 +237,3 @@ class Mesh:
             self.poller.progress()
         for peer in self.peers.values():
             peer.hang_up()
-
-
-def _connect_all(rendezvous: Rendezvous) -> dict[int, socket.socket]:
-    """A connection to every other rank: each rank calls those below it, then lets in those above."""
-    rank, size = rendezvous.rank, rendezvous.size
-    if size == 1:
-        return {}
-    network: Network = rendezvous.network
-    deadline = time.monotonic() + rendezvous.timeout
-    try:
-        listener = network.listen()
-    except OSError as error:
-        raise RendezvousError(f"tcp: rank {rank} cannot listen for the other ranks: {error}") from error
-    with listener:
-        card = [network.host, listener.getsockname()[1], os.urandom(16).hex()]
-        cards = [json.loads(c) for c in rendezvous.allgather(json.dumps(card).encode())]
-        found: dict[int, Connection] = {}
-        try:
-            for peer in range(rank):
-                host, port, purpose = cards[peer]
-                found[peer] = network.call(host, port, purpose.encode(), rank, size, deadline)
-            above = set(range(rank + 1, size))
-            others, missing = admit_all(listener, network.key(card[2].encode()), above, size, deadline)
-            found |= others
-            if missing:
-                raise RendezvousError(f"ranks {missing} did not connect in time")
-        except (OSError, RendezvousError) as error:
-            for connection in found.values():
-                connection.close()
-            raise RendezvousError(f"tcp: rank {rank} did not reach rank {len(found)}: {error}") from error
-    return {peer: connection.sock for peer, connection in found.items()}

@@ -37,7 +37,7 @@ KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
 WORDS_BYTES = 20_000  # of what ranks say about the group, at most
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
-SHORT, ASK, GRANT, REFUSE, LONG, CREDIT, CALL, FAILED, LEFT, BYE = range(1, 11)
+SHORT, ASK, GRANT, REFUSE, LONG, CALL, FAILED, LEFT, BYE = range(1, 10)
 
 
 class _Message:
@@ -104,9 +104,7 @@ class Peer:
         self._arrived: dict[int, deque[_Arrival]] = {}  # what nobody has asked for yet, by tag
         self._outgoing: deque[_Outgoing] = deque()
         self._asked: dict[int, _Message] = {}  # sends that wait for room, by number
-        self._granted: dict[int, _Message] = {}  # receives of those on their way, by number
-        self._landing: _Message | None = None  # what is being read
-        self._place = memoryview(b"")  # and to where
+        self._granted: dict[int, _Message] = {}  # receives of those on their way, by number; 0: of a short one
         self._window = WINDOW_BYTES  # of which so much is left to send
         self._taken = 0  # of what came in the peer's window and is gone, but the peer does not know yet
         self._count = 0
@@ -131,7 +129,7 @@ class Peer:
             self._window -= nbytes + KEEPING_BYTES
             self._queue(SHORT, tag, 0, nbytes, message.call, message.view, message)
         else:
-            self._count = (self._count + 1) % (1 << 32)
+            self._count = self._count % 0xFFFFFFFF + 1
             self._asked[self._count] = message
             self._queue(ASK, tag, self._count, nbytes, message.call, None, message)
         return message
@@ -161,8 +159,6 @@ class Peer:
         for message in self._granted.values():
             if given_up(message):
                 message.view = memoryview(bytearray(len(message.view)))
-        if self._landing is not None and given_up(self._landing):
-            self._place = memoryview(bytearray(len(self._place)))
         for item in list(self._outgoing):
             if item.message is None or not given_up(item.message):
                 continue
@@ -235,7 +231,9 @@ class Peer:
             if kind == SHORT and nbytes <= EAGER_BYTES:
                 posted = self._posted.get(tag)
                 if posted is not None and len(posted[0].view) == nbytes and posted[0].call == call:
-                    yield from self._land(take(self._posted, tag))
+                    self._granted[0] = posted[0]
+                    take(self._posted, tag)
+                    yield from self._land(0)
                     self._taken += nbytes + KEEPING_BYTES
                 else:
                     data = memoryview(bytearray(nbytes))
@@ -244,19 +242,16 @@ class Peer:
             elif kind == ASK:
                 self._arrive(tag, _Arrival(nbytes, call, None, number))
             elif kind == GRANT:
-                message = self._asked.pop(number, None)
-                if message is not None:  # else nobody waits for it any more
-                    self._queue(LONG, tag, number, nbytes, call, message.view, message)
+                self._window += nbytes
+                if (message := self._asked.pop(number, None)) is not None:  # else nobody waits for it any more
+                    self._queue(LONG, tag, number, len(message.view), call, message.view, message)
             elif kind == REFUSE:
-                message = self._asked.pop(number, None)
-                if message is not None:
+                if (message := self._asked.pop(number, None)) is not None:
                     expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
                     got = len(message.view), message.dtype
                     message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
             elif kind == LONG and number in self._granted and len(self._granted[number].view) == nbytes:
-                yield from self._land(self._granted.pop(number))
-            elif kind == CREDIT:
-                self._window += nbytes
+                yield from self._land(number)
             elif kind in (CALL, FAILED, LEFT, BYE) and nbytes <= WORDS_BYTES:
                 data = memoryview(bytearray(nbytes))
                 yield from self._fill(data)
@@ -272,11 +267,11 @@ class Peer:
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
-    def _fill(self, place: memoryview) -> Generator[None, None, None]:
-        self._place, filled, length = place, 0, len(place)
-        while filled < length:
+    def _fill(self, place: memoryview | _Message) -> Generator[None, None, None]:
+        filled = 0
+        while rest := (place.view if isinstance(place, _Message) else place)[filled:]:  # another once it is given up
             try:
-                got = self.sock.recv_into(self._place[filled:])
+                got = self.sock.recv_into(rest)
             except BlockingIOError:
                 yield
                 continue
@@ -284,11 +279,9 @@ class Peer:
                 raise ConnectionError
             filled += got
 
-    def _land(self, message: _Message | None) -> Generator[None, None, None]:
-        assert message is not None
-        self._landing = message
-        yield from self._fill(message.view)
-        self._landing = None
+    def _land(self, number: int) -> Generator[None, None, None]:
+        yield from self._fill(message := self._granted[number])
+        del self._granted[number]
         message.complete = True
 
     def _arrive(self, tag: int, arrival: _Arrival) -> None:
@@ -314,10 +307,9 @@ class Peer:
             self._taken += got + KEEPING_BYTES
         elif fits:
             self._granted[arrival.number] = message
-            # Said only to who waits for a grant: it may have closed else, and what it has sent would be thrown away.
-            if self._taken:
-                self._queue(CREDIT, 0, 0, self._taken, 0)
-                self._taken = 0
-            self._queue(GRANT, message.tag, arrival.number, got, message.call)
+            # Room is given back only with a grant: who does not wait for one may have closed, and what it has sent
+            # would be thrown away.
+            self._queue(GRANT, message.tag, arrival.number, self._taken, message.call)
+            self._taken = 0
         elif message.error is not None:
             self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
