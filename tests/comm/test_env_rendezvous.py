@@ -94,14 +94,14 @@ def test_the_last_answers_arrive_though_nobody_closed() -> None:
         "from kos.comm import hub\n"
         "from kos.comm.env_rendezvous import EnvRendezvous\n"
         "hub.FAREWELL_SECONDS = 30\n"
-        "rendezvous = EnvRendezvous(20)\n"
+        "rendezvous = EnvRendezvous(60)\n"
         "rendezvous.allgather(b'x' * 30_000_000)\n"
         "print('done', flush=True)"
     )
     port = free_port()
     rank0 = start([sys.executable, "-c", code], 0, 2, port)
     try:
-        rendezvous = EnvRendezvous(20, environment(1, 2, port))
+        rendezvous = EnvRendezvous(60, environment(1, 2, port))
         connection = rendezvous._connection
         assert connection is not None
         connection.post(DATA)
@@ -196,7 +196,7 @@ def test_the_rank_before_the_start(no_launcher: pytest.MonkeyPatch, environ: dic
 
 SCRIPT = """
 import kos, numpy as np
-with kos.init(timeout=20) as comm:
+with kos.init(timeout=60) as comm:
     x = comm.all_reduce(np.full(1000, comm.rank + 1.0))
     print(f"rank {comm.rank} of {comm.size}, local {comm.local_rank}, on {comm.backend_name}: {x[-1]:g}")
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -20,7 +19,7 @@ from kos.comm.recorder import SLOTS, Group, Recorder, failed, reached, recorders
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.testing import spawn
-from tests.comm.test_jobs import MPIRUN, environment, needs_mpirun
+from tests.comm.test_jobs import mpirun, needs_mpirun, start
 
 # FlightRecorder.hpp and FlightRecorderDetail.hpp of PyTorch 2.13.
 TORCH_KEYS = {"version", "pg_config", "pg_status", "entries"}
@@ -312,35 +311,31 @@ def test_a_signal_that_is_none(monkeypatch: pytest.MonkeyPatch, wanted: str) -> 
 
 SKIPS = """
 import numpy as np, os, sys, time, kos
-with kos.init(timeout=1.5) as comm:
+with kos.init(timeout=60) as comm:
     comm.all_reduce(np.ones(3))
     if comm.rank == 0:
-        comm.all_reduce(np.ones(5, np.float32))
+        comm.rendezvous.barrier()  # rank 1 has left its own
+        comm.all_reduce(np.ones(5, np.float32), timeout=0.5)
     else:
         comm.recorder.dump()
-        time.sleep(30)
+        comm.rendezvous.barrier()
+        time.sleep(300)
 """
 
 
 @needs_mpirun
-def test_processes_of_which_one_leaves_a_call_out(tmp_path: Path) -> None:
+def test_processes_of_which_one_leaves_a_call_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 leaves its dump at the timeout, rank 1 by call; the command names rank 1."""
     program = tmp_path / "program.py"
     program.write_text(SKIPS)
     dumps = tmp_path / "dumps"
-    done = subprocess.run(
-        [MPIRUN, "-n", "2", sys.executable, str(program)],
-        env=environment() | {"KOS_RECORDER_DIR": str(dumps)},
-        capture_output=True,
-        text=True,
-        timeout=40,
-        check=False,
-    )
+    monkeypatch.setenv("KOS_RECORDER_DIR", str(dumps))
+    done = mpirun(2, str(program))
+    monkeypatch.undo()
     assert done.returncode != 0 and "CollectiveTimeout" in done.stderr
     assert sorted(os.listdir(dumps)) == ["rank_0.json", "rank_1.json"]
-    command = [sys.executable, "-m", "kos.comm.recorder", str(dumps), "--trace", str(tmp_path / "trace")]
-    read = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=40, check=False)
+    read = start(sys.executable, "-m", "kos.comm.recorder", str(dumps), "--trace", str(tmp_path / "trace"))
     assert (read.returncode, read.stderr) == (1, "")
     assert "world: all_reduce #1 of float32[5] by SUM: rank 1 did not arrive; rank 0 called it at " in read.stdout
-    assert f"{program}:6" in read.stdout
+    assert f"{program}:7" in read.stdout
     assert json.loads((tmp_path / "trace").read_text())["traceEvents"]

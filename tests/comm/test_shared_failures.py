@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,9 @@ from kos.comm.operation import Operation
 from kos.comm.shared import Segment
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import spawn
-from tests.comm.shared_ranks import run
+from tests.comm.shared_ranks import TIMEOUT, run
 from tests.comm.test_failures import F4, F5, MISMATCHES
-from tests.comm.test_jobs import MPIRUN, environment, needs_mpirun, program
+from tests.comm.test_jobs import mpirun, needs_mpirun, program
 
 # Calls that would wait for each other for ever if nobody compared them, beside those of test_failures.
 CASES = {
@@ -166,21 +163,18 @@ def test_the_same_calls_in_other_shapes_belong_together() -> None:
 
 
 def test_timeout_names_those_who_did_not_come() -> None:
-    done = threading.Event()
-    heard: list[int] = []
+    met, done = threading.Barrier(2), threading.Barrier(4)
 
     def body(comm: kos.Communicator) -> None:
         comm.barrier()
         if comm.rank in (1, 3):
-            done.wait(20)
+            done.wait(60)
             return
-        began = time.monotonic()
-        with pytest.raises(CollectiveTimeout) as caught:
-            comm.all_reduce(np.zeros((2, 3), np.float32), timeout=15.0 if comm.rank else 0.3)
-        assert time.monotonic() - began < 10, "rank 2 hears of it from rank 0"
-        heard.append(comm.rank)
-        if len(heard) == 2:
-            done.set()
+        work = comm.all_reduce(np.zeros((2, 3), np.float32), async_op=True)
+        met.wait(20)
+        with pytest.raises(CollectiveTimeout) as caught:  # rank 2 hears of it from rank 0
+            work.wait(0.3 if comm.rank == 0 else TIMEOUT)
+        done.wait(60)
         assert "all_reduce #1 of float32[2, 3] by SUM: not complete after 0.3 s" in str(caught.value)
         assert "ranks [1, 3] did not arrive" in str(caught.value)
 
@@ -197,10 +191,8 @@ def test_who_comes_late_hears_that_the_others_gave_up() -> None:
             given_up.set()
             return
         given_up.wait(20)
-        began = time.monotonic()
         with pytest.raises(CollectiveTimeout, match=r"not complete after 0.1 s; ranks \[1\] did not arrive"):
             comm.barrier()
-        assert time.monotonic() - began < 15
 
     run(body, 2)
 
@@ -251,13 +243,11 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.M
             return
         file = os.open(f"/proc/self/fd/{comm.backend._segment._file}", os.O_RDWR)
         fcntl.flock(file, fcntl.LOCK_EX)
-        began = time.monotonic()
         try:
             with pytest.raises(CollectiveTimeout, match=r"ranks \[1\] did not arrive"):
                 comm.barrier(timeout=0.1)
         finally:
             os.close(file)
-        assert time.monotonic() - began < 15
 
     run(body, 2, close=False)
 
@@ -300,8 +290,7 @@ ULFM = ["--with-ft", "ulfm"]
 
 def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
     """What a program under mpirun printed, line by line."""
-    command = [MPIRUN, *options, "-n", str(ranks), sys.executable, program(tmp_path, text)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=90, check=False, cwd="/")
+    done = mpirun(ranks, program(tmp_path, text), *options)
     assert done.stdout, done.stderr
     return done.stdout.splitlines()
 
@@ -311,17 +300,16 @@ def job(tmp_path: Path, ranks: int, text: str, *options: str) -> list[str]:
 def test_a_killed_rank_is_named_by_the_survivors(tmp_path: Path, call: str) -> None:
     before = set(os.listdir("/dev/shm"))
     text = f"""
-comm = kos.init("mpi", timeout=20)
+comm = kos.init("mpi", timeout=60)
 survivors = comm.split(int(comm.rank == 1))
 x = np.ones(300_000, np.float32)
 comm.all_reduce(x)
 if comm.rank == 1:
     os.kill(os.getpid(), 9)
-began = time.monotonic()
 try:
     comm.{call}
 except kos.errors.RankLost as error:
-    print(f"{{time.monotonic() - began < 10}} {{error}}", flush=True)
+    print(error, flush=True)
 survivors.barrier()
 os._exit(0)
 """
@@ -329,7 +317,7 @@ os._exit(0)
     assert len(lines) == 2, lines
     operation = call.split("(")[0] + " #2"
     for line in lines:
-        assert line.startswith(f"True world: {operation}"), line
+        assert line.startswith(f"world: {operation}"), line
         assert "rank 1 is gone: its process" in line
     assert {name for name in os.listdir("/dev/shm") if "kos" in name} <= before
 
@@ -338,15 +326,17 @@ os._exit(0)
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     text = """
 import signal
-comm = kos.init("mpi", timeout=20)
+comm = kos.init("mpi", timeout=60)
 survivors = comm.split(int(comm.rank == 2))
 pids = [int(pid) for pid in comm.rendezvous.allgather(str(os.getpid()).encode())]
 comm.barrier()
 if comm.rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
     os._exit(0)
+work = comm.all_reduce(np.ones((3, 5)), async_op=True)
+survivors.barrier()
 try:
-    comm.all_reduce(np.ones((3, 5)), timeout=1.0)
+    work.wait(1.0)
 except kos.errors.CollectiveTimeout as error:
     print(error, flush=True)
 survivors.barrier()

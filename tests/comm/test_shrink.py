@@ -108,7 +108,7 @@ def unnamed(self, operation):
     return came and ask
 if not {named}:
     MPIBackend.agree = unnamed
-with kos.init("mpi", timeout=30) as comm:
+with kos.init("mpi", timeout=60) as comm:
     me = comm.rank
     comm.all_reduce(np.ones(3))
     if comm.rank == {killed}:
@@ -137,7 +137,7 @@ def test_the_job_ends_after_a_rank_has(tmp_path: Path, end: str) -> None:
     tells nobody, so they cannot shrink."""
     text = f"""
 import select
-with kos.init("mpi", timeout={3 if "3" in end else 20}) as comm:
+with kos.init("mpi", timeout=60) as comm:
     comm.all_reduce(np.ones(3))
     if comm.rank == 1:
         {end}
@@ -146,6 +146,7 @@ with kos.init("mpi", timeout={3 if "3" in end else 20}) as comm:
             comm.all_reduce(np.ones(10))
     except kos.errors.RankLost:
         pass
+    comm.timeout = {3 if "3" in end else 60}
     try:
         part = comm.shrink()
         first = os.pidfd_open(int(part.broadcast(np.array(os.getpid()), 0)))
@@ -175,7 +176,7 @@ def late(self, rendezvous):
     print(through.exists(), flush=True)
     return comm
 MPIBackend._dup = late
-comm = kos.init("mpi", timeout=10)
+comm = kos.init("mpi", timeout=60)
 through.touch()
 comm.barrier()
 comm.close()
@@ -187,10 +188,11 @@ comm.close()
 def test_a_rank_that_died_before_init_is_named(tmp_path: Path) -> None:
     text = """
 from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()  # one that dies in another's MPI_Init may hang it
 if MPI.COMM_WORLD.rank == 1:
     os.kill(os.getpid(), 9)
 try:
-    kos.init(timeout=20)
+    kos.init(timeout=60)
 except kos.errors.RankLost as error:
     print(error, flush=True)
 """

@@ -578,7 +578,7 @@ import numpy as np, kos
 import kos.comm.backends.host as host
 if "{memory}" == "sockets":
     host.open_segment = lambda _: (None, "switched off by the test")
-comm = kos.init("tcp", timeout=30)
+comm = kos.init("tcp", timeout=60)
 survivors = comm.split(int(comm.rank == 1))
 comm.barrier()
 child = 0
@@ -625,7 +625,7 @@ FORKED = """
 import os, sys
 import kos, kos.comm.backends.host as host
 
-comm = kos.init(timeout=20)
+comm = kos.init(timeout=60)
 child = os.fork()
 if child == 0:
     sys.exit(len(host._open))  # it may open its own

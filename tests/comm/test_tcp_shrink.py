@@ -104,7 +104,7 @@ import numpy as np, kos
 import kos.comm.backends.host as host
 if not {shared}:
     host.open_segment = lambda _: (None, "switched off by the test")
-with kos.init(timeout=10) as comm:
+with kos.init(timeout=60) as comm:
     me, killed = comm.rank, {killed}
     comm.all_reduce(np.ones(3))
     comm.rendezvous.barrier()
