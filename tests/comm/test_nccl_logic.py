@@ -527,8 +527,15 @@ def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.Mo
         raise NCCLError("RemoteError (6)")
 
     monkeypatch.setattr(fake, "broadcast", broken)
+    for name in ("mem_alloc", "comm_window_register"):
+        monkeypatch.setattr(fake, name, broken, raising=False)
 
     def body(gpu: Any) -> None:
+        with pytest.raises(RankLost, match=r"^nccl: allocate 2,000 bytes: NCCL 2.28.9: RemoteError"):
+            gpu.comm.allocate(1000, np.int16)
+        monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: 4096)
+        with pytest.raises(RankLost, match=r"^nccl: window: NCCL 2.28.9: RemoteError"):
+            gpu.comm.allocate(1000, np.int16)
         with pytest.raises(RankLost, match=r"broadcast #0 .*NCCL 2.28.9: RemoteError"):
             gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
 

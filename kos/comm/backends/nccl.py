@@ -119,14 +119,14 @@ class NCCLBackend(DeviceBackend):
     def _comm(self, comm: Any) -> None:
         self._made, self._joining = comm, None
 
-    def _bounded_init(self, function: Callable[[], Any]) -> Any:
-        return self._named(lambda: self.bounded(function, self.timeout, "nccl: init"))
+    def _bounded(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
+        return self._named(lambda: self.bounded(function, self.timeout, what), what)
 
-    def _named(self, function: Callable[[], Any]) -> Any:
+    def _named(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
         try:
             return function()
         except Exception as error:
-            named = binding.error_of(error, "nccl: init")
+            named = binding.error_of(error, what)
             if named is None:
                 raise
             raise named from error
@@ -134,7 +134,7 @@ class NCCLBackend(DeviceBackend):
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> NCCLBackend | None:
         if self._comm is None:  # aborted: the ranks that are left meet anew
             return None if rendezvous is None else NCCLBackend(rendezvous, self.device)
-        comm = self._bounded_init(lambda: binding.split(self._comm, color, key, "kos"))
+        comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos"))
         return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm)
 
     def withdraw(self, reason: str) -> None:
@@ -148,7 +148,7 @@ class NCCLBackend(DeviceBackend):
         excluded = sorted(set(range(self.size)) - {rank for rank, _ in left})
         if excluded and all(able for _, able in left):
             try:
-                comm = self._bounded_init(lambda: binding.shrink(revoked, excluded, "kos"))
+                comm = self._bounded(lambda: binding.shrink(revoked, excluded, "kos"))
             except KosError as error:
                 log.warning("rank %d: NCCL did not shrink the group, which meets anew: %s", self.rank, error)
         agreed = b"" not in rendezvous.allgather(b"" if comm is None else b"1")
@@ -167,7 +167,7 @@ class NCCLBackend(DeviceBackend):
         self._free_dropped()
         self._comm = None
         if comm is not None:
-            self.bounded(lambda: binding.destroy(comm), self.timeout, "nccl: close")
+            self._bounded(lambda: binding.destroy(comm), "nccl: close")
         self._free()
         super().close()
 
@@ -225,8 +225,8 @@ class NCCLBackend(DeviceBackend):
             self._free_dropped()
         nbytes, comm = max(prod(shape) * dtype.itemsize, 1), self._comm
         with driver.on_device(self.device):
-            pointer = binding.allocate(nbytes)
-        window = self.bounded(lambda: binding.register(comm, pointer, nbytes), self.timeout, "nccl: window")
+            pointer = self._named(lambda: binding.allocate(nbytes), f"nccl: allocate {nbytes:,} bytes")
+        window = self._bounded(lambda: binding.register(comm, pointer, nbytes), "nccl: window")
         return Array(pointer, shape, dtype, self.device, owner=Window(self, pointer, window))
 
     def release(self, pointer: int, window: Any) -> None:
@@ -240,7 +240,7 @@ class NCCLBackend(DeviceBackend):
             while self._dropped:
                 pointer, window = self._dropped.pop()
                 if self._made is not None:
-                    binding.deregister(self._made, window)
+                    self._named(partial(binding.deregister, self._made, window), "nccl: window")
                 binding.free(pointer)
 
     def scratch(self, nbytes: int, stream: int) -> int:
