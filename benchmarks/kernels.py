@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,10 +63,10 @@ class Case(NamedTuple):
 
     nbytes: int  # that must move: each input read once, each output written once
     fast: Callable[[], None]
-    naive: Callable[[], None] | None
     torch: Callable[[], Any]
-    outputs: dict[str, torch.Tensor]
-    expected: Callable[[], dict[str, np.ndarray]]
+    writes: Sequence[torch.Tensor]  # by the fast and the naive version
+    expected: Callable[[], list[np.ndarray]]  # in float64; to be asked before they run
+    naive: Callable[[], None] | None = None
     flops: float = 0
 
 
@@ -89,245 +89,179 @@ class Zoo:
     def naive(self, name: str, items: int, *arguments: Any, block: int = 256) -> Callable[[], None]:
         """A launch of a naive kernel, one thread an item."""
         kernel = load_kernel(NAIVE, name, 0, DTYPE=str(self.dtype).removeprefix("torch."))
-        values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+        values = [getattr(_array(x), "pointer", x) for x in arguments]
         return lambda: kernel(self.ops.stream, -(-items // 256) if block == 256 else items, block, *values)
+
+    def case(self, name: str, *arguments: Any, writes: Sequence[torch.Tensor], **more: Any) -> Case:
+        """Of an operation of both dialects: ours on the GPU is the fast one, numpy's in float64 what is expected."""
+
+        def expected() -> list[np.ndarray]:
+            columns = name.startswith(("swiglu", "attention"))
+            host = [_host(x, columns) if isinstance(x, torch.Tensor) else x for x in arguments]
+            getattr(reference, name)(*(Arena() if x is self.arena else x for x in host))
+            return [x for x, there in zip(host, arguments, strict=True) if any(there is out for out in writes)]
+
+        fast = functools.partial(getattr(self.ops, name), *map(_array, arguments))
+        return Case(**{"fast": fast, "writes": writes, "expected": expected, **more})
 
     # --- the operations ------------------------------------------------------------------------------
 
     def add(self, n: int) -> Case:
         d = self.shape.hidden_size
         a, b, out = self.random(n, d), self.random(n, d), self.empty(n, d)
-        arrays = _arrays(a, b, out)
-        return Case(
-            _bytes(a, b, out),
-            lambda: self.ops.add(*arrays),
-            self.naive("add", a.numel(), a, b, out, a.numel()),
-            lambda: torch.add(a, b, out=out),
-            {"out": out},
-            lambda: {"out": _host(a) + _host(b)},
-        )
+        return self.case(
+            "add", a, b, out, writes=[out], nbytes=_bytes(a, b, out),
+            naive=self.naive("add", a.numel(), a, b, out, a.numel()),
+            torch=lambda: torch.add(a, b, out=out),
+        )  # fmt: skip
 
     def rms_norm(self, n: int) -> Case:
         d = self.shape.hidden_size
         x, w, out, rstd = self.random(n, d), self.random(d), self.empty(n, d), self.empty(n, dtype=torch.float32)
-        ax, aw, aout, arstd = _arrays(x, w, out, rstd)
-
-        def expected() -> dict[str, np.ndarray]:
-            out64, rstd64 = np.empty((n, d)), np.empty(n)
-            reference.rms_norm(_host(x), _host(w), 1e-5, out64, rstd64)
-            return {"out": out64, "rstd": rstd64}
-
-        return Case(
-            _bytes(x, w, out, rstd),
-            lambda: self.ops.rms_norm(ax, aw, 1e-5, aout, arstd),
-            self.naive("rms_norm", n, x, w, np.float32(1e-5), out, rstd, n, d),
-            lambda: self.functions["rms_norm"](x, w),
-            {"out": out, "rstd": rstd},
-            expected,
-        )
+        return self.case(
+            "rms_norm", x, w, 1e-5, out, rstd, writes=[out, rstd], nbytes=_bytes(x, w, out, rstd),
+            naive=self.naive("rms_norm", n, x, w, np.float32(1e-5), out, rstd, n, d),
+            torch=lambda: self.functions["rms_norm"](x, w),
+        )  # fmt: skip
 
     def rms_norm_backward(self, n: int) -> Case:
         d = self.shape.hidden_size
-        d_out, x, w, start = self.random(n, d), self.random(n, d), self.random(d), self.random(n, d)
-        dx, dw = start.clone(), torch.zeros(d, dtype=torch.float32, device="cuda")
+        d_out, x, w, dx = self.random(n, d), self.random(n, d), self.random(d), self.random(n, d)
+        dw = torch.zeros(d, dtype=torch.float32, device="cuda")
         rstd = x.float().square().mean(-1).add(1e-5).rsqrt()
-        arrays = _arrays(d_out, x, w, rstd, dx, dw)
-
-        def expected() -> dict[str, np.ndarray]:
-            dx64, dw64 = _host(start), np.empty(d)
-            reference.rms_norm_backward(_host(d_out), _host(x), _host(w), _host(rstd), dx64, dw64, False, Arena())
-            return {"dx": dx64, "dw": dw64}
-
         leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
         y = self.functions["rms_norm"](*leaves)
-        return Case(
-            _bytes(d_out, x, w, rstd, dx, dx, dw),
-            lambda: self.ops.rms_norm_backward(*arrays, False, self.arena),
-            self.naive("rms_norm_backward", n, d_out, x, w, rstd, dx, dw, n, d),
-            lambda: torch.autograd.grad(y, leaves, d_out, retain_graph=True),
-            {"dx": dx, "dw": dw},
-            expected,
-        )
+        return self.case(
+            "rms_norm_backward", d_out, x, w, rstd, dx, dw, False, self.arena, writes=[dx, dw],
+            nbytes=_bytes(d_out, x, w, rstd, dx, dx, dw),
+            naive=self.naive("rms_norm_backward", n, d_out, x, w, rstd, dx, dw, n, d),
+            torch=lambda: torch.autograd.grad(y, leaves, d_out, retain_graph=True),
+        )  # fmt: skip
 
     def rope(self, n: int) -> Case:
         heads, others, head_dim = self._heads()
         length = min(n, 1024)
         qkv = self.random(n, (heads + others) * head_dim)
-        start, array = qkv.clone(), Array.from_dlpack(qkv)
         frequencies = 10_000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
         tables = self.ops.rope_tables(frequencies, range(length), None)
         cos, sin = (torch.tensor(self.ops.to_host(t), device="cuda")[:, None].repeat(1, 1, 2) for t in tables)
         turned = qkv[:, : heads * head_dim].view(-1, length, heads, head_dim)
 
-        def expected() -> dict[str, np.ndarray]:
-            x64 = np.asfortranarray(_host(start))
-            tables64 = reference.rope_tables(frequencies, range(length), np.float64)
-            reference.rope(x64, tables64, head_dim, heads, Arena())
-            return {"qkv": x64}
+        def expected() -> list[np.ndarray]:
+            x, tables64 = _host(qkv, columns=True), reference.rope_tables(frequencies, range(length), np.float64)
+            reference.rope(x, tables64, head_dim, heads, Arena())
+            return [x]
 
         row, items = qkv.shape[1], turned.numel() // 2
-        return Case(
-            2 * _bytes(turned),
-            lambda: self.ops.rope(array, tables, head_dim, heads, self.arena),
-            self.naive("rope", items, qkv, np.float32(10_000), length, head_dim // 2, heads, row, items),
-            lambda: self.functions["rope"](turned, cos, sin),
-            {"qkv": qkv},
-            expected,
-        )
+        return self.case(
+            "rope", qkv, tables, head_dim, heads, self.arena, writes=[qkv], expected=expected,
+            nbytes=2 * _bytes(turned),
+            naive=self.naive("rope", items, qkv, np.float32(10_000), length, head_dim // 2, heads, row, items),
+            torch=lambda: self.functions["rope"](turned, cos, sin),
+        )  # fmt: skip
 
     def swiglu(self, n: int) -> Case:
         f = self.shape.intermediate_size
         gate_up, out = self.random(n, 2 * f), self.empty(n, f)
-        a_gate_up, a_out = _arrays(gate_up, out)
-
-        def expected() -> dict[str, np.ndarray]:
-            out64 = np.asfortranarray(np.empty((n, f)))
-            reference.swiglu(np.asfortranarray(_host(gate_up)), out64, Arena())
-            return {"out": out64}
-
-        return Case(
-            _bytes(gate_up, out),
-            lambda: self.ops.swiglu(a_gate_up, a_out, self.arena),
-            self.naive("swiglu", out.numel(), gate_up, out, f, out.numel()),
-            lambda: self.functions["swiglu"](gate_up),
-            {"out": out},
-            expected,
-        )
+        return self.case(
+            "swiglu", gate_up, out, self.arena, writes=[out], nbytes=_bytes(gate_up, out),
+            naive=self.naive("swiglu", out.numel(), gate_up, out, f, out.numel()),
+            torch=lambda: self.functions["swiglu"](gate_up),
+        )  # fmt: skip
 
     def swiglu_backward(self, n: int) -> Case:
         f = self.shape.intermediate_size
         d_out, gate_up, d_gate_up = self.random(n, f), self.random(n, 2 * f), self.empty(n, 2 * f)
-        a_out, a_gate_up, a_d = _arrays(d_out, gate_up, d_gate_up)
 
-        def expected() -> dict[str, np.ndarray]:
-            x64, d64 = np.asfortranarray(_host(gate_up)), np.asfortranarray(np.empty((n, 2 * f)))
-            out64 = np.asfortranarray(np.empty((n, f)))
-            reference.swiglu(x64, out64, Arena())
-            reference.swiglu_backward(np.asfortranarray(_host(d_out)), x64, out64, d64, Arena())
-            return {"d_gate_up": d64}
+        def expected() -> list[np.ndarray]:
+            dy, x, dx = (_host(tensor, columns=True) for tensor in (d_out, gate_up, d_gate_up))
+            y = np.empty_like(dy)
+            reference.swiglu(x, y, Arena())
+            reference.swiglu_backward(dy, x, y, dx, Arena())
+            return [dx]
 
         leaf = gate_up.clone().requires_grad_()
         y = self.functions["swiglu"](leaf)
-        return Case(
-            _bytes(d_out, gate_up, d_gate_up),
-            lambda: self.ops.swiglu_backward(a_out, a_gate_up, a_out, a_d, self.arena),
-            self.naive("swiglu_backward", d_out.numel(), d_out, gate_up, d_gate_up, f, d_out.numel()),
-            lambda: torch.autograd.grad(y, leaf, d_out, retain_graph=True),
-            {"d_gate_up": d_gate_up},
-            expected,
-        )
+        return self.case(
+            "swiglu_backward", d_out, gate_up, d_out, d_gate_up, self.arena, writes=[d_gate_up], expected=expected,
+            nbytes=_bytes(d_out, gate_up, d_gate_up),
+            naive=self.naive("swiglu_backward", d_out.numel(), d_out, gate_up, d_gate_up, f, d_out.numel()),
+            torch=lambda: torch.autograd.grad(y, leaf, d_out, retain_graph=True),
+        )  # fmt: skip
 
     def cross_entropy(self, n: int) -> Case:
         """Forward and backward, of at most 2,048 tokens."""
         n, vocabulary = min(n, 2048), self._vocabulary()
         logits, losses = self.random(n, vocabulary), self.empty(n, dtype=torch.float32)
-        start = logits.clone()
         targets = torch.randint(0, vocabulary, (n,), device="cuda")
         narrow, count = targets.int(), torch.tensor([float(n)], device="cuda")
-        a_logits, a_targets, a_count, a_losses = _arrays(logits, narrow, count, losses)
-
-        def expected() -> dict[str, np.ndarray]:
-            z, losses64 = _host(start), np.empty(n)
-            reference.cross_entropy_with_gradient(z, narrow.cpu().numpy(), _host(count), losses64, Arena())
-            return {"logits": z, "losses": losses64}
 
         def both() -> None:
-            leaf = start.detach().requires_grad_()
+            leaf = logits.detach().requires_grad_()
             self.functions["cross_entropy"](leaf, targets).backward()
 
-        return Case(
-            2 * _bytes(logits),
-            lambda: self.ops.cross_entropy_with_gradient(a_logits, a_targets, a_count, a_losses, self.arena),
-            self.naive("cross_entropy", n, logits, narrow, count, losses, vocabulary, block=1024),
-            both,
-            {"logits": logits, "losses": losses},
-            expected,
-        )
+        return self.case(
+            "cross_entropy_with_gradient", logits, narrow, count, losses, self.arena, writes=[logits, losses],
+            nbytes=2 * _bytes(logits),
+            naive=self.naive("cross_entropy", n, logits, narrow, count, losses, vocabulary, block=1024),
+            torch=both,
+        )  # fmt: skip
 
     def embedding(self, n: int) -> Case:
         table, tokens = self.random(self._vocabulary(), self.shape.hidden_size), self._tokens(n)
         out = self.empty(n, self.shape.hidden_size)
-        a_tokens, a_table, a_out = _arrays(tokens, table, out)
-        return Case(
-            2 * _bytes(out),
-            lambda: self.ops.embedding(a_tokens, a_table, a_out),
-            None,
-            lambda: self.functions["embedding"](tokens, table),
-            {"out": out},
-            lambda: {"out": _host(table)[tokens.cpu().numpy()]},
-        )
+        return self.case(
+            "embedding", tokens, table, out, writes=[out], nbytes=2 * _bytes(out),
+            torch=lambda: self.functions["embedding"](tokens, table),
+        )  # fmt: skip
 
     def embedding_backward(self, n: int) -> Case:
         """Added to an fp32 table, as a tied head's gradient is; torch writes a table of the dtype."""
         d, vocabulary = self.shape.hidden_size, self._vocabulary()
         d_out, tokens = self.random(n, d), self._tokens(n)
         d_table = torch.zeros(vocabulary, d, dtype=torch.float32, device="cuda")
-        a_out, a_tokens, a_table = _arrays(d_out, tokens, d_table)
-
-        def expected() -> dict[str, np.ndarray]:
-            d64 = np.empty((vocabulary, d))
-            reference.embedding_backward(_host(d_out), tokens.cpu().numpy(), d64, False, Arena())
-            return {"d_table": d64}
-
         leaf = self.random(vocabulary, d).requires_grad_()
         y = self.functions["embedding"](tokens, leaf)
-        touched = len(torch.unique(tokens)) * d * 4
-        return Case(
-            _bytes(d_out) + 2 * touched,
-            lambda: self.ops.embedding_backward(a_out, a_tokens, a_table, True, self.arena),
-            self.naive("embedding_backward", d_out.numel(), d_out, tokens, d_table, d, d_out.numel()),
-            lambda: torch.autograd.grad(y, leaf, d_out, retain_graph=True),
-            {"d_table": d_table},
-            expected,
-        )
+        return self.case(
+            "embedding_backward", d_out, tokens, d_table, True, self.arena, writes=[d_table],
+            nbytes=_bytes(d_out) + 2 * len(torch.unique(tokens)) * d * 4,
+            naive=self.naive("embedding_backward", d_out.numel(), d_out, tokens, d_table, d, d_out.numel()),
+            torch=lambda: torch.autograd.grad(y, leaf, d_out, retain_graph=True),
+        )  # fmt: skip
 
     def adamw(self, n: int) -> Case:
         """The update alone, of n x hidden elements: fp32 state and gradients, a 16-bit copy of the weights."""
         size = n * self.shape.hidden_size
-        make = Parameters({"w": (n, self.shape.hidden_size)}, "float32", None, self.ops.zeros)
-        copy, gradients = make.like("bfloat16"), make.like()
-        start, g = self.random(size, dtype=torch.float32), self.random(size, dtype=torch.float32)
+        weights = Parameters({"w": (n, self.shape.hidden_size)}, "float32", None, self.ops.zeros)
+        copy, gradients = weights.like("bfloat16"), weights.like()
+        w, g = self.random(size, dtype=torch.float32), self.random(size, dtype=torch.float32)
         torch.cuda.synchronize()
-        make.flat.copy_from(Array.from_dlpack(start), self.ops.stream)
-        gradients.flat.copy_from(Array.from_dlpack(g), self.ops.stream)
-        optimizer = CudaAdamW(self.ops, make, copy, Schedule("constant", 1e-3, 0, 10, 1))
+        weights.flat.copy_from(_array(w), self.ops.stream)
+        gradients.flat.copy_from(_array(g), self.ops.stream)
+        optimizer = CudaAdamW(self.ops, weights, copy, Schedule("constant", 1e-3, 0, 10, 1))
         optimizer.queue_norm(gradients)
-        w, m, v = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-        w16 = torch.empty(size, dtype=torch.bfloat16, device="cuda")
-        parameter = torch.nn.Parameter(start.clone())
+        parameter = torch.nn.Parameter(w.clone())
         parameter.grad = g
         theirs = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1, fused=True)
         scalars = [np.float32(x) for x in (1e-3, 1e-3 / 0.1, 1 / np.sqrt(0.05), 0.1, 0.9, 0.95, 1e-8)]
-        out = torch.from_dlpack(make.flat)
-
-        def expected() -> dict[str, np.ndarray]:
-            w64, g64 = _host(start), _host(g)
-            return {"w": w64 * (1 - 1e-4) - 1e-3 * g64 / (np.abs(g64) + 1e-8)}
-
-        naive = self.naive("adamw", size, w, g, m, v, w16, *scalars, size) if self.dtype == torch.bfloat16 else None
+        state = (weights.flat, gradients.flat, optimizer.exp_avg.flat, optimizer.exp_avg_sq.flat, copy.flat)
         return Case(
-            30 * size,
-            lambda: optimizer.queue_update(gradients),
-            naive,
-            theirs.step,
-            {"w": out},
-            expected,
+            nbytes=30 * size,
+            fast=lambda: optimizer.queue_update(gradients),
+            naive=self.naive("adamw", size, *state, *scalars, size) if self.dtype == torch.bfloat16 else None,
+            torch=theirs.step,
+            writes=[torch.from_dlpack(weights.flat)],
+            expected=lambda: [_host(w) * (1 - 1e-4) - 1e-3 * _host(g) / (np.abs(_host(g)) + 1e-8)],
         )
 
     def linear(self, n: int) -> Case:
         """The MLP's first product, by cuBLASLt's first choice: its limit is arithmetic."""
         d, f = self.shape.hidden_size, 2 * self.shape.intermediate_size
         x, w, out = self.random(n, d), self.random(f, d), self.empty(n, f)
-        arrays = _arrays(x, w, out)
-        return Case(
-            _bytes(x, w, out),
-            lambda: self.ops.linear(*arrays),
-            None,
-            lambda: torch.mm(x, w.T, out=out),
-            {"out": out},
-            lambda: {"out": _host(x) @ _host(w).T},
-            2.0 * n * d * f,
-        )
+        return self.case(
+            "linear", x, w, out, writes=[out], nbytes=_bytes(x, w, out), flops=2.0 * n * d * f,
+            torch=lambda: torch.mm(x, w.T, out=out),
+        )  # fmt: skip
 
     def attention(self, n: int, backward: bool = False, by_cudnn: bool = False) -> Case:
         """Causal, of samples as long as the preset's; without a naive version, whose scores would not fit."""
@@ -336,7 +270,7 @@ class Zoo:
         qkv, d_out = self.random(n, (both + kv_heads) * d), self.random(n, heads * d)
         out, d_qkv = self.empty(*d_out.shape), self.empty(*qkv.shape)
         lse = self.empty(n // length, heads, length, dtype=torch.float32)
-        a_qkv, a_d_out, a_out, a_d_qkv, a_lse = _arrays(qkv, d_out, out, d_qkv, lse)
+        a_qkv, a_d_out, a_out, a_d_qkv, a_lse = map(_array, (qkv, d_out, out, d_qkv, lse))
 
         def run(backward: bool) -> None:
             self.ops.cudnn = self.cudnn if by_cudnn else None
@@ -345,12 +279,12 @@ class Zoo:
             else:
                 self.ops.attention(a_qkv, heads, kv_heads, a_out, a_lse, self.arena)
 
-        def expected() -> dict[str, np.ndarray]:
-            x, dy = (np.asfortranarray(_host(a)) for a in (qkv, d_out))
+        def expected() -> list[np.ndarray]:
+            x, dy = _host(qkv, columns=True), _host(d_out, columns=True)
             y, dx, lse64 = np.empty_like(dy), np.empty_like(x), np.empty(lse.shape)
             reference.attention(x, heads, kv_heads, y, lse64, Arena())
             reference.attention_backward(dy, x, y, lse64, heads, kv_heads, dx, Arena())
-            return {"d_qkv": dx} if backward else {"out": y, "lse": lse64}
+            return [dx] if backward else [y, lse64]
 
         if backward:
             torch.cuda.synchronize()
@@ -361,13 +295,12 @@ class Zoo:
         theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
         y, dy = theirs() if backward else None, d_out.view(-1, length, heads, d).transpose(1, 2)
         return Case(
-            _bytes(qkv, d_out, out, d_qkv, lse) if backward else _bytes(qkv, out, lse),
-            lambda: run(backward),
-            None,
-            (lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)) if backward else theirs,
-            {"d_qkv": d_qkv} if backward else {"out": out, "lse": lse},
-            expected,
-            2.0 * n * length * heads * d * (2.5 if backward else 1),
+            nbytes=_bytes(qkv, d_out, out, d_qkv, lse) if backward else _bytes(qkv, out, lse),
+            fast=lambda: run(backward),
+            torch=(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)) if backward else theirs,
+            writes=[d_qkv] if backward else [out, lse],
+            expected=expected,
+            flops=2.0 * n * length * heads * d * (2.5 if backward else 1),
         )
 
     @functools.cached_property
@@ -401,13 +334,12 @@ class Zoo:
             run = getattr(case, version)
             if run is None:
                 continue
+            expected = case.expected()
             run()
             torch.cuda.synchronize()
-            expected = case.expected()
             errors[version] = max(
-                float(np.linalg.norm(_host(got).ravel() - expected[key].ravel()) / np.linalg.norm(expected[key]))
-                / UNIT[got.dtype]
-                for key, got in case.outputs.items()
+                float(np.linalg.norm((_host(got) - right).ravel()) / np.linalg.norm(right)) / UNIT[got.dtype]
+                for got, right in zip(case.writes, expected, strict=True)
             )
         return errors
 
@@ -460,12 +392,15 @@ class Zoo:
         return 1e3 * streams.milliseconds(run, self.ops.stream)
 
 
-def _arrays(*tensors: torch.Tensor) -> list[Array]:
-    return [Array.from_dlpack(tensor) for tensor in tensors]
+def _array(x: Any) -> Any:
+    """A tensor as the operations take it; anything else as it is."""
+    return Array.from_dlpack(x) if isinstance(x, torch.Tensor) else x
 
 
-def _host(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().double().cpu().numpy()
+def _host(tensor: torch.Tensor, columns: bool = False) -> np.ndarray:
+    """In float64, integers as they are; ``columns``: matrices in the memory order of numpy's ``empty_columns``."""
+    array = (tensor.detach().double() if tensor.is_floating_point() else tensor).cpu().numpy()
+    return np.asfortranarray(array) if columns and array.ndim == 2 else array
 
 
 def _bytes(*tensors: torch.Tensor) -> int:
