@@ -6,9 +6,12 @@ other how they fared, and every rank of the test fails, with the messages of all
 
 from __future__ import annotations
 
+import itertools
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,6 +19,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.rendezvous import ThreadRendezvous
 from kos.errors import CollectiveTimeout
 from kos.testing import spawn
 
@@ -70,6 +74,28 @@ class MPIRanks:
         results = [None] * self.size
         results[self._world.rank] = result
         return results
+
+
+def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> None:
+    """The timeout of ``spawn`` passes when this state is reached, and not before; its ranks have none of their own."""
+    asked = itertools.count()
+
+    def monotonic() -> float:
+        until = time.monotonic() + 30
+        if not next(asked):
+            return 0.0
+        while not state():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return 1e6
+
+    def patient(backend: str, rendezvous: ThreadRendezvous, timeout: float) -> kos.Communicator:
+        rendezvous.timeout = TIMEOUT
+        return kos.init(backend, rendezvous=rendezvous, timeout=TIMEOUT)
+
+    monkeypatch.setattr("kos.testing.time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr("kos.testing.init", patient)
+    monkeypatch.setattr("kos.testing.LAST_WORDS_SECONDS", TIMEOUT)
 
 
 def inputs(seed: int, size: int, count: int, dtype: Any) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from kos.errors import (
     RendezvousError,
 )
 from kos.testing import Fault, spawn
-from tests.comm.ranks import TIMEOUT
+from tests.comm.ranks import TIMEOUT, time_is_up
 from tests.comm.tcp_ranks import run_threads
 
 F4, F5, I4 = (lambda: np.zeros(4, np.float32)), (lambda: np.zeros(5, np.float32)), (lambda: np.zeros(4, int))
@@ -81,7 +82,7 @@ def test_mismatch_raises_on_all_ranks_and_names_two(case: str, odd: int) -> None
         with pytest.raises(KosError):  # the ranks are out of step: nothing goes on by luck
             comm.all_reduce(np.zeros(1))
 
-    spawn(body, 3, timeout=20)
+    spawn(body, 3, timeout=60)
     assert sorted(caught) == [0, 1, 2]
     assert len(set(caught.values())) == 1
     assert f"rank {odd} called" in caught[0]
@@ -92,7 +93,7 @@ def test_mismatch_raises_on_all_ranks_and_names_two(case: str, odd: int) -> None
 @pytest.mark.parametrize("odd", [0, -1])
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, case: str, odd: int) -> None:
-    """Ranks that share no memory: all raise long before their timeout."""
+    """Ranks that share no memory."""
     monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
     usual, other, message = MISMATCHES[case]
 
@@ -105,9 +106,7 @@ def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.Mo
                 (other if comm.rank == odd % comm.size else usual)(comm)
             assert f"rank {odd % comm.size} called" in str(error.value) and "#1" in str(error.value)
 
-    began = time.monotonic()
     ranks_of_mpi.run(body)
-    assert time.monotonic() - began < TIMEOUT / 2
 
 
 @pytest.mark.mpi
@@ -156,11 +155,9 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
         comm.rendezvous.barrier()
         left.abort(0, "it had enough")
 
-    began = time.monotonic()
     ranks_of_mpi.run(gives_up)
     ranks_of_mpi.run(leaves_for_a_failure)
     ranks_of_mpi.run(leaves)
-    assert time.monotonic() - began < TIMEOUT / 2
 
 
 def test_split_against_another_call(several: Any) -> None:
@@ -182,12 +179,14 @@ def test_split_against_duplicate(several: Any) -> None:
 
 
 def test_timeout_names_operation_and_missing_ranks() -> None:
+    met = threading.Barrier(2)
+
     def body(comm: kos.Communicator) -> None:
         comm.barrier()
-        began = time.monotonic()
+        work = comm.all_reduce(np.zeros((2, 3), np.float32), async_op=True)
+        met.wait(20)
         with pytest.raises(KosError) as caught:
-            comm.all_reduce(np.zeros((2, 3), np.float32), timeout=0.3)
-        assert time.monotonic() - began < 15
+            work.wait(0.3)
         # Whoever times out first says who is missing; the other hears that it gave up.
         text = str(caught.value)
         assert "all_reduce #1 of float32[2, 3] by SUM: not complete after 0.3 s" in text
@@ -200,27 +199,35 @@ def test_timeout_names_operation_and_missing_ranks() -> None:
 def test_asking_whether_it_is_done_times_out_as_waiting_does(several: Any) -> None:
     def body(comm: kos.Communicator) -> None:
         part = comm.duplicate()
-        comm.rendezvous.barrier()
+        others = comm.rendezvous.split(int(comm.rank > 0))
+        assert others is not None
         if comm.rank > 0:
             began = time.monotonic()
             work = part.all_reduce(np.ones(3), async_op=True, timeout=0.3)
+            others.barrier()
             message = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[0\] did not arrive"
             with pytest.raises(CollectiveTimeout, match=message):  # noqa: PT012
                 while not work.done():
-                    assert time.monotonic() - began < 15
+                    assert time.monotonic() - began < 30
             assert comm.size > 2 or time.monotonic() - began >= 0.3
         comm.rendezvous.barrier()
 
     several.run(body)
 
 
-def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(several: Any) -> None:
+def test_who_computes_for_longer_than_the_timeout_may_ask_afterwards(
+    several: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory of a host moves when somebody asks: time before that is nobody's fault."""
+    clock, computed = time.monotonic, 0.0
+    monkeypatch.setattr("kos.comm.work.time", SimpleNamespace(monotonic=lambda: clock() + computed))
 
     def body(comm: kos.Communicator) -> None:
+        nonlocal computed
         x = np.ones(3)
-        work = comm.all_reduce(x, async_op=True, timeout=0.5)
-        time.sleep(0.7)
+        work = comm.all_reduce(x, async_op=True, timeout=30)
+        comm.rendezvous.barrier()
+        computed = 1000.0
         comm.rendezvous.barrier()
         while not work.done():
             pass
@@ -250,7 +257,7 @@ def test_synchronize_raises_what_failed_at_its_launch(several: Any) -> None:
             if comm.rank == 0:
                 comm.send(np.ones(3), 1, tag)
             elif comm.rank == 1:
-                until = time.monotonic() + 15
+                until = time.monotonic() + 30
                 work = comm.recv(np.zeros(4), 0, tag, async_op=True)
                 while comm.backend.engine.outstanding():
                     comm.backend.engine.poll()
@@ -275,22 +282,26 @@ def test_a_timeout_longer_than_clocks_count(timeout: float) -> None:
                 patient.broadcast(np.ones(1), root)
             patient.barrier(timeout=timeout)
 
-    spawn(body, 2, timeout=20)
+    spawn(body, 2, timeout=60)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_timeout_on_mpi(ranks_of_mpi: Any, algorithm: str) -> None:
     def body(comm: kos.Communicator) -> None:
-        began = time.monotonic()  # before any rank leaves the barrier: the first to give up tells the others
+        others = comm.rendezvous.split(int(comm.rank > 0))
+        assert others is not None
         comm.barrier()
         if comm.rank == 0:
             comm.rendezvous.barrier()  # not in the collective, until all others have given up
             return
+        work = comm.all_reduce(np.zeros(70000, np.float32), algorithm=algorithm, async_op=True)
+        began = time.monotonic()  # before any rank leaves the barrier: the first to give up tells the others
+        others.barrier()
         message = r"all_reduce #1 of float32\[70000\] by SUM: not complete after 0.3 s"
         with pytest.raises(CollectiveTimeout, match=message) as caught:
-            comm.all_reduce(np.zeros(70000, np.float32), algorithm=algorithm, timeout=0.3)
-        assert 0.3 <= time.monotonic() - began < 15
+            work.wait(0.3)
+        assert time.monotonic() - began >= 0.3
         if algorithm == "ring" and comm.rank == 1:
             assert "ranks [0] did not arrive" in str(caught.value)
         with pytest.raises(CollectiveError, match="failed before: .*all_reduce #1"):
@@ -319,10 +330,8 @@ def test_the_other_ranks_hear_of_an_exception(waiting: str) -> None:
             waits[waiting]()
         heard.append(str(caught.value))
 
-    began = time.monotonic()
     with pytest.raises(ZeroDivisionError, match="boom") as caught:
         spawn(body, 3, timeout=40)
-    assert time.monotonic() - began < 20
     assert caught.value.__notes__ == ["raised on rank 1 of 3"]
     assert len(heard) == 2
     assert all("rank 1" in text for text in heard), heard
@@ -347,7 +356,7 @@ def test_a_rank_that_returned_or_closed_is_gone(closes: bool) -> None:
                     call()
             heard.set()
 
-    spawn(body, 2, timeout=20)
+    spawn(body, 2, timeout=60)
 
 
 def test_a_wrong_schedule_of_the_users_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +392,7 @@ def test_a_message_sent_before_leaving_arrives() -> None:
         return float(x[0])
 
     for _ in range(50):
-        assert spawn(body, 2, timeout=20) == [1.0, 1.0]
+        assert spawn(body, 2, timeout=60) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "recv"])
@@ -424,16 +433,19 @@ def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatc
             over.set()
 
     monkeypatch.setattr(mock._Receive, "done", interrupted)
-    spawn(body, 2, timeout=20)
+    spawn(body, 2, timeout=60)
 
 
-def test_spawn_names_ranks_that_hang() -> None:
+def test_spawn_names_ranks_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
+    threads: dict[int, threading.Thread] = {}
 
     def body(comm: kos.Communicator) -> None:
+        threads[comm.rank] = threading.current_thread()
         if comm.rank == 1:
             release.wait(30)
 
+    time_is_up(monkeypatch, lambda: len(threads) == 2 and not threads[0].is_alive())
     try:
         with pytest.raises(CollectiveTimeout, match=r"spawn: ranks \[1\] of 2 are still running after 0.2 s"):
             spawn(body, 2, timeout=0.2)
@@ -442,16 +454,19 @@ def test_spawn_names_ranks_that_hang() -> None:
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "split", "recv"])
-def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str) -> None:
+def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
+    comms: dict[int, kos.Communicator] = {}
 
     def body(comm: kos.Communicator) -> None:
+        comms[comm.rank] = comm
         if comm.rank == 1:
             release.wait(30)
             return
         calls = {"all_reduce": lambda: comm.all_reduce(F4()), "split": lambda: comm.split(0)}
         calls.get(name, lambda: comm.recv(F4(), 1))()
 
+    time_is_up(monkeypatch, lambda: len(comms) == 2 and bool(comms[0].backend.engine.outstanding()))
     what = "rank 1 sent nothing" if name == "recv" else r"ranks \[1\] did not arrive"
     message = rf"^world: {name} #0.*: not complete after 0.3 s; {what}"
     try:
@@ -491,7 +506,7 @@ def test_a_device_without_a_backend_for_gpus(backend: str, error: type[Exception
 
     def ask(rank: int) -> None:
         with pytest.raises(error, match=f"^{said}"):
-            kos.init(backend, rendezvous=ThreadRendezvous(group, rank, 5.0), device=3 if rank else None)
+            kos.init(backend, rendezvous=ThreadRendezvous(group, rank, TIMEOUT), device=3 if rank else None)
 
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
@@ -502,7 +517,7 @@ def test_ranks_that_ask_for_different_backends() -> None:
     def ask(rank: int) -> None:
         message = f"init: rank {rank} asked for backend '{names[rank]}', rank {1 - rank} for '{names[1 - rank]}'"
         with pytest.raises(RendezvousError, match=f"^{message}$"):
-            kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, 5.0))
+            kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, TIMEOUT))
 
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
@@ -518,4 +533,4 @@ def test_nothing_is_kept_of_finished_operations() -> None:
         assert (room.sent, room.posted, room.calls) == ({}, {}, {})
         assert comm.backend.engine.outstanding() == []
 
-    spawn(body, 3, timeout=20)
+    spawn(body, 3, timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import kos
 from kos.comm.shared.segment import BLOCK_BYTES
 from kos.errors import CollectiveTimeout
-from tests.comm.shared_ranks import run
+from tests.comm.shared_ranks import TIMEOUT, run
 
 COUNT = 6 * BLOCK_BYTES  # bytes: more stages than there are slots
 CALLS: dict[str, tuple[int, Callable[[kos.Communicator, Any], Any]]] = {  # and a rank that waits for rank 1 itself
@@ -41,9 +42,12 @@ def test_only_those_that_are_waited_for_are_named(name: str) -> None:
             over.wait(20)
             comm.abort()
             return ""
-        begun.wait(20)
+        assert begun.wait(20)
+        work, until = call(comm, {"async_op": True}), time.monotonic() + 20
+        while comm.rank == impatient and comm.backend._shared.behind() != [1]:
+            assert time.monotonic() < until and not work.done()
         with pytest.raises(CollectiveTimeout) as caught:
-            call(comm, {"timeout": 0.3 if comm.rank == impatient else 15})
+            work.wait(0.3 if comm.rank == impatient else TIMEOUT)
         over.set()
         comm.abort()
         return str(caught.value)

@@ -195,6 +195,7 @@ try:
     kos.init(timeout=60)
 except kos.errors.RankLost as error:
     print(error, flush=True)
+os._exit(0)
 """
     lines = job(tmp_path, 3, text, *ULFM)
     assert len(lines) == 2 and all(re.match("rendezvous: start: MPI: .*; ranks .1. failed$", line) for line in lines)
