@@ -186,7 +186,8 @@ comm.close()
 
 @needs_mpirun
 def test_a_rank_that_died_before_init_is_named(tmp_path: Path) -> None:
-    text = """
+    text = f"""
+import pathlib
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()  # one that dies in another's MPI_Init may hang it
 if MPI.COMM_WORLD.rank == 1:
@@ -195,6 +196,10 @@ try:
     kos.init(timeout=60)
 except kos.errors.RankLost as error:
     print(error, flush=True)
+told = pathlib.Path({str(tmp_path)!r}, f"told {{MPI.COMM_WORLD.rank}}")
+told.touch()
+while len(list(told.parent.glob("told *"))) < 2:  # else one is gone when the other looks who is
+    time.sleep(0.01)
 os._exit(0)
 """
     lines = job(tmp_path, 3, text, *ULFM)
