@@ -142,8 +142,9 @@ class TorchTraining:
 
     def _make_model(self, shape: LlamaConfig, words: set[str]) -> TorchLlama:
         """With rank 0's weights, where the device computes."""
-        weights = Parameters(shape.parameter_shapes(), groups=shape.fused_groups()) if self.rank == 0 else {}
+        weights: Parameters | None = None
         if self.rank == 0:
+            weights = Parameters(shape.parameter_shapes(), groups=shape.fused_groups())
             shape.init_weights(weights, self.config.seed)
         sharded = "fsdp" in words
         with torch.device("meta" if sharded else self.device):
@@ -151,7 +152,7 @@ class TorchTraining:
         if sharded:
             self._shard(model)
         for name, parameter in model.names().items():
-            here = torch.from_numpy(weights[name]) if weights else torch.empty(parameter.shape)
+            here = torch.from_numpy(weights[name]) if weights is not None else torch.empty(parameter.shape)
             if not sharded:
                 parameter.data.copy_(here)
                 if self.size > 1:

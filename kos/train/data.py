@@ -8,8 +8,9 @@ easy as 1, 2, 3", SC11).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,18 @@ class Dataset:
         starts = draws % np.uint64(len(self.train) - self.seq_len)
         return self.windows(self.train, starts[list(indices)])
 
-    def val_batches(self) -> ValBatches:
-        """``eval_batches`` batches of equal size, the same ones at each evaluation."""
-        return ValBatches(self)
+    def val_batches(self) -> list[Callable[[], Batch]]:
+        """``eval_batches`` batches, each made when it is called: the same ones at each evaluation, on any ranks.
+
+        Windows are evenly spread over the validation tokens, none overlapping another.  Every batch has
+        ``eval_shape``, or as many sequences as there are windows.
+        """
+        windows = (len(self.val) - 1) // self.seq_len
+        rows = min(eval_shape(self)[0], windows)
+        batches = min(self.eval_batches, windows // rows)
+        count = rows * batches
+        starts = (np.arange(count) * windows // count * self.seq_len).reshape(batches, rows)
+        return [partial(self.windows, self.val, batch) for batch in starts]
 
     def describe(self) -> str:
         """One phrase for the log."""
@@ -105,28 +115,6 @@ class Dataset:
 def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
     """Sequences of a validation batch, where there are as many, and tokens of each: at most ``EVAL_BATCH_TOKENS``."""
     return max(1, min(settings.batch_size, EVAL_BATCH_TOKENS // settings.seq_len)), settings.seq_len
-
-
-class ValBatches:
-    """Windows evenly spread over the validation tokens, none overlapping another; made when asked for.
-
-    A batch has ``batch_size`` sequences, or fewer: at most ``EVAL_BATCH_TOKENS`` tokens, and no more windows
-    than there are.  None of this depends on the number of ranks.
-    """
-
-    def __init__(self, data: Dataset) -> None:
-        self._data = data
-        windows = (len(data.val) - 1) // data.seq_len
-        rows = max(1, min(eval_shape(data)[0], windows))
-        batches = min(data.eval_batches, windows // rows)
-        count = rows * batches
-        self._starts = (np.arange(count) * windows // count * data.seq_len).reshape(batches, rows)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Batch:
-        return self._data.windows(self._data.val, self._starts[index])
 
 
 def load_data(config: TrainConfig) -> Dataset:

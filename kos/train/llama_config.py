@@ -9,7 +9,6 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -18,6 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from kos.errors import ConfigError
+from kos.train.parameters import Parameters
 
 DRAWN = 1 << 26  # initial weights that have a random generator of their own: half a second of one core
 
@@ -174,14 +174,12 @@ class LlamaConfig:
         frequencies = [self.rope_theta ** (-2 * i / d) for i in range(d // 2)]
         return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
 
-    def init_weights(self, weights: Mapping[str, np.ndarray], seed: int) -> None:
+    def init_weights(self, weights: Parameters, seed: int) -> None:
         """Norms at 1, biases at 0, the rest normal(0, initializer_range), ``residual`` over sqrt(2 L), as GPT-2.
 
         A tensor's values depend on ``seed``, its name and its shape alone; blocks of ``DRAWN`` are drawn side by side.
         """
-        blocks = self._blocks()
-        flat = (weights[block.name].reshape(-1)[block.number * DRAWN :][: block.size] for block in blocks)
-        self._draw(blocks, list(flat), seed, min(64, os.cpu_count() or 1))
+        self._draw(weights.flat, 0, seed, min(64, os.cpu_count() or 1))
 
     def shares(self, ranks: int) -> list[slice]:
         """The layout in one run of whole blocks for each rank, about equally long."""
@@ -194,10 +192,7 @@ class LlamaConfig:
     def draw_share(self, share: slice, seed: int, threads: int, unwanted: threading.Event | None = None) -> np.ndarray:
         """What ``init_weights`` puts there, in fp32; not all of it once it is ``unwanted``."""
         values = np.empty(share.stop - share.start, np.float32)
-        blocks = [block for block in self._blocks() if share.start <= block.start < share.stop]
-        at = [block.start - share.start for block in blocks]
-        flat = [values[start : start + block.size] for start, block in zip(at, blocks, strict=True)]
-        self._draw(blocks, flat, seed, threads, unwanted)
+        self._draw(values, share.start, seed, threads, unwanted)
         return values
 
     def _blocks(self) -> list[_Block]:
@@ -210,12 +205,14 @@ class LlamaConfig:
         return found
 
     def _draw(
-        self, blocks: Sequence[_Block], into: Sequence[np.ndarray], seed: int, threads: int,
-        unwanted: threading.Event | None = None,
-    ) -> None:  # fmt: skip
-        def draw(block: _Block, flat: np.ndarray) -> None:
+        self, into: np.ndarray, first: int, seed: int, threads: int, unwanted: threading.Event | None = None
+    ) -> None:
+        """Fill ``into``, which is whole blocks of the layout from ``first`` on."""
+
+        def draw(block: _Block) -> None:
             if unwanted is not None and unwanted.is_set():
                 return
+            flat = into[block.start - first :][: block.size]
             if block.constant:
                 flat[...] = not block.name.endswith(".bias")
                 return
@@ -226,6 +223,6 @@ class LlamaConfig:
             rng.standard_normal(out=flat, dtype=np.float32)
             flat *= std
 
-        largest_first = sorted(zip(blocks, into, strict=True), key=lambda pair: -pair[0].size)
+        blocks = [block for block in self._blocks() if first <= block.start < first + into.size]
         with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda pair: draw(*pair), largest_first))
+            list(pool.map(draw, sorted(blocks, key=lambda block: -block.size)))

@@ -161,7 +161,7 @@ class CpuEngine:
         for slot in range(len(mine)):
             self._tell("validation", slot, len(mine), layers)
             if (index := slot * size + self.comm.rank) < len(batches):
-                mine[slot] = self.model.loss(self.weights, *batches[index])
+                mine[slot] = self.model.loss(self.weights, *batches[index]())
             else:  # the others ask between layers whether to stop
                 for _ in range(layers):
                     self.model.pause()

@@ -150,7 +150,7 @@ class CudaEngine:
         config, model = self.config, dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
 
         def passes() -> CudaOps | None:
-            sizes = {len(piece) for piece in self._pieces(self.data.val_batches()[0][0])}
+            sizes = {len(piece) for piece in self._pieces(self.data.val_batches()[0]()[0])}
             chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
             about = hashlib.blake2b(repr((model, chosen, self.attention, rounds > 1, sorted(sizes))).encode())
@@ -373,7 +373,7 @@ class CudaEngine:
         batches, weights = self.data.val_batches(), self._whole_weights()
         mine = []
         for index in range(self.comm.rank, len(batches), self.comm.size):
-            tokens, targets = batches[index]
+            tokens, targets = batches[index]()
             pieces = zip(self._pieces(tokens), self._pieces(targets), strict=True)
             mine.append(sum(self.model.loss(weights, x, y) * (len(x) / len(tokens)) for x, y in pieces))
         said = self.comm.all_gather_bytes(np.array(mine, np.float64).tobytes())
