@@ -161,9 +161,10 @@ class TCPRendezvous(Rendezvous):
         """Come together around the hub, which is this rank's if it has the listener."""
         self._purpose = purpose
         if listener is not None:
-            where = f"{host or self.network.hub}:{ports[0]}"
+            port = listener.getsockname()[1]
+            where = f"{host or self.network.hub}:{port}"
             if not self.network.loopback:
-                where = f"port {ports[0]}, for others to find by {self._address or 'the address they know'}"
+                where = f"port {port}, for others to find by {self._address or 'the address they know'}"
             self._connection, hubs_end = pair()
             self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
             # If nobody closes the group, the others still get their last answers before the process ends.
@@ -249,20 +250,13 @@ class EnvRendezvous(TCPRendezvous):
 
     def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
         place = Place.read(environ)
-        host = place.host
-        loopback = place.size == 1 or is_loopback(host)
-        network = Network(b"", host if loopback else "127.0.0.1", "", loopback)
+        loopback = is_loopback(place.host)
+        network = Network(b"", place.host if loopback or place.rank else "127.0.0.1", "", loopback)
         super().__init__(place.rank, place.size, timeout, network, place.local_rank)
-        if self.size == 1:
-            return
-        self._address = f"MASTER_ADDR={host}"
-        network.secret = load_secret(environ, one_host=self.rank == 0 or is_ours(host))
-        if self.rank == 0:
-            listener = _listen(network, place.ports)
-            self._meet("", [listener.getsockname()[1]], place.purpose, listener)
-        else:
-            network.hub = host
-            self._meet("", place.ports, place.purpose, None)
+        if self.size > 1:
+            self._address = f"MASTER_ADDR={place.host}"
+            network.secret = load_secret(environ, one_host=self.rank == 0 or is_ours(place.host))
+            self._meet("", place.ports, place.purpose, None if self.rank else _listen(network, place.ports))
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         connection = super()._call_hub(host, ports, purpose)

@@ -43,19 +43,12 @@ class Fingerprints:
 
     def mark(self, o: Operation) -> int:
         """The fingerprint of ``o``, which it keeps."""
-        buffer, reduction = o.send or o.recv, o.reduction
+        buffer, reduction, counts = o.send or o.recv, o.reduction, o.send_counts or o.recv_counts
         key = (
-            o.name,
-            None if buffer is None else buffer.shape,
-            None if buffer is None else buffer.dtype,
-            None if reduction is None else reduction.op,
-            o.root,
-            o.algorithm,
-            o.deterministic,
-            o.via,
-            o.way,
-            None if o.send_counts is None and o.recv_counts is None else _counts(o),
-        )
+            o.name, buffer and buffer.shape, buffer and buffer.dtype, reduction and reduction.op, o.root,
+            o.algorithm, o.deterministic, o.via, o.way,
+            counts and (tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
+        )  # fmt: skip
         o.mark = self._known.get(key) or self._learn(key, o)
         return o.mark
 
@@ -87,10 +80,6 @@ def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tup
     if fingerprint not in (None, known):
         raise KeyError(fingerprint)
     return f"{call['operation']} #{sequence}{said}", call
-
-
-def _counts(o: Operation) -> tuple[Any, ...]:
-    return tuple(o.send_counts or ()), tuple(o.recv_counts or ())
 
 
 def _brief(value: Any) -> Any:

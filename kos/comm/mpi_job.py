@@ -31,7 +31,6 @@ _MPI_RANK_AND_SIZE = (
     ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx tells the rank alone
 )
 _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
-_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
 
@@ -97,7 +96,7 @@ def load_mpi() -> Any:
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    started = next((int(os.environ[name]) for name in _SIZE_VARIABLES if name in os.environ), None)
+    started = next((int(os.environ[size]) for _, size in _MPI_RANK_AND_SIZE[:2] if size in os.environ), None)
     if started is not None and started != MPI.COMM_WORLD.size:
         raise RendezvousError(
             f"mpirun started {started} ranks but mpi4py sees {MPI.COMM_WORLD.size}: "
@@ -109,14 +108,15 @@ def load_mpi() -> Any:
 class Backoff:
     """How a polling loop waits where nothing tells it what happened: spins, then yields the core, then sleeps.
 
-    Ranks often outnumber cores, so a rank that waits must let the one it waits for run.  It is an ``Idle``.
+    Ranks often outnumber cores, so a rank that waits must let the one it waits for run: at once where it is
+    ``crowded``.  It is an ``Idle``.
     """
 
     __slots__ = ("_polls", "_sleep_at")
     SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
 
-    def __init__(self) -> None:
-        self._polls = 0
+    def __init__(self, crowded: bool = False) -> None:
+        self._polls = self.SPINS if crowded else 0  # to spin is to keep the rank that is waited for from running
         self._sleep_at = 0.0
 
     def mark(self) -> int:
@@ -136,13 +136,6 @@ class Backoff:
             os.sched_yield()
         else:
             time.sleep(self.SLEEP)
-
-
-class CrowdedBackoff(Backoff):
-    """For more ranks than cores: to spin is to keep the one that is waited for from running."""
-
-    __slots__ = ()
-    SPINS = 0
 
 
 def wait_request(request: Any, timeout: float | None) -> bool:

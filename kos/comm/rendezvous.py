@@ -52,8 +52,7 @@ class Rendezvous(ABC):
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
 
-    @abstractmethod
-    def check_shrink(self) -> None:
+    def check_shrink(self) -> None:  # noqa: B027
         """Raise BackendUnavailable, with the reason, if a rank that is gone is the end of this group."""
 
     @abstractmethod
@@ -238,9 +237,6 @@ class ThreadRendezvous(Rendezvous):
         members = [parent.members[r] for r in ranks]
         child = parent.shared(("split", self._turn, color), lambda: ThreadGroup(len(ranks), parent.world, members))
         return ThreadRendezvous(child, ranks.index(self.rank), self.timeout)
-
-    def check_shrink(self) -> None:
-        pass
 
     def shrink(self) -> Rendezvous:
         group = self.threads.survivors(self.rank, self.timeout)

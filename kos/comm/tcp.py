@@ -40,7 +40,7 @@ Waiting = Generator[int, None, T]
 MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # what a caller gets to prove itself
 MAX_STRANGERS = 256  # callers that have not yet proved themselves
-SHUT_SECONDS = 0.1  # of a listener that can let nobody in, for want of file descriptors
+SHUT_SECONDS = 0.1  # until a listener that can let nobody in, for want of file descriptors, looks again
 
 _MAGIC = b"kos/tcp1"  # the protocol and its version
 _NONCE = 32
@@ -216,25 +216,20 @@ class Door:
     ) -> None:
         self._listener, self._key, self._selector, self._admit = listener, key, selector, admit
         self._strangers: dict[socket.socket, float] = {}  # -> deadline, the oldest first
-        self._shut_until: float | None = None  # while it is not in the selector
         self.strangers = 0  # callers that did not prove themselves
         selector.register(listener, selectors.EVENT_READ, self._answer)
 
     def close(self) -> None:
         """Let nobody else in."""
         if self._listener.fileno() >= 0:
-            if self._shut_until is None:
-                self._selector.unregister(self._listener)
+            self._selector.unregister(self._listener)
             self._listener.close()
         for sock in list(self._strangers):
             self._dismiss(sock)
 
     def expire(self) -> None:
-        """Dismiss callers that took too long; open again where there were too many."""
+        """Dismiss callers that took too long."""
         now = time.monotonic()
-        if self._shut_until is not None and now >= self._shut_until and self._listener.fileno() >= 0:
-            self._shut_until = None
-            self._selector.register(self._listener, selectors.EVENT_READ, self._answer)
         for sock in [sock for sock, deadline in self._strangers.items() if deadline <= now]:
             self._dismiss(sock)
 
@@ -246,9 +241,8 @@ class Door:
         except OSError:  # most likely too many open files: the oldest stranger's is one
             if self._strangers:
                 self._dismiss(next(iter(self._strangers)))
-            else:  # its caller goes on waiting: to listen on would be to be told of it all the time
-                self._selector.unregister(self._listener)
-                self._shut_until = time.monotonic() + SHUT_SECONDS
+            else:  # its caller goes on waiting, and the selector would tell of it all the time
+                time.sleep(SHUT_SECONDS)
             return
         _prepare(sock)
         if len(self._strangers) >= MAX_STRANGERS:
@@ -392,17 +386,23 @@ def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _read(sock: socket.socket, count: int) -> Waiting[bytes]:
-    data, filled = bytearray(count), 0
-    while filled < count:
+def fill(sock: socket.socket, place: Callable[[], memoryview]) -> Waiting[None]:
+    """Read until ``place()``, which may be another one each time, is full.  Raises ConnectionError at the end."""
+    filled = 0
+    while rest := place()[filled:]:
         try:
-            got = sock.recv_into(memoryview(data)[filled:])
+            got = sock.recv_into(rest)
         except BlockingIOError:
             yield select.POLLIN
             continue
         if not got:
             raise ConnectionError("the connection was closed")
         filled += got
+
+
+def _read(sock: socket.socket, count: int) -> Waiting[bytes]:
+    data = memoryview(bytearray(count))
+    yield from fill(sock, lambda: data)
     return bytes(data)
 
 

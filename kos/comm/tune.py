@@ -106,29 +106,21 @@ class Tuner:
     def bind(self, comm: Communicator, operation: str, nbytes: int, dtype: str, symmetric: bool) -> Callable[[], Any]:
         """A function that launches the operation once more, by whose bytes ``auto`` will route it."""
         x, y = self.buffers(dtype, symmetric)
-        n, size, at = nbytes // x.dtype.itemsize, self.size, {"stream": self.stream}
-        first = self.rank == 0
-        match operation:
-            case "all_reduce":
-                work = comm.all_reduce_init(x[:n], out=y[:n], **at)
-            case "reduce_scatter":
-                work = comm.reduce_scatter_init(x[: n // size * size], y[: n // size], **at)
-            case "all_gather":
-                work = comm.all_gather_init(x[:n], y[: n * size], **at)
-            case "all_to_all":
-                work = comm.all_to_all_init(x[: n // size * size], y[: n // size * size], **at)
-            case "broadcast":
-                work = comm.broadcast_init(x[:n], 0, **at)
-            case "reduce":
-                work = comm.reduce_init(x[:n], 0, out=y[:n] if first else None, **at)
-            case "gather":
-                work = comm.gather_init(x[:n], 0, y[: n * size] if first else None, **at)
-            case "scatter":
-                work = comm.scatter_init(x[: n * size] if first else None, y[:n], 0, **at)
-            case _:
-                after, before = (self.rank + 1) % size, (self.rank - 1) % size
-                work = comm.send_recv_init(x[:n], y[:n], after, before, **at)
-        return work.start
+        rank, size, n = self.rank, self.size, nbytes // x.dtype.itemsize
+        part, whole, root = n // size, n // size * size, rank == 0
+        arguments: dict[str, dict[str, Any]] = {
+            "all_reduce": {"x": x[:n], "out": y[:n]},
+            "reduce_scatter": {"x": x[:whole], "out": y[:part]},
+            "all_gather": {"x": x[:n], "out": y[: n * size]},
+            "all_to_all": {"x": x[:whole], "out": y[:whole]},
+            "broadcast": {"x": x[:n]},
+            "reduce": {"x": x[:n], "out": y[:n] if root else None},
+            "gather": {"x": x[:n], "out": y[: n * size] if root else None},
+            "scatter": {"x": x[: n * size] if root else None, "out": y[:n]},
+            "send_recv": {"x": x[:n], "out": y[:n], "dst": (rank + 1) % size, "src": (rank - 1) % size},
+        }
+        start: Callable[[], Any] = getattr(comm, f"{operation}_init")(**arguments[operation], stream=self.stream).start
+        return start
 
     def time(self, start: Callable[[], Any], nbytes: int, graph: bool) -> float:
         """Microseconds of one of several in a row: the median, on the slowest rank."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import kos
@@ -11,6 +11,7 @@ from kos.comm.backend import Probe
 from kos.comm.backends.host import HostBackend
 from kos.comm.communicator import Communicator
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
+from tests.comm.tcp_ranks import run_threads
 
 TIMEOUT = 30.0  # seconds
 
@@ -28,25 +29,17 @@ class SharedOnly(HostBackend):
 def run(fn: Callable[[kos.Communicator], Any], size: int, close: bool = True) -> list[Any]:
     """What ``fn(comm)`` returned on each rank; the failure of the lowest rank that failed is raised."""
     group = ThreadGroup(size)
-    results: list[Any] = [None] * size
-    failures: dict[int, BaseException] = {}
 
-    def body(rank: int) -> None:
-        try:
-            rendezvous = ThreadRendezvous(group, rank, TIMEOUT)
-            comm = Communicator(SharedOnly(rendezvous), rendezvous, {}, TIMEOUT)
-            results[rank] = fn(comm)
-            if close:
-                comm.close()
-        except BaseException as error:
-            failures[rank] = error
+    def body(rank: int) -> Any:
+        rendezvous = ThreadRendezvous(group, rank, TIMEOUT)
+        comm = Communicator(SharedOnly(rendezvous), rendezvous, {}, TIMEOUT)
+        result = fn(comm)
+        if close:
+            comm.close()
+        return result
 
-    threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(3 * TIMEOUT)
-        assert not thread.is_alive(), "a rank hangs"
-    if failures:
-        raise failures[min(failures)]
+    results = run_threads(*[partial(body, rank) for rank in range(size)])
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     return results

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from kos.comm.backend import Backend, ends_group
-from kos.comm.mpi_job import Backoff, CrowdedBackoff
+from kos.comm.mpi_job import Backoff
 from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.shared import Calls, SharedCollectives, open_segment
@@ -55,7 +55,7 @@ class HostBackend(Backend):
 
     def idle(self) -> Idle:
         """Nobody is told of words in shared memory, nor by MPI of messages: waiting is polling."""
-        return CrowdedBackoff() if self.crowded else Backoff()
+        return Backoff(self.crowded)
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
         self._begun = operation.sequence + 1

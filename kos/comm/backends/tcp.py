@@ -223,17 +223,17 @@ class Mesh:
 
     def leave(self, kind: int, why: str) -> None:
         """Close all connections, after a last word for whose way there is a moment."""
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while self.disputed and self.failure is None and time.monotonic() < deadline:
-            self.poller.pause(seconds=0.001)
-            self.poller.progress()
+        self._linger(lambda: self.disputed and self.failure is None)
         if self.failure is not None:  # which this rank may have heard alone, in a message
             self.fail(*self.failure)
         for peer in self.peers.values():
             peer.say(kind, 0, json.dumps(why[:_LAST_WORDS]).encode())
-        deadline = time.monotonic() + _FAREWELL_SECONDS
-        while any(peer.busy for peer in self.peers.values()) and time.monotonic() < deadline:
-            self.poller.pause(seconds=0.001)
-            self.poller.progress()
+        self._linger(lambda: any(peer.busy for peer in self.peers.values()))
         for peer in self.peers.values():
             peer.hang_up()
+
+    def _linger(self, needed: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while needed() and time.monotonic() < deadline:
+            self.poller.pause(seconds=0.001)
+            self.poller.progress()

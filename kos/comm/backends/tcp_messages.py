@@ -15,7 +15,7 @@ import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,6 +24,7 @@ import numpy as np
 from kos.comm.backend import drop, take, wrong_message
 from kos.comm.fingerprints import DTYPE_CODES, dtype_of_code, failure_of
 from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.tcp import Waiting, fill
 from kos.errors import KosError, RankLost, RendezvousError
 
 if TYPE_CHECKING:
@@ -222,11 +223,11 @@ class Peer:
             self._wants_room = bool(self._outgoing)
             self.mesh.poller.want_room(self, self._wants_room)
 
-    def _read(self) -> Generator[None, None, str]:
+    def _read(self) -> Waiting[str]:
         """All that the peer sends, until it says goodbye; yields when there is nothing to read."""
         header = memoryview(bytearray(HEADER.size))
         while True:
-            yield from self._fill(header)
+            yield from fill(self.sock, lambda: header)
             kind, tag, number, nbytes, call = HEADER.unpack(header)
             if kind == SHORT and nbytes <= EAGER_BYTES:
                 posted = self._posted.get(tag)
@@ -236,9 +237,7 @@ class Peer:
                     yield from self._land(0)
                     self._taken += nbytes + KEEPING_BYTES
                 else:
-                    data = memoryview(bytearray(nbytes))
-                    yield from self._fill(data)
-                    self._arrive(tag, _Arrival(nbytes, call, data))
+                    self._arrive(tag, _Arrival(nbytes, call, (yield from self._words(nbytes))))
             elif kind == ASK:
                 self._arrive(tag, _Arrival(nbytes, call, None, number))
             elif kind == GRANT:
@@ -253,12 +252,11 @@ class Peer:
             elif kind == LONG and number in self._granted and len(self._granted[number].view) == nbytes:
                 yield from self._land(number)
             elif kind in (CALL, FAILED, LEFT, BYE) and nbytes <= WORDS_BYTES:
-                data = memoryview(bytearray(nbytes))
-                yield from self._fill(data)
+                data = bytes((yield from self._words(nbytes)))
                 if kind == CALL:
-                    self.mesh.compare(tag, self.rank, call, bytes(data))
+                    self.mesh.compare(tag, self.rank, call, data)
                     continue
-                words = json.loads(bytes(data))
+                words = json.loads(data)
                 if kind == BYE:
                     return str(words)
                 if kind == LEFT:
@@ -267,22 +265,16 @@ class Peer:
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
-    def _fill(self, place: memoryview | _Message) -> Generator[None, None, None]:
-        filled = 0
-        while rest := (place.view if isinstance(place, _Message) else place)[filled:]:  # another once it is given up
-            try:
-                got = self.sock.recv_into(rest)
-            except BlockingIOError:
-                yield
-                continue
-            if not got:
-                raise ConnectionError
-            filled += got
-
-    def _land(self, number: int) -> Generator[None, None, None]:
-        yield from self._fill(message := self._granted[number])
+    def _land(self, number: int) -> Waiting[None]:
+        message = self._granted[number]
+        yield from fill(self.sock, lambda: message.view)
         del self._granted[number]
         message.complete = True
+
+    def _words(self, nbytes: int) -> Waiting[memoryview]:
+        words = memoryview(bytearray(nbytes))
+        yield from fill(self.sock, lambda: words)
+        return words
 
     def _arrive(self, tag: int, arrival: _Arrival) -> None:
         if tag >= COLLECTIVE_TAGS and arrival.call:
