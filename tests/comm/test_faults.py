@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from kos.testing import Fault, spawn
 from tests.comm.model import NAMES, Step, run
 
 SIZE, SEED = 3, 17
-WAIT = 0.3  # seconds until a collective gives up
+LOOK = 0.05  # seconds between two looks at the clock
 CULPRIT = 1
 CALLS = {name: Step(name, root=CULPRIT * (name in ("broadcast", "scatter"))) for name in NAMES} | {
     f"all_reduce {name}": Step("all_reduce", algorithm=number, in_place=True)
@@ -38,7 +38,7 @@ def test_results_that_no_fault_changes(name: str, kind: str) -> None:
         for _ in range(4):
             run(comm, CALLS[name], SEED)
 
-    spawn(body, SIZE, 20, faults=faults)
+    spawn(body, SIZE, 60, faults=faults)
 
 
 class Outcome:
@@ -46,22 +46,34 @@ class Outcome:
 
     def __init__(self, name: str, fault: Fault, survivors: int) -> None:
         self.errors: dict[int, KosError] = {}
-        self.seconds = 0.0
         first, over = threading.Barrier(SIZE), threading.Barrier(survivors)
+        comms: dict[int, kos.Communicator] = {}
+        done: set[int] = set()
+        clock = 0.0
+
+        def monotonic() -> float:
+            """Time stands until all that come wait for each other, or are done: nobody is late by chance."""
+            nonlocal clock
+            waiting = {rank for rank, comm in list(comms.items()) if comm.backend.engine.outstanding()}
+            happened = all(fault not in comm.backend._group.world.faults.pending for comm in list(comms.values()))
+            if fault.kind in ("stall", "drop") and happened and len(waiting | done) == survivors:
+                clock += LOOK
+            return clock
 
         def body(comm: kos.Communicator) -> None:
             run(comm, CALLS[name], SEED)
-            first.wait(15)
-            comm.timeout = WAIT
-            began = time.monotonic()
+            first.wait(30)
+            comms[comm.rank], comm.timeout = comm, LOOK
             try:
                 run(comm, CALLS[name], SEED)
             except KosError as error:
                 self.errors[comm.rank] = error
-                self.seconds = max(self.seconds, time.monotonic() - began)
-            over.wait(15)
+            done.add(comm.rank)
+            over.wait(30)
 
-        results = spawn(body, SIZE, 20, faults=[fault])
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("kos.comm.work.time", SimpleNamespace(monotonic=monotonic))
+            results = spawn(body, SIZE, 60, faults=[fault])
         assert results == [None] * SIZE
 
 
@@ -70,7 +82,6 @@ def test_a_rank_that_stalls_is_named(name: str) -> None:
     outcome = Outcome(name, Fault("stall", CULPRIT, 1), SIZE - 1)
     late = [error for error in outcome.errors.values() if isinstance(error, CollectiveTimeout)]
     assert late and CULPRIT not in outcome.errors
-    assert outcome.seconds < 10
     if name == "send_recv":
         assert str(late[0]).endswith(f"rank {CULPRIT} sent nothing with tag 0")
         return
@@ -96,7 +107,6 @@ def test_a_message_that_is_lost(name: str) -> None:
     outcome = Outcome(name, Fault("drop", CULPRIT, 1), SIZE)
     late = [error for error in outcome.errors.values() if isinstance(error, CollectiveTimeout)]
     assert late
-    assert outcome.seconds < 10
     for error in outcome.errors.values():
         assert isinstance(error, CollectiveTimeout | RankLost)
     told = " ".join(map(str, outcome.errors.values()))
@@ -125,7 +135,7 @@ def test_ranks_of_a_split_are_those_of_the_world() -> None:
             return str(error)
         return "fine"
 
-    results = spawn(body, 4, 20, faults=[Fault("crash", 2, 1)])
+    results = spawn(body, 4, 60, faults=[Fault("crash", 2, 1)])
     assert results[2] is None and results[1] == results[3] == "fine"
     assert "rank 1 is gone: it crashed" in results[0]
 
@@ -143,7 +153,7 @@ def test_several_faults_at_once() -> None:
         for n, work in reversed(list(enumerate(works))):
             assert (work.wait() == 3 + 3 * 10.0**n).all()
 
-    spawn(body, SIZE, 20, faults=faults)
+    spawn(body, SIZE, 60, faults=faults)
 
 
 def test_two_that_stall_and_one_that_crashes() -> None:
@@ -151,10 +161,10 @@ def test_two_that_stall_and_one_that_crashes() -> None:
 
     def body(comm: kos.Communicator) -> str:
         with pytest.raises(RankLost, match="rank 2 is gone: it crashed before barrier"):
-            comm.barrier(timeout=15)
+            comm.barrier()
         return "survived"
 
-    assert spawn(body, 4, 20, faults=faults) == [None, None, None, "survived"]
+    assert spawn(body, 4, 60, faults=faults) == [None, None, None, "survived"]
 
 
 def test_a_rank_that_crashes_finishes_nothing() -> None:
@@ -166,7 +176,7 @@ def test_a_rank_that_crashes_finishes_nothing() -> None:
         with pytest.raises(RankLost, match="rank 1 is gone: it crashed before barrier"):
             comm.barrier()
 
-    assert spawn(body, 2, 4, faults=[Fault("crash", 1, 1)]) == [None, None]
+    assert spawn(body, 2, 30, faults=[Fault("crash", 1, 1)]) == [None, None]
 
 
 def test_a_plan_that_makes_no_sense() -> None:
