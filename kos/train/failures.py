@@ -27,25 +27,40 @@ def alone(comm: Communicator, action: Callable[[], T]) -> T:
 
     The others have nothing to do: rank 0 waits for them by the timeout only.
     """
-    mine = together(comm, action if comm.rank == 0 else lambda: None, patience=0.0 if comm.rank == 0 else PATIENCE)
-    return cast(T, json.loads(comm.all_gather_bytes(json.dumps(mine).encode())[0]))
+    first = comm.rank == 0
+    answers = _meet(comm, lambda: json.dumps(action()) if first else "", 0.0 if first else PATIENCE)
+    return cast(T, json.loads(answers[0]))
 
 
-def together(comm: Communicator, action: Callable[[], T], patience: float = PATIENCE) -> T:
+def together(comm: Communicator, action: Callable[[], T]) -> T:
     """Run ``action`` on every rank that calls this; where it fails on any, raise on all.
 
     The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  Others are waited for
-    for ``patience``, in seconds, or the timeout, if that is longer; that the timeout is over is said.
+    for ``PATIENCE``, or the timeout, if that is longer; that the timeout is over is said.
     """
+    results: list[T] = []
+
+    def run() -> str:
+        results.append(action())
+        return ""
+
+    _meet(comm, run, PATIENCE)
+    return results[0]
+
+
+def _meet(comm: Communicator, action: Callable[[], str], patience: float) -> list[str]:
+    """What ``action`` gave on each rank."""
     failure: KosError | None = None
+    said = ""
     try:
-        result = action()
+        said = f"+{action()}"
     except KosError as error:
         failure = error
     except (OSError, MemoryError) as error:
         failure = KosError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error
-    said = "" if failure is None else f"{type(failure).__name__}\n{failure}"
+    if failure is not None:
+        said = f"{type(failure).__name__}\n{failure}"
     patience = max(patience, comm.timeout)
     late = "waiting for another rank for %g s: it is stopped, or at work (giving up after %g s)"
     watch = threading.Timer(comm.timeout, _log.warning, (late, comm.timeout, patience))
@@ -53,14 +68,14 @@ def together(comm: Communicator, action: Callable[[], T], patience: float = PATI
     if patience > comm.timeout:
         watch.start()
     try:
-        answers = comm.all_gather_bytes(said.encode(), timeout=patience)
+        answers = [answer.decode() for answer in comm.all_gather_bytes(said.encode(), timeout=patience)]
     finally:
         watch.cancel()
-    first = next((rank for rank, answer in enumerate(answers) if answer), None)
+    first = next((rank for rank, answer in enumerate(answers) if not answer.startswith("+")), None)
     if first is None:
-        return result
+        return [answer[1:] for answer in answers]
     if first != comm.rank or failure is None:
-        name, _, message = answers[first].decode().partition("\n")
+        name, _, message = answers[first].partition("\n")
         failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message)
     failure.on_every_rank = True
     raise failure
