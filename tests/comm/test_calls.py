@@ -40,7 +40,7 @@ def together(body: Callable[[list[Calls]], None], size: int = 2) -> None:
 
 
 def wait(calls: Calls, o: Operation) -> None:
-    until = time.monotonic() + 5
+    until = time.monotonic() + 30
     while time.monotonic() < until:
         calls.compare(o, 0)
 

@@ -257,7 +257,6 @@ def test_a_signal_dumps_and_passes_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert signal.getsignal(signal.SIGUSR1) is usr1
 
 
-@pytest.mark.timeout(60)
 def test_a_signal_in_the_midst_of_a_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it comes, both dumps are written whole: neither waits for a lock that the other holds."""
     monkeypatch.chdir(tmp_path)

@@ -29,7 +29,7 @@ def run_and_dump(folder: Path, size: int, fn: Callable[[kos.Communicator], Any])
         finally:
             comm.recorder.dump(folder / f"rank_{comm.rank}.json")
 
-    spawn(body, size, timeout=30)
+    spawn(body, size, timeout=60)
 
 
 def read(folder: Path, capsys: pytest.CaptureFixture[str], status: int) -> str:
@@ -54,14 +54,16 @@ def test_a_healthy_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_rank_that_does_not_arrive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gave_up = threading.Barrier(3)
+    came, gave_up = threading.Barrier(2), threading.Barrier(3)
 
     def body(comm: kos.Communicator) -> None:
         comm.barrier()
         comm.all_reduce(np.ones(7, np.float32))
         try:
             if comm.rank != 1:
-                comm.all_reduce(np.ones(8, np.float32), timeout=0.2)  # waits
+                work = comm.all_reduce(np.ones(8, np.float32), async_op=True)  # waits
+                came.wait(20)
+                work.wait(0.2)
         finally:
             gave_up.wait(20)
 
@@ -75,13 +77,16 @@ def test_a_rank_that_does_not_arrive(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gave_up = threading.Barrier(3)
+    came, gave_up = threading.Barrier(2), threading.Barrier(3)
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
             gave_up.wait(20)
-        with pytest.raises(KosError):
-            comm.all_reduce(np.ones(8), timeout=0.2)
+        with pytest.raises(KosError):  # noqa: PT012
+            work = comm.all_reduce(np.ones(8), async_op=True)
+            if comm.rank != 0:
+                came.wait(20)
+            work.wait(0.2)
         if comm.rank != 0:
             gave_up.wait(20)
 
