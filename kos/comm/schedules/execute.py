@@ -56,14 +56,6 @@ class _Instruction(NamedTuple):
     source_start: int = 0
 
 
-class _Program(NamedTuple):
-    instructions: tuple[_Instruction, ...]
-    waits: tuple[int, ...]  # how many events each instruction waits for
-    after_post: tuple[tuple[int, ...], ...]  # who waits for its message to be posted
-    after_done: tuple[tuple[int, ...], ...]  # who waits for it to be done
-    scratch: tuple[tuple[str, int], ...]  # spaces of its own, and their elements
-
-
 def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mapping[str, np.ndarray],
             reduce: Callable[[np.ndarray, np.ndarray], None], tag: int = 0,
             empty: Callable[..., np.ndarray] = np.empty) -> Iterator[None]:
@@ -79,10 +71,11 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     elements, dtype = buffers[space].size // schedule.units[space], buffers[space].dtype
     program = _compile(schedule, rank, elements, dtype.itemsize)
     spaces = dict(buffers)
-    for space, length in program.scratch:
+    for space, length in program.scratch.items():
         spaces[space] = empty(length, dtype)
 
-    instructions, waits, after_post, after_done = program.instructions, list(program.waits), *program[2:4]
+    instructions, after_post, after_done = program.instructions, program.after_post, program.after_done
+    waits = program.waits.copy()
     messages: deque[int] = deque()
     local: deque[int] = deque()
     flying: list[tuple[Request, int]] = []
@@ -90,7 +83,7 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     def ready(i: int) -> None:
         (messages if instructions[i].peer >= 0 else local).append(i)
 
-    def release(waiting: tuple[int, ...]) -> None:
+    def release(waiting: list[int]) -> None:
         for i in waiting:
             waits[i] -= 1
             if not waits[i]:
@@ -129,14 +122,15 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
             return
 
 
-class _Compiler:
-    """Builds a _Program instruction by instruction, in schedule order."""
+class _Program:
+    """A rank's instructions, added one by one in schedule order, and what each of them waits for."""
 
-    def __init__(self, grain: int) -> None:
+    def __init__(self, grain: int, scratch: dict[str, int]) -> None:
         self.instructions: list[_Instruction] = []
-        self.waits: list[int] = []
-        self.after_post: list[list[int]] = []
-        self.after_done: list[list[int]] = []
+        self.waits: list[int] = []  # for how many events each waits
+        self.after_post: list[list[int]] = []  # who waits for its message to be posted
+        self.after_done: list[list[int]] = []  # who waits for it to be done
+        self.scratch = scratch  # spaces of its own, and their elements
         self.grain = grain  # elements of a block: accesses are looked up by the blocks that they touch
         self.touched: dict[tuple[str, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
         self.last_posted: dict[tuple[str, int], int] = {}
@@ -177,12 +171,11 @@ class _Compiler:
 def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Program:
     steps = [step for steps in schedule.rounds for step in steps[rank]]
     place, length = place_scratch(schedule, steps, elements)
-    scratch = {"scratch": length} if length else {}
+    program, staged = _Program(max(1, elements // schedule.parts), {"scratch": length} if length else {}), 0
 
     def offset(space: str, chunk: int) -> int:
         return place[chunk] if space == "scratch" else schedule.start(chunk, elements)
 
-    out, staged = _Compiler(max(1, elements // schedule.parts)), 0
     for kind, space, chunk, span, peer, source_space, source_chunk in steps:
         length = schedule.start(chunk + span, elements) - schedule.start(chunk, elements)
         segment = max(SEGMENT_BYTES // itemsize, -(-length // MAX_SEGMENTS), 1)
@@ -190,16 +183,16 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
             start, stop = (offset(space, chunk) + end for end in (a, min(a + segment, length)))
             if kind == "recv_reduce":
                 slot = f"staging {staged % STAGING_SLOTS}"
-                staged, scratch[slot] = staged + 1, max(scratch.get(slot, 0), stop - start)
-                out.add(_Instruction("recv", slot, 0, stop - start, peer))
-                out.add(_Instruction("reduce", space, start, stop, source_space=slot))
+                staged, program.scratch[slot] = staged + 1, max(program.scratch.get(slot, 0), stop - start)
+                program.add(_Instruction("recv", slot, 0, stop - start, peer))
+                program.add(_Instruction("reduce", space, start, stop, source_space=slot))
             elif source_space:
                 source = offset(source_space, source_chunk) + a
-                out.add(_Instruction(kind, space, start, stop, source_space=source_space, source_start=source))
+                program.add(_Instruction(kind, space, start, stop, -1, source_space, source))
             else:
-                out.add(_Instruction(kind, space, start, stop, peer))
-    return _Program(tuple(out.instructions), tuple(out.waits), tuple(map(tuple, out.after_post)),
-                    tuple(map(tuple, out.after_done)), tuple(scratch.items()))
+                program.add(_Instruction(kind, space, start, stop, peer))
+    program.touched.clear()
+    return program
 
 
 def place_scratch(schedule: Schedule, steps: list[Step], elements: int) -> tuple[dict[int, int], int]:

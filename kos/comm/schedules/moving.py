@@ -7,28 +7,26 @@ Bruck et al., "Efficient algorithms for all-to-all communications in multiport m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 
-from kos.comm.schedules.patterns import Round, doubling, fold, ring
+from kos.comm.schedules.patterns import doubling, fold, ring
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import Moves
+from kos.comm.schedules.schedule import Moves, Pairs, Repeat, Rounds
 
 
 @algorithm("broadcast", "one_shot")
-def one_shot_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
+def one_shot_broadcast(n: int, c: int, root: int) -> Rounds:
     """The root sends everything to everybody."""
     yield [Moves(root, (root + np.arange(1, n)) % n, 0, count=c)]
 
 
 @algorithm("broadcast", "two_shot", parts=lambda n, c: n * c)
-def two_shot_broadcast(n: int, c: int, root: int) -> Iterator[Round]:
+def two_shot_broadcast(n: int, c: int, root: int) -> Rounds:
     """The root scatters blocks, then all send theirs to all.  After van de Geijn's scatter and all-gather."""
     r = np.arange(n)
     others = r[r != root]
     yield [Moves(root, others, others * c, count=c)]
-    yield (Moves(r, to, r * c, count=np.where(to == root, 0, c)) for to in ((r + s) % n for s in range(1, n)))
+    yield [Pairs(r[:, None], others, r[:, None] * c, count=c)]
 
 
 def _own(r: np.ndarray, c: int) -> Moves:
@@ -36,7 +34,7 @@ def _own(r: np.ndarray, c: int) -> Moves:
 
 
 @algorithm("all_gather", "ring")
-def ring_all_gather(n: int, c: int) -> Iterator[Round]:
+def ring_all_gather(n: int, c: int) -> Rounds:
     """n - 1 rounds round a ring, one block each."""
     r = np.arange(n)
     yield [_own(r, c)]
@@ -44,7 +42,7 @@ def ring_all_gather(n: int, c: int) -> Iterator[Round]:
 
 
 @algorithm("all_gather", "halving_doubling")
-def doubling_all_gather(n: int, c: int) -> Iterator[Round]:
+def doubling_all_gather(n: int, c: int) -> Rounds:
     """Recursive doubling; other rank counts fold to a power of two.  Thakur, Rabenseifner, Gropp (2005)."""
     r = np.arange(n)
     member, edge = fold(n)
@@ -55,28 +53,34 @@ def doubling_all_gather(n: int, c: int) -> Iterator[Round]:
 
 
 @algorithm("all_gather", "one_shot")
-def one_shot_all_gather(n: int, c: int) -> Iterator[Round]:
+def one_shot_all_gather(n: int, c: int) -> Rounds:
     """Everybody sends its block to everybody at once."""
     r = np.arange(n)
-    yield (Moves(r, (r + s) % n, 0, r * c, count=c, space="input", to_space="output") for s in range(n))
+    yield [_own(r, c), Pairs(r[:, None], r, 0, r[:, None] * c, count=c, space="input", to_space="output")]
 
 
 @algorithm("all_to_all", "pairwise")
-def pairwise_all_to_all(n: int, c: int) -> Iterator[Round]:
+def pairwise_all_to_all(n: int, c: int) -> Rounds:
     """n - 1 rounds: in round s every rank sends to the one s after it and receives from the one s before."""
     r = np.arange(n)
-    for to in ((r + shift) % n for shift in range(n)):
-        yield [Moves(r, to, to * c, r * c, count=c, space="input", to_space="output")]
+
+    def shift(s: int) -> Moves:
+        to = (r + s) % n
+        return Moves(r, to, to * c, r * c, count=c, space="input", to_space="output")
+
+    yield [shift(0)]
+    yield Repeat(n - 1, lambda k: [[shift(k + 1)]], shifts=True)
 
 
 @algorithm("all_to_all", "bruck")
-def bruck_all_to_all(n: int, c: int) -> Iterator[Round]:
+def bruck_all_to_all(n: int, c: int) -> Rounds:
     """ceil(log2 n) rounds of n / 2 blocks: a block that has j ranks to go travels 2^k where j has bit k.
 
     Scratch holds the blocks by their way j, then what is packed to be sent, then what came.  Bruck (1997).
     """
     r = np.arange(n)
-    yield [Moves(r, r, (r + j) % n * c, j * c, count=c, space="input", to_space="scratch") for j in range(n)]
+    yield [Moves(r, r, r * c, 0, count=(n - r) * c, space="input", to_space="scratch"),
+           Moves(r, r, 0, (n - r) * c, count=r * c, space="input", to_space="scratch")]
     distance = 1
     while distance < n:
         way = np.flatnonzero(np.arange(n) & distance)
@@ -85,18 +89,19 @@ def bruck_all_to_all(n: int, c: int) -> Iterator[Round]:
         yield [Moves(r, (r + distance) % n, n * c, 2 * n * c, count=len(way) * c, space="scratch")]
         yield [Moves(r[:, None], r[:, None], arrived * c, way * c, count=c, space="scratch")]
         distance *= 2
-    yield [Moves(r, r, j * c, (r - j) % n * c, count=c, space="scratch", to_space="output") for j in range(n)]
+    yield [Moves(r[:, None], r[:, None], r * c, lambda: (r[:, None] - r) % n * c, count=c, space="scratch",
+                 to_space="output")]
 
 
 @algorithm("gather", "direct")
-def direct_gather(n: int, c: int, root: int) -> Iterator[Round]:
+def direct_gather(n: int, c: int, root: int) -> Rounds:
     """All send their block to the root."""
     r = np.arange(n)
     yield [Moves(r, root, 0, r * c, count=c, space="input", to_space="output")]
 
 
 @algorithm("scatter", "direct")
-def direct_scatter(n: int, c: int, root: int) -> Iterator[Round]:
+def direct_scatter(n: int, c: int, root: int) -> Rounds:
     """The root sends every rank its block."""
     r = np.arange(n)
     yield [Moves(root, r, r * c, 0, count=c, space="input", to_space="output")]

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 
-from kos.comm.schedules.schedule import Moves
-
-Round = Iterable[Moves]
+from kos.comm.schedules.schedule import Moves, Repeat, Rounds
 
 
 def ring(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *, base: np.ndarray | int = 0,
-         width: int = 1, space: str = "data", reduce: bool = False) -> Iterator[Round]:
+         width: int = 1, space: str = "data", reduce: bool = False) -> Rounds:
     """All-gather round a ring, from position p with block p on; or reduce-scatter in place.
 
     That ends with block (p + 1) % size complete at p; block b is added from position b on: ((x_b + x_b+1) + ...).
     A block is ``width`` chunks from ``base`` on.
     """
-    for step in range(size - 1):
-        block = base + (position - step) % size * width
-        yield [Moves(rank, after, block, count=width, space=space, reduce=reduce)]
+    yield Repeat(size - 1, lambda step: [[Moves(rank, after, base + (position - step) % size * width, count=width,
+                                                space=space, reduce=reduce)]])
 
 
 def fold(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -33,7 +28,7 @@ def fold(n: int) -> tuple[np.ndarray, np.ndarray]:
     return member, np.append(member, n)
 
 
-def halving(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Iterator[Round]:
+def halving(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Rounds:
     """Recursive halving: participant q ends with chunks edge[q]..edge[q+1] complete, in place."""
     q = np.arange(p := len(member))
     for distance in (p >> k for k in range(1, p.bit_length())):
@@ -42,7 +37,7 @@ def halving(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Iterat
                      space=space, reduce=True)]
 
 
-def doubling(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Iterator[Round]:
+def doubling(member: np.ndarray, edge: np.ndarray, space: str = "data") -> Rounds:
     """Recursive doubling: participant q begins with chunks edge[q]..edge[q+1], all end with all."""
     q = np.arange(p := len(member))
     for distance in (1 << k for k in range(p.bit_length() - 1)):

@@ -9,35 +9,35 @@ Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms" (2009) for the ring.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 import numpy as np
 
-from kos.comm.schedules.patterns import Round, doubling, fold, halving, ring
+from kos.comm.schedules.patterns import doubling, fold, halving, ring
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import Moves
+from kos.comm.schedules.schedule import Moves, Pairs, Repeat, Rounds
 
 
 def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, count: int, space: str = "data",
-                  to: np.ndarray | int | None = None, to_space: str | None = None) -> Iterator[Round]:
+                  to: np.ndarray | int | None = None, to_space: str | None = None) -> Rounds:
     """Ranks ``r`` fetch ``chunk`` of every rank at once, add the n contributions in rank order, and store.
 
     Contribution j waits in scratch at j * stride + chunk; the sum forms in the place of contribution 0.
     """
-    yield chain((Moves((r + s) % n, r, chunk, chunk + (r + s) % n * stride, count=count, space=space,
-                       to_space="scratch") for s in range(1, n)),
-                [Moves(r[r == 0], r[r == 0], chunk[r == 0], count=count, space=space, to_space="scratch")])
-    for j in range(1, n):
-        others, own = r != j, r == j
-        yield [Moves(r[others], r[others], chunk[others] + j * stride, chunk[others], count=count,
-                     space="scratch", reduce=True),
-               Moves(r[own], r[own], chunk[own], count=count, space=space, to_space="scratch", reduce=True)]
-    yield [Moves(r, r, chunk, chunk if to is None else to, count=count, space="scratch",
-                 to_space=to_space or space)]
+    every = np.arange(n)[:, None]
+    yield [Pairs(every, r, chunk, lambda: chunk + every * stride, count=count, space=space, to_space="scratch"),
+           Moves(0, 0, chunk[r == 0], count=count, space=space, to_space="scratch")]
+
+    def add(j: int) -> list[Moves]:
+        fetched = chunk[r != j]
+        return [Moves(r[r != j], r[r != j], fetched + j * stride, fetched, count=count, space="scratch", reduce=True),
+                Moves(j, j, chunk[r == j], count=count, space=space, to_space="scratch", reduce=True)]
+
+    yield Repeat(n - 1, lambda k: [add(k + 1)])
+    yield [Moves(r, r, chunk, to, count=count, space="scratch", to_space=to_space or space)]
 
 
 @algorithm("all_reduce", "ring", parts=lambda n, c: n * c)
-def ring_all_reduce(n: int, c: int) -> Iterator[Round]:
+def ring_all_reduce(n: int, c: int) -> Rounds:
     """Reduce-scatter, then all-gather round one ring: 2 (n - 1) rounds of 1 / n of the bytes.
 
     Block b is added in ring order from rank b on.  Patarasuk, Yuan (2009).
@@ -49,7 +49,7 @@ def ring_all_reduce(n: int, c: int) -> Iterator[Round]:
 
 
 @algorithm("all_reduce", "halving_doubling", parts=lambda n, c: c << n.bit_length() - 1)
-def halving_doubling_all_reduce(n: int, c: int) -> Iterator[Round]:
+def halving_doubling_all_reduce(n: int, c: int) -> Rounds:
     """Recursive halving, then recursive doubling: 2 log2(n) rounds; other rank counts fold to a power of two.
 
     Partners are added furthest first (distance p/2, ..., 2, 1), after the folded neighbour.
@@ -66,22 +66,22 @@ def halving_doubling_all_reduce(n: int, c: int) -> Iterator[Round]:
 
 
 @algorithm("all_reduce", "one_shot", ordered=True)
-def one_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
+def one_shot_all_reduce(n: int, c: int) -> Rounds:
     """Everybody sends everything to everybody; each rank adds in rank order.  One round of messages."""
     r = np.arange(n)
     yield from in_rank_order(r, r * 0, n, stride=c, count=c)
 
 
 @algorithm("all_reduce", "two_shot", parts=lambda n, c: n * c, ordered=True)
-def two_shot_all_reduce(n: int, c: int) -> Iterator[Round]:
+def two_shot_all_reduce(n: int, c: int) -> Rounds:
     """Rank b fetches block b of every rank, adds in rank order, sends the sum to all: two shots."""
     r = np.arange(n)
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c)
-    yield (Moves(r, (r + s) % n, r * c, count=c) for s in range(1, n))
+    yield [Pairs(r[:, None], r, r[:, None] * c, count=c)]
 
 
 @algorithm("all_reduce", "hierarchical", parts=lambda n, c: n * c)
-def hierarchical_all_reduce(n: int, c: int, local: int) -> Iterator[Round]:
+def hierarchical_all_reduce(n: int, c: int, local: int) -> Rounds:
     """Rings: reduce-scatter in the node, all-reduce of each rank's part across nodes, all-gather in the node.
 
     Added in ring order in the node, then in ring order of nodes.  As in Cho et al., "BlueConnect" (2019).
@@ -97,13 +97,13 @@ def hierarchical_all_reduce(n: int, c: int, local: int) -> Iterator[Round]:
 
 
 @algorithm("reduce", "one_shot", ordered=True)
-def one_shot_reduce(n: int, c: int, root: int) -> Iterator[Round]:
+def one_shot_reduce(n: int, c: int, root: int) -> Rounds:
     """All send to the root, which adds in rank order."""
     yield from in_rank_order(np.array([root]), np.array([0]), n, stride=c, count=c)
 
 
 @algorithm("reduce_scatter", "ring")
-def ring_reduce_scatter(n: int, c: int) -> Iterator[Round]:
+def ring_reduce_scatter(n: int, c: int) -> Rounds:
     """n - 1 rounds round a ring; block b is added in ring order from rank b + 1 on.
 
     The partial sum that passes through waits in one of two scratch blocks by turns; input is only read.
@@ -111,17 +111,18 @@ def ring_reduce_scatter(n: int, c: int) -> Iterator[Round]:
     r = np.arange(n)
     if n == 1:
         yield [Moves(r, r, 0, count=c, space="input", to_space="output")]
-    space, chunk = "input", (r - 1) % n * c
-    for step in range(n - 1):
-        to_space, to = ("output", 0 * r) if step == n - 2 else ("scratch", 0 * r + step % 2 * c)
+
+    def step(k: int) -> Iterator[list[Moves]]:
+        space, chunk = ("scratch", (k - 1) % 2 * c) if k else ("input", (r - 1) % n * c)
+        to_space, to = ("scratch", k % 2 * c) if k < n - 2 else ("output", 0)
         yield [Moves(r, (r + 1) % n, chunk, to, count=c, space=space, to_space=to_space)]
-        yield [Moves(r, r, (r - step - 2) % n * c, to, count=c, space="input", to_space=to_space,
-                     reduce=True)]
-        space, chunk = to_space, to
+        yield [Moves(r, r, (r - k - 2) % n * c, to, count=c, space="input", to_space=to_space, reduce=True)]
+
+    yield Repeat(n - 1, step)
 
 
 @algorithm("reduce_scatter", "halving_doubling")
-def halving_reduce_scatter(n: int, c: int) -> Iterator[Round]:
+def halving_reduce_scatter(n: int, c: int) -> Rounds:
     """Recursive halving: log2(n) rounds; other rank counts fold to a power of two, neighbours first.
 
     Partners are added furthest first, after the folded neighbour.  Thakur, Rabenseifner, Gropp (2005).
@@ -137,7 +138,7 @@ def halving_reduce_scatter(n: int, c: int) -> Iterator[Round]:
 
 
 @algorithm("reduce_scatter", "one_shot", ordered=True)
-def one_shot_reduce_scatter(n: int, c: int) -> Iterator[Round]:
+def one_shot_reduce_scatter(n: int, c: int) -> Rounds:
     """Rank b fetches block b of every rank and adds in rank order.  One round of messages."""
     r = np.arange(n)
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c, space="input", to=r * 0, to_space="output")

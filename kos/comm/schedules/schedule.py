@@ -1,8 +1,9 @@
 """A collective algorithm as data: rounds of steps over chunks of the ranks' buffers.
 
 An algorithm is a pure function that yields *rounds*; a round is a few ``Moves``, each a whole family of
-transfers written with NumPy arrays (one entry per rank, usually), so that a schedule over 16,384 ranks costs
-no more lines than one over four.  ``Schedule.rounds`` spells the same out rank by rank as ``Step``s.
+transfers written with NumPy arrays (one entry per rank, usually), and a ``Repeat`` stands for many rounds, so
+that a schedule over 16,384 ranks costs little more than one over four.  ``Schedule.rounds`` spells the same
+out rank by rank as ``Step``s.
 
 Spaces ("data", "input", "output", "scratch") are cut into chunks, ``parts`` to the unit.  The unit is the
 whole vector where ranks hold it in place ("data"), and one rank's block elsewhere, so "input" or "output" may
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -60,14 +62,44 @@ Round: TypeAlias = "tuple[tuple[Step, ...], ...]"
 class Moves:
     """A family of transfers: ``chunk`` of ``space`` at ``src`` goes to ``to_chunk`` of ``to_space`` at ``dst``.
 
-    The first five broadcast together.  Where ``src == dst`` it is a local step.
+    The first five broadcast together.  Where ``src == dst`` it is a local step.  A large ``to_chunk`` may be a
+    function that makes it: to predict a time it is not needed.
     """
 
-    def __init__(self, src: Indices, dst: Indices, chunk: Indices, to_chunk: Indices | None = None, *,
-                 count: Indices = 1, space: str = "data", to_space: str | None = None, reduce: bool = False) -> None:
+    def __init__(self, src: Indices, dst: Indices, chunk: Indices,
+                 to_chunk: Indices | Callable[[], Indices] | None = None, *, count: Indices = 1,
+                 space: str = "data", to_space: str | None = None, reduce: bool = False) -> None:
         self.src, self.dst, self.chunk, self.count, self.space, self.reduce = src, dst, chunk, count, space, reduce
         self.to_chunk = chunk if to_chunk is None else to_chunk
         self.to_space = to_space or space
+
+    def transfers(self, ranks: int) -> list[np.ndarray]:
+        """src, dst, chunk, to_chunk and count of every transfer, among ``ranks`` ranks."""
+        to_chunk = self.to_chunk() if callable(self.to_chunk) else self.to_chunk
+        return [a.ravel() for a in np.broadcast_arrays(self.src, self.dst, self.chunk, to_chunk, self.count)]
+
+
+class Pairs(Moves):
+    """From every ``src`` (a column) to every other ``dst`` (a row), ``count`` (a number): each to its nearest first."""
+
+    def transfers(self, ranks: int) -> list[np.ndarray]:
+        """Those of Moves, by the distance from src up to dst."""
+        columns = super().transfers(ranks)
+        distance = (columns[1] - columns[0]) % ranks
+        order = np.argsort(distance, kind="stable")[np.count_nonzero(distance == 0):]
+        return [column[order] for column in columns]
+
+
+class Repeat(NamedTuple):
+    """The rounds of ``rounds(0)``, ..., ``rounds(times - 1)``, which cost the same.
+
+    With ``shifts``, that of k moves everything k + 1 ranks on, round all ``times + 1`` of them; then those that
+    leave every group of a topology, whichever way round, cost the same.
+    """
+
+    times: int
+    rounds: Callable[[int], Iterable[Iterable[Moves]]]
+    shifts: bool = False
 
 
 def counted(number: int, what: str) -> str:
@@ -75,7 +107,7 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-Rounds: TypeAlias = "Iterable[Iterable[Moves]]"
+Rounds: TypeAlias = "Iterable[Iterable[Moves] | Repeat]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,9 +128,11 @@ class Schedule:
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """Every step, by round and rank.  Raises ScheduleError for a rank that there is not, and for no Moves."""
-        rounds = self.moves()
-        if not isinstance(rounds, Iterable):
-            raise ScheduleError(f"{self}: expected rounds of Moves, got {type(rounds).__name__}")
+        blocks = self.moves()
+        if not isinstance(blocks, Iterable):
+            raise ScheduleError(f"{self}: expected rounds of Moves, got {type(blocks).__name__}")
+        rounds = chain.from_iterable(chain.from_iterable(map(block.rounds, range(block.times)))
+                                     if isinstance(block, Repeat) else [block] for block in blocks)
         return tuple(_spell_out(families, self, number) for number, families in enumerate(rounds))
 
     @cached_property
@@ -132,8 +166,7 @@ def _spell_out(families: Iterable[Moves], schedule: Schedule, number: int) -> Ro
         if not several or not isinstance(m, Moves):
             what = "Moves" if several else "a list of Moves"
             raise ScheduleError(f"{schedule}: round {number}: expected {what}, got {type(m).__name__}")
-        columns = np.broadcast_arrays(m.src, m.dst, m.chunk, m.to_chunk, m.count)
-        for src, dst, chunk, to_chunk, count in zip(*(c.ravel().tolist() for c in columns), strict=True):
+        for src, dst, chunk, to_chunk, count in zip(*(c.tolist() for c in m.transfers(ranks)), strict=True):
             if count == 0:
                 continue
             if not (0 <= src < ranks and 0 <= dst < ranks):

@@ -7,24 +7,24 @@ busiest rank sends or receives, the bytes of the fullest link over its bandwidth
 rank copies or reduces in its own memory.  Rounds follow one another, so pipelining shows only as far as the
 schedule spells it out in chunks.
 
-All of it is linear in the message size: ``cost`` walks the rounds once, with NumPy over all ranks of a round
-(16,384 ranks in seconds).  After Hockney (1994), LogGP (Alexandrov et al., 1995) and Thakur et al. (2005).
+All of it is linear in the message size: ``cost`` walks once the rounds that differ, with NumPy over all ranks of
+a round (16,384 ranks in seconds).  After Hockney (1994), LogGP (Alexandrov et al., 1995) and Thakur et al. (2005).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from itertools import chain, islice
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.schedules.schedule import Moves, Schedule
+from kos.comm.schedules.schedule import Moves, Pairs, Repeat, Schedule
 from kos.errors import InvalidArgument
 
 
@@ -56,12 +56,12 @@ class Topology:
 
     def __post_init__(self) -> None:
         sizes = [level.ranks for level in self.levels]
-        if not sizes or sizes[0] != 1 or sizes != sorted(set(sizes)):
-            raise InvalidArgument(f"levels must grow from 1 rank, got {sizes}")
+        if sizes[:1] != [1] or any(b <= a or b % a for a, b in pairwise(sizes)):
+            raise InvalidArgument(f"levels must grow from 1 rank, each a multiple of the one below, got {sizes}")
 
 
-FEW = 8
-"""Rounds of fewer families are kept to compare the next with; those of large one-shot rounds are gigabytes."""
+SMALL, KNOWN = 2048, 512
+"""Most ends of a round that are compared by value, not as arrays; most rounds whose time is remembered."""
 
 
 class Cost(NamedTuple):
@@ -69,7 +69,6 @@ class Cost(NamedTuple):
 
     seconds: float
     seconds_per_byte: float
-    rounds: int
 
 
 def calibration() -> dict[str, Any]:
@@ -98,61 +97,76 @@ def simulate(schedule: Schedule, topology: Topology, nbytes: float) -> float:
 def cost(schedule: Schedule, topology: Topology) -> Cost:
     """The time of ``schedule`` as a line over the message size."""
     chunk = 1 / (schedule.parts * max(schedule.units.values()))  # of the whole
-    seconds, share, rounds = topology.launch, 0.0, 0
-    former: list[Moves] | None = None
-    fixed = chunks = 0.0
-    for families in map(iter, schedule.moves()):
-        first = list(islice(families, FEW))
-        if former is None or not _alike(first, former):
-            fixed, chunks = _round(chain(first, families), schedule.ranks, topology)
-        former = first if len(first) < FEW else None
-        seconds, share, rounds = seconds + fixed, share + chunks * chunk, rounds + (fixed > 0 or chunks > 0)
-    return Cost(seconds, share, rounds)
+    reach = topology.levels[-1].ranks
+    seconds, share = topology.launch, 0.0
+    known: dict[object, tuple[float, float, object]] = {}
+    for block in schedule.moves():
+        for families, times in _different(block, reach):
+            key = _key(families, reach) if isinstance(families, list) else object()
+            if key not in known:
+                if len(known) == KNOWN:
+                    known.clear()
+                known[key] = *_round(families, schedule.ranks, topology), families
+            fixed, chunks, _ = known[key]
+            seconds, share = seconds + times * fixed, share + times * chunks * chunk
+    return Cost(seconds, share)
 
 
-def _alike(families: Sequence[Moves], former: Sequence[Moves]) -> bool:
-    """Whether two rounds cost the same, as those of a ring do."""
-    return len(families) == len(former) and all(
-        m.src is o.src and m.dst is o.dst and m.count is o.count and m.reduce == o.reduce
-        and np.shape(m.chunk) == np.shape(o.chunk) for m, o in zip(families, former, strict=True))
+def _different(block: Iterable[Moves] | Repeat, reach: int) -> Iterator[tuple[Iterable[Moves], int]]:
+    """The rounds of ``block`` that differ in cost, in groups of at most ``reach`` ranks; how often each comes."""
+    if not isinstance(block, Repeat):
+        yield block, 1
+        return
+    near = min(reach - 1, block.times // 2) if block.shifts else 0
+    alike = dict.fromkeys((*range(near), *range(block.times - near, block.times)), 1)
+    if far := block.times - 2 * near:
+        alike[near] = far
+    yield from ((families, times) for k, times in alike.items() for families in block.rounds(k))
+
+
+def _key(families: list[Moves], reach: int) -> tuple[object, ...]:
+    """Equal for rounds of the same arrays, and for small ones that differ by a shift by whole groups: pipelines."""
+    ends = [np.asarray(x) for m in families for x in (m.src, m.dst)]
+    small = sum(end.size for end in ends) <= SMALL
+    base = min((int(end.min()) for end in ends if end.size), default=0) // reach * reach
+
+    def value(x: Any, start: int = 0) -> object:
+        return (np.shape(x), np.subtract(x, start).tobytes()) if small else id(x)
+
+    return tuple((type(m), m.reduce, np.shape(m.chunk), value(m.src, base), value(m.dst, base), value(m.count))
+                 for m in families)
 
 
 def _round(families: Iterable[Moves], ranks: int, topology: Topology) -> tuple[float, float]:
     """(fixed seconds, seconds times bytes of a chunk) of one round."""
-    memory, latency = np.zeros(ranks), 0.0  # chunks that each rank reads and writes of its own accord
-    groups = [-(-ranks // level.ranks) for level in topology.levels]
-    messages, chunks = ([np.zeros((2, n)) for n in groups] for _ in range(2))  # up and down, by group of a level
+    # Chunks that each rank reads and writes of its own accord; by level messages and chunks, up and down, by group.
+    memory = np.zeros(ranks)
+    links = [(level, np.zeros((2, 2, -(-ranks // level.ranks)))) for level in topology.levels]
     for m in families:
-        # Ranks and counts are spread out against one another only; what chunks add to the shape is a factor.
-        src, dst, counts = (a.ravel() for a in np.broadcast_arrays(m.src, m.dst, m.count))
-        shape = np.broadcast_shapes(*map(np.shape, (m.src, m.dst, m.chunk, m.to_chunk, m.count)))
-        copies = math.prod(shape) // max(len(src), 1)
-        count: Any = m.count  # one for all is summed faster
-        if np.ndim(count):
-            src, dst, count = _where(counts > 0, src, dst, counts)
-        here, added = (dst, count) if m.reduce else _where(src == dst, dst, count)
-        memory += (3 if m.reduce else 2) * copies * _sums(here, added, ranks)
-        for k, level in enumerate(topology.levels):
-            up, down = src // level.ranks, dst // level.ranks
-            up, down, src, dst, count = _where(up != down, up, down, src, dst, count)
-            if not len(src):
-                break
-            latency = max(latency, level.latency)
-            for way, group in enumerate((up, down)):
-                number = np.bincount(group, minlength=groups[k]) * copies
-                messages[k][way] += number
-                chunks[k][way] += _sums(group, count, groups[k]) * copies if np.ndim(count) else number * count
-    slowest = max(float((c / np.where(n > 1, level.bandwidth_to_many, level.bandwidth)).max())
-                  for level, n, c in zip(topology.levels, messages, chunks, strict=True))
-    return (latency + topology.message * float(messages[0].max()),
+        if isinstance(m, Pairs):
+            src, dst = (np.bincount(np.ravel(end), minlength=ranks) for end in (m.src, m.dst))
+            memory += 3 * m.reduce * m.count * dst * (src.sum() - src)
+            for level, load in links:
+                up, down = (np.add.reduceat(end, np.arange(0, ranks, level.ranks)) for end in (src, dst))
+                messages = np.stack([up * (down.sum() - down), down * (up.sum() - up)])
+                load += messages, messages * m.count
+            continue
+        src, dst, count = (x.ravel() for x in np.broadcast_arrays(m.src, m.dst, m.count))
+        shape = np.broadcast_shapes(*map(np.shape, (m.src, m.dst, m.count, m.chunk)))
+        copies = math.prod(shape) // max(len(src), 1)  # chunks add to the shape, not to what differs
+        if np.ndim(m.count):
+            src, dst, count = (x[count > 0] for x in (src, dst, count))
+        memory += copies * np.bincount(dst, count * (3 if m.reduce else 2 * (src == dst)), ranks)
+        for level, load in links:
+            ends = src // level.ranks, dst // level.ranks
+            crossing = ends[0] != ends[1]
+            for way, end in enumerate(ends):
+                messages = copies * np.bincount(end[crossing], minlength=load.shape[-1])
+                load[0, way] += messages
+                load[1, way] += (copies * np.bincount(end[crossing], count[crossing], load.shape[-1])
+                                 if np.ndim(m.count) else messages * m.count)
+    latency = max(level.latency * bool(messages.any()) for level, (messages, _) in links)
+    slowest = max(float((chunks / np.where(messages > 1, level.bandwidth_to_many, level.bandwidth)).max())
+                  for level, (messages, chunks) in links)
+    return (latency + topology.message * float(links[0][1][0].max()),
             slowest + float(memory.max()) / topology.memory_bandwidth)
-
-
-def _where(mask: np.ndarray, *arrays: Any) -> tuple[Any, ...]:
-    """The entries of arrays that ``mask`` selects; a single number stands for all of them."""
-    return arrays if mask.all() else tuple(a[mask] if np.ndim(a) else a for a in arrays)
-
-
-def _sums(groups: np.ndarray, count: Any, size: int) -> np.ndarray:
-    """By group, the sum of what ``count`` has for its entries."""
-    return np.bincount(groups, count, size) if np.ndim(count) else np.bincount(groups, minlength=size) * count

@@ -7,13 +7,12 @@ of the vector, so that an element's place decides the order of its additions, an
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from kos.comm.schedules.patterns import Round
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import Moves
+from kos.comm.schedules.schedule import Moves, Rounds
 
 Parents = tuple[np.ndarray, ...]
 """For each tree: the parent of every node; node 0 is the root, and its own parent."""
@@ -54,33 +53,33 @@ def nodes_and_ranks(n: int, local: int) -> Parents:
 
 def levels(parent: np.ndarray) -> np.ndarray:
     """Distance of every node from node 0."""
-    level, above = np.zeros_like(parent), np.arange(len(parent))
+    level, above = (np.arange(len(parent)) > 0).astype(int), parent  # the distance from ``above``, ever further up
     while above.any():
-        level += above != 0
-        above = parent[above]
+        level, above = level + level[above], above[above]
     return level
 
 
-def flow(trees: Parents, name: np.ndarray, c: int, *, up: bool, down: bool) -> Iterator[Round]:
+def flow(trees: Parents, name: np.ndarray, c: int, *, up: bool, down: bool) -> Rounds:
     """One chunk a round enters each tree; node v is rank name[v], and tree k has c chunks from k c on."""
     child = np.arange(1, len(name))
     depth = max(int(levels(parent).max()) for parent in trees)
-    families = []  # (source, destination, round of the first chunk, the chunks, whether they are added)
+    rounds = depth * (up + down) + c - 1
+    families = []  # (source, destination, round of the first chunk, edges by that, chunks, whether they are added)
     for k, parent in enumerate(trees):
         below, above, level = name[child], name[parent[child]], levels(parent)[child]
-        chunks = k * c + np.arange(c)
-        if up:
-            families.append((below, above, depth - level, chunks, True))
-        if down:
-            families.append((above, below, depth * up + level - 1, chunks, False))
-    for time in range(depth * (up + down) + c - 1):
-        yield [Moves(src[on], dst[on], chunks[(time - first)[on]], reduce=adds)
-               for src, dst, first, chunks, adds in families
-               for on in ((first <= time) & (time < first + c),)]
+        for src, dst, first, adds in ((below, above, depth - level, True),) * up + (
+                (above, below, depth * up + level - 1, False),) * down:
+            edges = np.argsort(first, kind="stable")
+            begun = np.searchsorted(first[edges], np.arange(-c, rounds), "right")  # by round, from -c on
+            families.append((src, dst, first, edges, begun, k * c + np.arange(c), adds))
+    for time in range(rounds):
+        yield [Moves(src[on], dst[on], chunks[time - first[on]], reduce=adds)
+               for src, dst, first, edges, begun, chunks, adds in families
+               for on in (np.sort(edges[begun[time]:begun[time + c]]),)]
 
 
 def _register(collective: str, name: str, trees: Callable[[int, int], Parents], way: str) -> None:
-    def rounds(n: int, c: int, root: int, local: int) -> Iterator[Round]:
+    def rounds(n: int, c: int, root: int, local: int) -> Rounds:
         inside = local if name == "hierarchical" else n
         node, place = np.divmod(np.arange(n), inside)
         names = (node + root // inside) % (n // inside) * inside + (place + root) % inside
