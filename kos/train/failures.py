@@ -28,7 +28,7 @@ def alone(comm: Communicator, action: Callable[[], T]) -> T:
     The others have nothing to do: rank 0 waits for them by the timeout only.
     """
     first = comm.rank == 0
-    answers = _meet(comm, lambda: json.dumps(action()) if first else "", 0.0 if first else PATIENCE)
+    _, answers = _meet(comm, action if first else lambda: None, json.dumps, 0.0 if first else PATIENCE)
     return cast(T, json.loads(answers[0]))
 
 
@@ -38,22 +38,17 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
     The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  Others are waited for
     for ``PATIENCE``, or the timeout, if that is longer; that the timeout is over is said.
     """
-    results: list[T] = []
-
-    def run() -> str:
-        results.append(action())
-        return ""
-
-    _meet(comm, run, PATIENCE)
-    return results[0]
+    return _meet(comm, action, lambda result: "", PATIENCE)[0]
 
 
-def _meet(comm: Communicator, action: Callable[[], str], patience: float) -> list[str]:
-    """What ``action`` gave on each rank."""
+def _meet(
+    comm: Communicator, action: Callable[[], T], tell: Callable[[T], str], patience: float
+) -> tuple[T, list[str]]:
+    """What ``action`` gave here, and what every rank tells of it."""
     failure: KosError | None = None
-    said = ""
     try:
-        said = f"+{action()}"
+        result = action()
+        said = f"+{tell(result)}"
     except KosError as error:
         failure = error
     except (OSError, MemoryError) as error:
@@ -73,7 +68,7 @@ def _meet(comm: Communicator, action: Callable[[], str], patience: float) -> lis
         watch.cancel()
     first = next((rank for rank, answer in enumerate(answers) if not answer.startswith("+")), None)
     if first is None:
-        return [answer[1:] for answer in answers]
+        return result, [answer[1:] for answer in answers]
     if first != comm.rank or failure is None:
         name, _, message = answers[first].partition("\n")
         failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message)
