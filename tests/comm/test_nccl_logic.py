@@ -248,12 +248,10 @@ def test_calls_that_differ_are_told_later(fake: FakeNCCL, monkeypatch: pytest.Mo
 
         def all_reduce() -> None:
             comm.all_reduce(y if comm.rank == 2 else x)
-            comm.backend.wait_on_host(comm.backend._last, lambda: False, 20)  # as on a GPU, where it does not end
+            comm.backend.wait_on_host(comm.backend._last, lambda: False, 1e4)  # as on a GPU, where it does not end
 
-        begun = time.monotonic()
         with pytest.raises(CollectiveMismatch, match=message):
             all_reduce()
-        assert time.monotonic() - begun < 10, "learned at the timeout"
 
     FakeRanks(SIZE).run(body)
 
@@ -340,10 +338,9 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
                 calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1  # no process has it
                 comm._closed = True
             return
-        begun, why = time.monotonic(), "ZeroDivisionError: boom" if how == "abort" else "its process ended"
+        why = "ZeroDivisionError: boom" if how == "abort" else "its process ended"
         with pytest.raises(RankLost, match=f"rank 1 is gone: {why}"):
-            comm.backend.wait_on_host(last, lambda: False, 20)
-        assert time.monotonic() - begun < 10, "learned at the timeout"
+            comm.backend.wait_on_host(last, lambda: False, 1e4)
 
     FakeRanks(SIZE).run(body)
 
@@ -434,18 +431,16 @@ def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch:
 
 def test_ranks_that_do_not_join_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     never = threading.Event()
-    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: never.wait(20))
+    monkeypatch.setattr(nccl_binding, "join", lambda *arguments: never.wait(1e4))
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: pytest.fail("there is nothing to abort"))
 
     def body(gpu: Any) -> None:
         comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 0.1)
         comm.backend.timeout = 0.1
-        begun = time.monotonic()
         for _ in range(2):
             with pytest.raises(CollectiveTimeout, match=r"nccl: init: not begun by all ranks after 0.1 s"):
                 comm.all_reduce(Array.zeros(3, np.int32, 0))
-        comm.backend.abort("enough")
-        assert time.monotonic() - begun < 10, "it ends without them"
+        comm.backend.abort("enough")  # ends without them
 
     FakeRanks(SIZE).run(body)
     never.set()
