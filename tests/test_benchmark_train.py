@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +18,11 @@ from kos.comm import Communicator
 from kos.memory import pool as pool_module
 from kos.memory.array import Array
 from kos.testing import spawn
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 
 pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[1]
-MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
-MPIRUN = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or ""
 SMALL = shlex.split(
     "--seq-len 24 --per-rank 4 --micro-batch-size 2 --hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 "
     "--num-attention-heads 4 --num-key-value-heads 2 --vocab-size 512 --no-tie-word-embeddings --warmup-steps 0 "
@@ -34,15 +31,14 @@ SMALL = shlex.split(
 HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skipped", "rows"]
 
 
-@pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
+@needs_mpirun
 def test_two_ranks_beside_torch(tmp_path: Path) -> None:
     """Micro-batches, untied head and grouped queries, with and without DDP's."""
     file = tmp_path / "rows.json"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
     arguments = [*SMALL, "--compare", "torch", "--torch", "eager", "--json", str(file)]
     done = subprocess.run(
         [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.train", *arguments],
-        env=clean, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        env=OUTSIDE, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())

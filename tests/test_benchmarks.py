@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
-import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -43,10 +41,9 @@ from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.testing import spawn
 from tests.comm.fake_nccl import Group, at, communicator, no_gpu
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun
 
 ROOT = Path(__file__).resolve().parents[1]
-MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
-MPIRUN = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or ""
 PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
 
 
@@ -382,14 +379,13 @@ def test_what_comes_to_nothing_is_no_success(
     )
 
 
-@pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
+@needs_mpirun
 def test_under_mpirun(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
     arguments = ["--sizes", "1K", "--iterations", "4", "--device", "host", "--json", str(file)]
     done = subprocess.run(
         [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", *arguments],
-        env=clean, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
+        env=OUTSIDE, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())

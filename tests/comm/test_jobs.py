@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +10,11 @@ from pathlib import Path
 import pytest
 
 from kos.comm import mpi_job
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun
 from tests.run import NEVER_STARTED
 
 ROOT = Path(__file__).resolve().parents[2]
-MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
-MPIRUN = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or ""
 LIMIT = 100  # seconds in which every job here ends, however it ends: less than what pytest gives a test
-
-needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
 
 
 def program(tmp_path: Path, text: str) -> str:
@@ -30,8 +25,7 @@ def program(tmp_path: Path, text: str) -> str:
 
 def environment() -> dict[str, str]:
     """This one's, less what an mpirun around the tests put in it."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
-    return {**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**OUTSIDE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def start(*command: str) -> subprocess.CompletedProcess[str]:

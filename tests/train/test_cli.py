@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,21 +16,18 @@ import pytest
 
 from kos.train import checkpoint
 from kos.train.metrics import read_metrics
+from tests.launcher import MPIRUN, OUTSIDE
 from tests.run import NEVER_STARTED
 
-ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX"))},
-    "PYTHONUNBUFFERED": "",  # as users have it
-}
+ENVIRONMENT = {**OUTSIDE, "PYTHONUNBUFFERED": ""}  # as users have it
 SHAPE = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8", "--seq-len=32"]
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
 SECONDS = 100  # less than what pytest gives a test, much more than a run needs
 
 
 def _command(*flags: str | Path, ranks: int = 2) -> list[str]:
-    if ranks > 1 and MPIRUN is None:
+    if ranks > 1 and not MPIRUN:
         pytest.skip("needs mpirun")
-    launcher = [str(MPIRUN), "-n", str(ranks)] if ranks > 1 else []
+    launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
     return [*launcher, sys.executable, "-m", "kos.train", *SHAPE, *map(str, flags)]
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from kos.train.console import Console, describe
-from tests.train.test_cli import ENVIRONMENT, MPIRUN
+from tests.launcher import MPIRUN, needs_mpirun
+from tests.train.test_cli import ENVIRONMENT
 
 ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 
@@ -112,16 +113,16 @@ def test_a_pipe_gets_lines() -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, "", PLAIN)
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
+@needs_mpirun
 def test_mpirun_on_a_terminal_gets_a_bar() -> None:
-    _check_bar(_on_a_terminal(str(MPIRUN), "-n", "2", sys.executable, "-c", SPEAKER))
+    _check_bar(_on_a_terminal(MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER))
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
+@needs_mpirun
 @pytest.mark.parametrize("target", ["pipe", "file"])
 def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
     """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
-    command = [str(MPIRUN), "-n", "2", sys.executable, "-c", SPEAKER]
+    command = [MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER]
     with open(tmp_path / "said", "w+b") as file:
         where = subprocess.PIPE if target == "pipe" else file
         done = subprocess.run(command, env=ENVIRONMENT, stdout=where, stderr=subprocess.PIPE, timeout=60)

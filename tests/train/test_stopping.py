@@ -25,7 +25,8 @@ from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
 from kos.train.parallel.data import DataParallel
 from kos.train.stopping import Stop, Stopped
-from tests.train.test_cli import ENVIRONMENT, MPIRUN, SECONDS, SHAPE
+from tests.launcher import MPIRUN, needs_mpirun
+from tests.train.test_cli import ENVIRONMENT, SECONDS, SHAPE
 from tests.train.test_loop import SMALL, _config, _train, _weights, text
 
 __all__ = ["text"]
@@ -173,7 +174,7 @@ MOMENTS = {
 }
 
 
-@pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
+@needs_mpirun
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: str) -> None:
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
