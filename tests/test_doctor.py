@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 
 from kos.doctor import checks, ranks
+from kos.doctor.__main__ import Doctor
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.doctor.ranks import Matrix
 from kos.doctor.report import Report
-from tests.run import NEVER_STARTED
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[1]
-MPIRUN = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
 
 
 PATIENT = "import kos.doctor.__main__ as d\nd.NOTICE, d.GRACE = 1e3, 1e3"  # for a slow machine
@@ -33,14 +33,8 @@ def run(*arguments: str, launcher: tuple[str, ...] = (), code: str = "", **envir
         if not code
         else ["-c", f"{code}\nimport sys, kos.doctor.__main__ as d\nsys.exit(d.main())"]
     )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX_", "PMI_"))}
-    for _ in range(3):
-        done = subprocess.run(
-            [*launcher, sys.executable, *start, *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, env={**clean, **environment},
-        )  # fmt: skip
-        if done.returncode != NEVER_STARTED:
-            break
+    pipes = {"capture_output": False, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = run_program(*launcher, sys.executable, *start, *arguments, env={**OUTSIDE, **environment}, **pipes)
     return done.returncode, done.stdout
 
 
@@ -53,7 +47,7 @@ def test_alone() -> None:
     assert "CUDA" in verdicts and any(line.startswith("mpi ") for line in report["backends"])
 
 
-@pytest.mark.skipif(not Path(MPIRUN).exists(), reason="needs mpirun")
+@needs_mpirun
 def test_under_mpirun(tmp_path: Path) -> None:
     picture = tmp_path / "pairs.png"
     code, said = run("--plot", str(picture), "--json", launcher=(MPIRUN, "-n", "2"), code=PATIENT)
@@ -67,7 +61,7 @@ def test_under_mpirun(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.skipif(not Path(MPIRUN).exists(), reason="needs mpirun")
+@needs_mpirun
 @pytest.mark.parametrize(("missing", "told"), [(0, "kos: error: rank 1: "), (1, "bad ")])
 def test_a_rank_that_does_not_reach_mpi_init(missing: int, told: str) -> None:
     late = f'test "$OMPI_COMM_WORLD_RANK" = {missing} && sleep 300; exec "$@"'
@@ -118,7 +112,7 @@ def test_ranks_by_environment() -> None:
         (1, "x.pdf", "expected a picture's name that ends in .png or .svg"),
         (1, "/nowhere/x.png", "expected a file to write, got no such folder"),
         (1, "x.png", "a picture needs matplotlib: pip install 'kos[plot]'"),
-        pytest.param(2, "x.png", "a picture", marks=pytest.mark.skipif(not Path(MPIRUN).exists(), reason="no mpirun")),
+        pytest.param(2, "x.png", "a picture", marks=needs_mpirun),
     ],
 )
 def test_what_cannot_be_plotted_is_refused_first(tmp_path: Path, size: int, file: str, problem: str) -> None:
@@ -158,6 +152,17 @@ def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
     status, said = run("--timeout", "1", code=code)
     assert status == 1 and told in said
     assert "Timeout" in said or "no end within 1 s" in said
+
+
+def test_no_alarm_goes_off_while_the_report_is_printed_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    alarms: list[str] = []
+    for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
+        monkeypatch.setattr(f"faulthandler.{name}", lambda *_, name=name, **__: alarms.append(name))
+    doctor = Doctor(argparse.Namespace())
+    doctor.begin("a stage", 60)
+    assert all(timer.is_alive() for timer in doctor.timers) and alarms[-1] == "dump_traceback_later"
+    doctor.rest()
+    assert all(timer.finished.is_set() for timer in doctor.timers) and alarms[-1] == "cancel_dump_traceback_later"
 
 
 def test_what_nobody_expected_is_a_finding() -> None:

@@ -61,6 +61,7 @@ class Doctor:
         """No alarm any more."""
         for timer in self.timers:
             timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
     def examine(self) -> int:
         """All of it; returns the exit status.  What stops the examination is the last finding."""
