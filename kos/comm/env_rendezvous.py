@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from kos.comm.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
 from kos.comm.secret import load_secret
-from kos.comm.tcp import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours, plain_address
+from kos.comm.tcp import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours
 from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -261,7 +261,7 @@ class EnvRendezvous(TCPRendezvous):
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         connection = super()._call_hub(host, ports, purpose)
         if not self.network.loopback:
-            mine = plain_address(connection.sock.getsockname()[0])
+            mine = connection.sock.getsockname()[0].removeprefix("::ffff:")  # put around IPv4 addresses by IPv6 sockets
             self.network.host = "" if is_loopback(mine) else mine
         return connection
 

@@ -363,11 +363,6 @@ def is_ours(host: str) -> bool:
     return False
 
 
-def plain_address(address: str) -> str:
-    """An address as getsockname gives it, without what IPv6 sockets put around IPv4 addresses."""
-    return address.removeprefix("::ffff:")
-
-
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import threading
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from kos.comm.launches import DEFAULT, Launch
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import Table, load, merged, parse, pick, read
 from kos.errors import BackendUnavailable, InvalidArgument
+from tests.comm.tcp_ranks import run_threads
 
 GPU, LINK = "NVIDIA H200", "18 NVLinks"
 ROUTE = "all_reduce 16-bit symmetric graph"
@@ -188,17 +189,12 @@ def test_shipped_tables(path: Path) -> None:
 def of_ranks(monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> list[Table]:
     """The table that each rank gets; ranks are threads."""
     monkeypatch.setattr(tuning, "device_info", lambda device: SimpleNamespace(uuid=f"GPU-{device}", name=GPU))
-    group, got = ThreadGroup(len(devices)), dict[int, Table]()
+    group = ThreadGroup(len(devices))
 
-    def run(rank: int) -> None:
-        got[rank] = tuning.for_group(ThreadRendezvous(group, rank, 10), devices[rank])
+    def table(rank: int) -> Table:
+        return tuning.for_group(ThreadRendezvous(group, rank, 10), devices[rank])
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(devices))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return [got[rank] for rank in range(len(devices))]
+    return run_threads(*[partial(table, rank) for rank in range(len(devices))])
 
 
 def test_ranks_take_rank_0s_table(places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:

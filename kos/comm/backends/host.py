@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from kos.comm.backend import Backend, ends_group
 from kos.comm.mpi_job import Backoff
@@ -81,16 +81,6 @@ class HostBackend(Backend):
     def awaited(self, operation: Operation) -> list[int]:
         """Peers of the transport's messages in flight for a collective."""
         return []
-
-    def lost(self, operation: Operation, error: Exception) -> RankLost:
-        """The error for a rank that the transport found gone, with its name if that is known."""
-        gone = next(self.gone(), None)
-        return RankLost(f"{operation}: {error if gone is None else f'rank {gone[0]} is gone: {gone[1]}'}")
-
-    def gone(self) -> Iterator[tuple[int, str]]:
-        """The ranks that are known to be gone, and how: those of this host."""
-        if self._calls is not None:
-            yield from self._calls.gone()
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if not ends_group(operation, error):

@@ -45,11 +45,9 @@ class MockBackend(Backend):
         self._group = rendezvous.threads
         self._room = self._group.shared("mock", _Room)
         self._mailboxes = _Mailboxes(self._group, self._room, self.rank)
-        self.transport = self._mailboxes
-        self._faults: FaultyTransport | None = None
-        if (plan := self._group.world.faults) is not None:
-            self._faults = FaultyTransport(plan, self._group, self.rank, self._mailboxes)
-            self.transport = self._faults
+        plan = self._group.world.faults
+        self._faults = None if plan is None else FaultyTransport(plan, self._group, self.rank, self._mailboxes)
+        self.transport = self._faults or self._mailboxes
         self._idle = _WakeUp(self._group, self.rank)
 
     @classmethod

@@ -176,8 +176,9 @@ class MPIBackend(HostBackend):
         return self._messages.awaited(self._tag(operation))
 
     def gone(self) -> Iterator[tuple[int, str]]:
-        """Those of other hosts too, by ULFM and by what others tell: either may come later than the error."""
-        yield from super().gone()
+        """The ranks known to be gone, and how: by ULFM and by what others tell, too, which may come after the error."""
+        if self._calls is not None:
+            yield from self._calls.gone()
         deadline = time.monotonic() + _NAMED
         while time.monotonic() < deadline:
             yield from ((rank, "its process failed") for rank in mpi_job.failed_ranks(self._comm))
@@ -196,7 +197,8 @@ class MPIBackend(HostBackend):
             elif error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED) or (
                 mpi_job.fault_tolerant() and any(self.gone())  # midway in a collective Open MPI says ERR_OTHER
             ):
-                named = self.lost(operation, error)
+                rank, why = next(self.gone(), (None, ""))
+                named = RankLost(f"{operation}: {error if rank is None else f'rank {rank} is gone: {why}'}")
             named.__cause__ = error
             error = named
         if isinstance(error, RankLost):

@@ -237,7 +237,8 @@ class Peer:
                     yield from self._land(0)
                     self._taken += nbytes + KEEPING_BYTES
                 else:
-                    self._arrive(tag, _Arrival(nbytes, call, (yield from self._words(nbytes))))
+                    kept = yield from self._words(nbytes)  # until the next: else its pages go back to the system
+                    self._arrive(tag, _Arrival(nbytes, call, kept))
             elif kind == ASK:
                 self._arrive(tag, _Arrival(nbytes, call, None, number))
             elif kind == GRANT:
