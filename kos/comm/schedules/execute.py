@@ -13,8 +13,9 @@ sends of a round never for anything that the same round brings.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -75,23 +76,18 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
         spaces[space] = empty(length, dtype)
 
     instructions, after_post, after_done = program.instructions, program.after_post, program.after_done
-    waits = program.waits.copy()
+    waits = [events + 1 for events in program.waits]  # and for the beginning
     messages: deque[int] = deque()
     local: deque[int] = deque()
     flying: list[tuple[Request, int]] = []
 
-    def ready(i: int) -> None:
-        (messages if instructions[i].peer >= 0 else local).append(i)
-
-    def release(waiting: list[int]) -> None:
+    def release(waiting: Iterable[int]) -> None:
         for i in waiting:
             waits[i] -= 1
             if not waits[i]:
-                ready(i)
+                (messages if instructions[i].peer >= 0 else local).append(i)
 
-    for i, count in enumerate(waits):
-        if not count:
-            ready(i)
+    release(range(len(waits)))
     while True:
         if messages:
             i = messages.popleft()
@@ -197,11 +193,9 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
 
 def place_scratch(schedule: Schedule, steps: list[Step], elements: int) -> tuple[dict[int, int], int]:
     """Where each scratch chunk that this rank uses lies, in order and without gaps; and the total."""
-    used = {chunk + k for step in steps for space, chunk in
-            ((step.space, step.chunk), (step.source_space, step.source_chunk)) if space == "scratch"
-            for k in range(step.span)}
-    place, total = {}, 0
-    for chunk in sorted(used):
-        place[chunk] = total
-        total += schedule.start(chunk + 1, elements) - schedule.start(chunk, elements)
-    return place, total
+    used = sorted({chunk + k for step in steps for space, chunk in
+                   ((step.space, step.chunk), (step.source_space, step.source_chunk)) if space == "scratch"
+                   for k in range(step.span)})
+    lengths = (schedule.start(chunk + 1, elements) - schedule.start(chunk, elements) for chunk in used)
+    *starts, total = accumulate(lengths, initial=0)
+    return dict(zip(used, starts, strict=True)), total

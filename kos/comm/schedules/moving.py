@@ -64,12 +64,11 @@ def pairwise_all_to_all(n: int, c: int) -> Rounds:
     """n - 1 rounds: in round s every rank sends to the one s after it and receives from the one s before."""
     r = np.arange(n)
 
-    def shift(s: int) -> Moves:
-        to = (r + s) % n
+    def send(to: np.ndarray) -> Moves:
         return Moves(r, to, to * c, r * c, count=c, space="input", to_space="output")
 
-    yield [shift(0)]
-    yield Repeat(n - 1, lambda k: [[shift(k + 1)]], shifts=True)
+    yield [send(r)]
+    yield Repeat(n - 1, lambda k: [[send((r + k + 1) % n)]], shifts=True)
 
 
 @algorithm("all_to_all", "bruck")

@@ -19,7 +19,6 @@ class Algorithm(NamedTuple):
     rounds: Callable[..., Rounds]
     parts: Callable[[int, int], int]
     ordered: bool
-    words: str  # what it does, its order of additions, its source
 
 
 _REGISTRY: dict[str, dict[str, Algorithm]] = defaultdict(dict)
@@ -42,7 +41,7 @@ def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = 
             if unknown := set(inspect.signature(rounds).parameters) - {"n", "c", "root", "local"}:
                 names = ", ".join(sorted(unknown))
                 raise InvalidArgument(f"{name}: expected a function of n, c, root and local, got one of {names}")
-        _REGISTRY[collective][name] = Algorithm(rounds, parts, ordered, inspect.getdoc(rounds) or "")
+        _REGISTRY[collective][name] = Algorithm(rounds, parts, ordered)
         build.cache_clear()
         runnable.cache_clear()
         return rounds
@@ -70,7 +69,7 @@ def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ..
 
 def describe(collective: str, name: str) -> str:
     """The algorithm's own words: what it does, its order of additions, its source."""
-    return _REGISTRY[collective][name].words
+    return inspect.getdoc(_REGISTRY[collective][name].rounds) or ""
 
 
 @lru_cache(maxsize=256)
@@ -94,7 +93,7 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
     ):
         if not right:
             raise InvalidArgument(problem)
-    rounds, parts, ordered, _ = _REGISTRY[collective][algorithm]
+    rounds, parts, ordered = _REGISTRY[collective][algorithm]
     root = root if collective in ROOTED else 0
     given = {"n": ranks, "c": chunks, "root": root, "local": local}
     arguments = {name: given[name] for name in inspect.signature(rounds).parameters}

@@ -63,7 +63,7 @@ class Moves:
     """A family of transfers: ``chunk`` of ``space`` at ``src`` goes to ``to_chunk`` of ``to_space`` at ``dst``.
 
     The first five broadcast together.  Where ``src == dst`` it is a local step.  A large ``to_chunk`` may be a
-    function that makes it: to predict a time it is not needed.
+    function that makes it, of the others' shape: to predict a time it is not needed.
     """
 
     def __init__(self, src: Indices, dst: Indices, chunk: Indices,
@@ -72,6 +72,12 @@ class Moves:
         self.src, self.dst, self.chunk, self.count, self.space, self.reduce = src, dst, chunk, count, space, reduce
         self.to_chunk = chunk if to_chunk is None else to_chunk
         self.to_space = to_space or space
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What they broadcast to."""
+        given = (self.src, self.dst, self.chunk, self.to_chunk, self.count)
+        return np.broadcast_shapes(*(np.shape(x) for x in given if not callable(x)))
 
     def transfers(self, ranks: int) -> list[np.ndarray]:
         """src, dst, chunk, to_chunk and count of every transfer, among ``ranks`` ranks."""

@@ -133,7 +133,7 @@ def _key(families: list[Moves], reach: int) -> tuple[object, ...]:
     def value(x: Any, start: int = 0) -> object:
         return (np.shape(x), np.subtract(x, start).tobytes()) if small else id(x)
 
-    return tuple((type(m), m.reduce, np.shape(m.chunk), value(m.src, base), value(m.dst, base), value(m.count))
+    return tuple((type(m), m.reduce, m.shape, value(m.src, base), value(m.dst, base), value(m.count))
                  for m in families)
 
 
@@ -152,8 +152,7 @@ def _round(families: Iterable[Moves], ranks: int, topology: Topology) -> tuple[f
                 load += messages, messages * m.count
             continue
         src, dst, count = (x.ravel() for x in np.broadcast_arrays(m.src, m.dst, m.count))
-        shape = np.broadcast_shapes(*map(np.shape, (m.src, m.dst, m.count, m.chunk)))
-        copies = math.prod(shape) // max(len(src), 1)  # chunks add to the shape, not to what differs
+        copies = math.prod(m.shape) // max(len(src), 1)  # chunks add to the shape, not to what differs
         if np.ndim(m.count):
             src, dst, count = (x[count > 0] for x in (src, dst, count))
         memory += copies * np.bincount(dst, count * (3 if m.reduce else 2 * (src == dst)), ranks)

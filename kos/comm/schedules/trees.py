@@ -63,19 +63,17 @@ def flow(trees: Parents, name: np.ndarray, c: int, *, up: bool, down: bool) -> R
     """One chunk a round enters each tree; node v is rank name[v], and tree k has c chunks from k c on."""
     child = np.arange(1, len(name))
     depth = max(int(levels(parent).max()) for parent in trees)
-    rounds = depth * (up + down) + c - 1
-    families = []  # (source, destination, round of the first chunk, edges by that, chunks, whether they are added)
+    families = []  # (source, destination, round of the first chunk: in that order; chunks; whether they are added)
     for k, parent in enumerate(trees):
         below, above, level = name[child], name[parent[child]], levels(parent)[child]
         for src, dst, first, adds in ((below, above, depth - level, True),) * up + (
                 (above, below, depth * up + level - 1, False),) * down:
-            edges = np.argsort(first, kind="stable")
-            begun = np.searchsorted(first[edges], np.arange(-c, rounds), "right")  # by round, from -c on
-            families.append((src, dst, first, edges, begun, k * c + np.arange(c), adds))
-    for time in range(rounds):
+            order = np.argsort(first, kind="stable")
+            families.append((src[order], dst[order], first[order], k * c + np.arange(c), adds))
+    for time in range(depth * (up + down) + c - 1):
         yield [Moves(src[on], dst[on], chunks[time - first[on]], reduce=adds)
-               for src, dst, first, edges, begun, chunks, adds in families
-               for on in (np.sort(edges[begun[time]:begun[time + c]]),)]
+               for src, dst, first, chunks, adds in families
+               for on in (slice(*np.searchsorted(first, (time - c, time), "right")),)]
 
 
 def _register(collective: str, name: str, trees: Callable[[int, int], Parents], way: str) -> None:

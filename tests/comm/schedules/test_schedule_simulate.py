@@ -55,9 +55,11 @@ def test_equals_the_slow_walk(collective, algorithm):
             assert simulate(schedule, ODD, nbytes) == pytest.approx(walk(schedule, ODD, nbytes), rel=1e-12)
 
 
-def test_pairs_that_add_equal_the_slow_walk():
-    pairs = Pairs(np.arange(2, 13)[:, None], np.arange(8), 0, to_space="scratch", count=3, reduce=True)
-    schedule = Schedule("all_reduce", "own", 13, 4, 0, False, lambda: [[pairs]])
+def test_moves_of_ones_own_equal_the_slow_walk():
+    r = np.arange(13)
+    rounds = [[Pairs(r[2:, None], r[:8], 0, to_space="scratch", count=3, reduce=True)], [Moves(3, 9, 1, r[:4])],
+              [Moves(3, 9, 1, 2)], [Moves(r % 5, r, 1, lambda: r + 4, count=r % 3)], [Moves(4, 4, r[:4], 5)]]
+    schedule = Schedule("all_reduce", "own", 13, 4, 0, False, lambda: rounds)
     assert simulate(schedule, ODD, 10**8) == pytest.approx(walk(schedule, ODD, 10**8), rel=1e-12)
 
 
