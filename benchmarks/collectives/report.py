@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,11 +17,10 @@ from benchmarks.collectives.cases import Case, bandwidths
 from benchmarks.collectives.implementations import Implementation
 from benchmarks.collectives.measure import Samples
 from kos.comm import nccl_binding
-from kos.train.machine import versions_of
+from kos.train.machine import git_commit, versions_of
 
 Row = dict[str, Any]
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW_KEYS = (
     "op", "backend", "algorithm", "dtype", "bytes", "ranks", "mode", "time_us", "p99_us", "cpu_us", "algbw_gbps",
     "busbw_gbps", "wrong", "limit_us", "redop", "count", "in_place", "call", "iterations",
@@ -100,7 +98,7 @@ def provenance(program: str, device: int | None, ranks: int) -> Row:
         "driver": driver,
         "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": os.environ.get("KOS_COMMIT") or git_commit(),  # the former of a copy without history
         "command": command(program, sys.argv[1:]),
     }
 
@@ -130,20 +128,6 @@ def _gpu(device: int, ranks: int) -> tuple[str, str]:
     module = next((word for word in words if word[0].isdigit() and word.count(".") >= 1), "unknown")
     number = int(call(cu.cuDriverGetVersion))
     return f"{ranks} x {device_info(device).name}", f"{module} (CUDA {number // 1000}.{number % 1000 // 10})"
-
-
-def commit() -> str | None:
-    """The commit that was measured, with "-dirty" after it where files differ from it."""
-    if "KOS_COMMIT" in os.environ:  # a copy of the files, without their history
-        return os.environ["KOS_COMMIT"]
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"],
-            capture_output=True, text=True, timeout=10,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 def command(program: str, arguments: list[str]) -> str:

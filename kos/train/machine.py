@@ -91,12 +91,13 @@ def provenance(comm: Communicator) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that kos runs from; None where it is no checkout."""
+    """The commit of the checkout that kos runs from, "-dirty" where files differ from it; None where it is none."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # where kos is installed inside another project, git would answer for that
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None
