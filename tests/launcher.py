@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.run import NEVER_STARTED
 
 _FOUND = shutil.which(
     os.environ.get("MPIRUN") or "mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
@@ -15,3 +19,13 @@ _FOUND = shutil.which(
 MPIRUN = os.path.abspath(_FOUND) if _FOUND else ""
 needs_mpirun = pytest.mark.skipif(not MPIRUN, reason="mpirun was not found beside Python or in PATH")
 OUTSIDE = {k: v for k, v in os.environ.items() if not k.startswith(("PMIX_", "PMI_", "OMPI_COMM_"))}
+SECONDS = 200  # of any program here: much more than it needs, less than what pytest gives a test
+
+
+def run_program(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The program's end and output, as of ``subprocess.run``; of a job that mpirun never started, the next try's."""
+    for _ in range(3):
+        done = subprocess.run(command, text=True, timeout=SECONDS, **{"capture_output": True, **options})
+        if done.returncode != NEVER_STARTED:
+            break
+    return done

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from kos.comm import Communicator
 from kos.memory import pool as pool_module
 from kos.memory.array import Array
 from kos.testing import spawn
-from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 
 pytest.importorskip("torch")
@@ -36,10 +35,7 @@ def test_two_ranks_beside_torch(tmp_path: Path) -> None:
     """Micro-batches, untied head and grouped queries, with and without DDP's."""
     file = tmp_path / "rows.json"
     arguments = [*SMALL, "--compare", "torch", "--torch", "eager", "--json", str(file)]
-    done = subprocess.run(
-        [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.train", *arguments],
-        env=OUTSIDE, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    done = run_program(MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.train", *arguments, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(file.read_text())
     assert list(result) == HEADER

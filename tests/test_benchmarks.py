@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import runpy
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,7 +40,7 @@ from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, InvalidArgument
 from kos.testing import spawn
 from tests.comm.fake_nccl import Group, at, communicator, no_gpu
-from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = [(op, False) for op in OPERATIONS] + [(op, True) for op in IN_PLACE]
@@ -288,10 +287,8 @@ def test_cases_are_refused_before_any_is_measured(
 def test_no_gpu_under_mpirun() -> None:
     if not MPIRUN or driver.unavailable() is None:
         pytest.skip("needs mpirun and no GPU")
-    done = subprocess.run(
-        [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", "--device", "gpu"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", "--device", "gpu"]
+    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
     assert done.returncode != 0 and "Traceback" not in done.stderr
     assert "kos: error: --device gpu: " in done.stderr
 
@@ -383,10 +380,8 @@ def test_what_comes_to_nothing_is_no_success(
 def test_under_mpirun(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     arguments = ["--sizes", "1K", "--iterations", "4", "--device", "host", "--json", str(file)]
-    done = subprocess.run(
-        [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", *arguments],
-        env=OUTSIDE, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False,
-    )  # fmt: skip
+    command = [MPIRUN, "-n", "2", sys.executable, "-m", "benchmarks.collectives", *arguments]
+    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     check_document(result, 2)

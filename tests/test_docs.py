@@ -10,7 +10,6 @@ from __future__ import annotations
 import pkgutil
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,8 @@ import kos
 import kos.testing
 from kos.comm.recorder import Recorder
 from kos.testing import spawn
-from tests.comm.test_jobs import MPIRUN, environment
+from tests.comm.test_jobs import environment
+from tests.launcher import MPIRUN, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -31,7 +31,7 @@ BLOCK = re.compile(r"(?:^<!-- (?P<how>[^\n]*) -->\n)?^```python\n(?P<code>.*?)^`
 HOW = re.compile(
     r"on (?P<ranks>\d+) ranks|script: mpirun -n (?P<mpi>\d+)|(?P<pytest>pytest)|not run: (?P<why>.+)"
 )
-LIMIT = 60  # seconds
+LIMIT = 200  # seconds
 
 
 def blocks() -> list[pytest.ParameterSet]:
@@ -46,7 +46,7 @@ def blocks() -> list[pytest.ParameterSet]:
 
 
 def run(*command: str, cwd: Path) -> None:
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=LIMIT)
+    done = run_program(*command, cwd=cwd, env=environment())
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
 
 

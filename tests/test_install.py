@@ -131,12 +131,11 @@ MPIRUN = """\
                 os.write(1, b"GONE\\n")
                 os._exit(code)
         return handler
-    os.write(1, " ".join(["BEGUN", *sys.argv[1:]]).encode() + b"\\n")
-    time.sleep(0.2)  # SIGUSR1 kills here, as it does any process that does not listen
     signal.signal(signal.SIGUSR1, said("USR1", None if {stubborn} else 0))
     signal.signal(signal.SIGTERM, said("TERM", 7))
     signal.signal(signal.SIGINT, said("INT", 8))
-    time.sleep(30)
+    os.write(1, " ".join(["BEGUN", *sys.argv[1:]]).encode() + b"\\n")
+    time.sleep(100)
     """
 
 
@@ -150,6 +149,7 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path,
     venv = tmp_path / "venv"
     script(venv / "bin" / "mpirun", MPIRUN.format(python=sys.executable, stubborn=stubborn))
     (venv / STAMP).touch()
+    began = time.monotonic()
     with subprocess.Popen(
         make_command(venv, "train", "RANKS=3", "ARGS=--steps 5"),
         cwd=ROOT,
@@ -164,15 +164,17 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path,
         begun = process.stdout.readline().split()
         assert begun == ["BEGUN", "-n", "3", f"{venv}/bin/python", "-m", "kos.train", "--steps", "5"]
         os.killpg(process.pid, number)  # what a terminal does: to make, its shell and nobody else
+        killed = time.monotonic()
         assert process.stdout.readline() == "USR1\n"
+        if killed < began + 0.9:  # in the first second ranks may not listen yet: it would kill them
+            assert time.monotonic() - killed > 0.9
         os.killpg(process.pid, number)
         if stubborn:
-            began = time.monotonic()
             while not select.select([process.stdout], [], [], 0.2)[0]:
                 os.killpg(process.pid, number)  # make and its shell are still there to be told
-            assert process.stdout.readline() == "TERM\n" and 0.9 < time.monotonic() - began < 10
+            assert process.stdout.readline() == "TERM\n" and time.monotonic() - killed > 0.9
         assert process.stdout.read() == "GONE\n"
-        assert process.wait(20) == -number
+        assert process.wait(60) == -number
 
 
 def test_every_extra_that_a_message_or_the_readme_names_exists() -> None:

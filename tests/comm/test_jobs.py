@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 
 from kos.comm import mpi_job
-from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun
-from tests.run import NEVER_STARTED
+from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT = 100  # seconds in which every job here ends, however it ends: less than what pytest gives a test
 
 
 def program(tmp_path: Path, text: str) -> str:
@@ -29,13 +27,7 @@ def environment() -> dict[str, str]:
 
 
 def start(*command: str) -> subprocess.CompletedProcess[str]:
-    for _ in range(3):
-        done = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False, cwd="/"
-        )
-        if done.returncode != NEVER_STARTED:
-            break
-    return done
+    return run_program(*command, env=environment(), cwd="/")
 
 
 def mpirun(ranks: int, path: str, *options: str) -> subprocess.CompletedProcess[str]:

@@ -109,7 +109,7 @@ def test_a_terminal_of_unknown_size_gets_lines() -> None:
 
 
 def test_a_pipe_gets_lines() -> None:
-    done = subprocess.run([sys.executable, "-c", SPEAKER], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", SPEAKER], env=ENVIRONMENT, capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", PLAIN)
 
 
@@ -125,7 +125,7 @@ def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
     command = [MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER]
     with open(tmp_path / "said", "w+b") as file:
         where = subprocess.PIPE if target == "pipe" else file
-        done = subprocess.run(command, env=ENVIRONMENT, stdout=where, stderr=subprocess.PIPE, timeout=60)
+        done = subprocess.run(command, env=ENVIRONMENT, stdout=where, stderr=subprocess.PIPE, timeout=200)
         assert done.returncode == 0, done.stderr
         file.seek(0)
         assert (done.stdout or file.read()).decode().replace("\r\n", "\n") == PLAIN

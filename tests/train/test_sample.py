@@ -155,9 +155,9 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
     capsys.readouterr()
     command = [sys.executable, "-m", "kos.train.sample"]
     flags = [str(run), "--tokens", "20", "--seed", "3"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", _say(capsys, *flags))
-    done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "expected a checkpoint or a run" in done.stderr
 
