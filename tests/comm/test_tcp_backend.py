@@ -334,6 +334,22 @@ def test_a_receive_that_was_given_up_leaves_its_memory_alone() -> None:
     TCPRanks(2).run(body)
 
 
+def test_a_collective_that_was_given_up_leaves_its_memory_alone() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x = np.full(4, float(comm.rank))
+        if comm.rank == 0:
+            with pytest.raises(CollectiveTimeout, match="broadcast #0"):
+                comm.broadcast(x, 1, timeout=0.05)
+        comm.rendezvous.barrier()
+        if comm.rank == 1:
+            comm.broadcast(x, 1)  # it has not read yet that rank 0 gave up
+        comm.rendezvous.barrier()
+        comm.backend.transport.poller.progress()
+        assert (x == comm.rank).all()
+
+    TCPRanks(2).run(body)
+
+
 def test_a_message_given_up_leaves_the_others() -> None:
     TCPRanks(2).run(time_out_beside_others)
 
