@@ -7,7 +7,6 @@ and its comparison with the other ranks' calls, which have come.  Nanoseconds a 
 
 from __future__ import annotations
 
-import threading
 import timeit
 from collections.abc import Callable
 from functools import partial
@@ -18,11 +17,11 @@ import numpy as np
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
-from kos.comm.shared import Calls, Segment, open_segment
+from kos.comm.shared import Calls, open_segment
 from kos.comm.shared.segment import ARRIVED, RING
 from kos.dtypes import dtype_of
 from kos.memory import as_buffer
+from kos.testing import spawn
 
 CALLS, RUNS = 2_000, 300
 
@@ -39,17 +38,7 @@ def example() -> Operation:
 
 def calls_beside_others(ranks: int, operation: Operation) -> Calls:
     """Rank 0 of a host, whose other ranks have called the same as ``operation`` so often as is remembered."""
-    group, segments = ThreadGroup(ranks), dict[int, Segment | None]()
-
-    def open_mine(rank: int) -> None:
-        segments[rank], _ = open_segment(ThreadRendezvous(group, rank, 20.0))
-
-    threads = [threading.Thread(target=open_mine, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    segment = segments[0]
+    segment, *_ = spawn(lambda comm: open_segment(comm.rendezvous)[0], ranks)
     assert segment is not None
     calls = Calls(segment)
     for rank in range(1, ranks):

@@ -16,7 +16,7 @@ import importlib.util
 import json
 import os
 import resource
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -178,7 +178,7 @@ class Group:
         for rank in range(options.ranks):
             told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks)}
             with open(f"{self.log}-{rank}", "w") as log:
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "bufsize": 0}
                 self.processes.append(subprocess.Popen(command, env=environment | told, cwd=ROOT, **pipes))  # type: ignore[call-overload]
 
     def warm_up(self) -> None:
@@ -191,7 +191,6 @@ class Group:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # who died is found below
                 process.stdin.write(f"{len(self.losses)}\n".encode())
-                process.stdin.flush()
         answer = self._answer()
         self.seconds.append(answer["seconds"])
         self.losses += answer["losses"]
@@ -201,18 +200,16 @@ class Group:
         """The next JSON object that rank 0 prints."""
         stdout: Any = self.processes[0].stdout
         deadline = time.monotonic() + self.limit
-        with selectors.DefaultSelector() as selector:
-            selector.register(stdout, selectors.EVENT_READ)
-            while time.monotonic() < deadline:
-                if selector.select(timeout=0.2):
-                    line = stdout.readline()
-                    if line.startswith(b"{"):
-                        return dict(json.loads(line))
-                dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
-                if dead:
-                    said = [line for line in Path(f"{self.log}-{dead[0]}").read_text().splitlines() if line.strip()]
-                    self.lost = True
-                    raise Lost(f"rank {dead[0]} ended: {said[-1][:300] if said else 'without a word'}")
+        while time.monotonic() < deadline:
+            if select.select([stdout], [], [], 0.2)[0]:
+                line = stdout.readline()
+                if line.startswith(b"{"):
+                    return dict(json.loads(line))
+            dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
+            if dead:
+                said = [line for line in Path(f"{self.log}-{dead[0]}").read_text().splitlines() if line.strip()]
+                self.lost = True
+                raise Lost(f"rank {dead[0]} ended: {said[-1][:300] if said else 'without a word'}")
         self.lost = True
         raise Lost(f"no answer for {self.limit:g} s")
 

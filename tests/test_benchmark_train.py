@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,18 @@ def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.Monke
     kos_fails_at = 1
     with pytest.raises(train.Lost, match="rank 5 ended"):
         train.measure(options, [], tmp_path)
+
+
+def test_an_answer_that_comes_with_other_words_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece: what a library says on the way to the first step, and the step."""
+    options, _ = train.read_arguments(SMALL)
+    code, start = "print('words\\n{\"x\": 1}', flush=True); input()", subprocess.Popen
+    monkeypatch.setattr(train.subprocess, "Popen", lambda _, **more: start([sys.executable, "-c", code], **more))
+    group = train.Group("kos", options, [], tmp_path)
+    try:
+        assert group._answer() == {"x": 1}
+    finally:
+        group.end()
 
 
 def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
