@@ -76,6 +76,8 @@ def spawn(
     waiting = [rank for rank in running if rank in comms and comms[rank].backend.engine.expire(timeout)]
     with group.world.lock:
         group.world.notify(waiting)  # its own deadline may be later
+    with group.world.lock:
+        group.world.notify(waiting)
     for rank in waiting:
         threads[rank].join(LAST_WORDS_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
