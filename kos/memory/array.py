@@ -15,7 +15,7 @@ from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import InvalidArgument
-from kos.memory.dlpack import CUDA, check_contiguous, export_capsule, import_capsule
+from kos.memory.dlpack import CUDA, check_contiguous, export_capsule, import_capsule, request_capsule
 from kos.memory.pool import pool_of
 
 Shape = int | tuple[int, ...]
@@ -101,9 +101,7 @@ class Array:
             raise InvalidArgument(f"from_dlpack: expected a CUDA device, got DLPack device {kind}:{device}")
         handle = -1 if isinstance(stream, int) and stream == -1 else streams.handle(stream)
         try:
-            capsule = source.__dlpack__(stream=handle, max_version=(1, 1))
-        except TypeError:  # a library older than DLPack 1.0
-            capsule = source.__dlpack__(stream=handle)
+            capsule = request_capsule(source, stream=handle)
         except BufferError as error:
             raise InvalidArgument(f"from_dlpack: refused by {type(source).__name__}: {error}") from error
         tensor = import_capsule(capsule)

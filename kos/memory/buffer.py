@@ -16,7 +16,7 @@ from kos.memory.dlpack import host_array
 
 _DLPACK_CPU, _DLPACK_GPU = 1, (2, 13)  # 13: managed memory
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
-_IMMUTABLE = ("jax", "jaxlib")  # their arrays never change, but the interfaces that share them do not say so
+_IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # their arrays never change, but the interfaces that share them do not say so
 
 
 @dataclass(slots=True, eq=False)
@@ -137,9 +137,12 @@ def _shared_array(x: Any, what: str, stream: Any) -> Array:
         raise InvalidArgument(f"{what}: expected memory of the host, got {kind} on a GPU; {error}") from error
     except KosError as error:
         raise InvalidArgument(f"{what}: {str(error).removeprefix('from_dlpack: ')}") from error
-    if type(x).__module__.partition(".")[0] in _IMMUTABLE:
-        array.readonly = True
+    array.readonly |= _immutable(x)
     return array
+
+
+def _immutable(x: Any) -> bool:
+    return type(x).__module__.partition(".")[0] in _IMMUTABLE
 
 
 def _stream_of(x: Any) -> Any:
@@ -160,10 +163,10 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
         try:
             device, index = x.__dlpack_device__()
             if device == _DLPACK_CPU:
-                try:
-                    return np.from_dlpack(x)
-                except (BufferError, RuntimeError):  # 16- and 8-bit floats
-                    return host_array(x)
+                array = host_array(x)
+                if _immutable(x):
+                    array.flags.writeable = False
+                return array
         except (BufferError, RuntimeError, TypeError, ValueError, InvalidArgument) as error:  # ValueError: meta tensors
             raise InvalidArgument(
                 f"{what}: expected an array that DLPack can share, got {type(x).__name__}: {error}"

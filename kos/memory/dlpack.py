@@ -100,9 +100,11 @@ def check_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
     """InvalidArgument unless ``strides``, in units of ``1 / itemsize`` elements, are those of a C-contiguous array."""
     if 0 in shape:
         return
-    for size, stride, expected in zip(shape, strides, contiguous_strides(shape), strict=True):
-        if size > 1 and stride != expected * itemsize:
+    expected = itemsize
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
             raise InvalidArgument(f"DLPack: expected C-contiguous, got shape {shape}, strides {strides}")
+        expected *= size
 
 
 def export_capsule(
@@ -138,6 +140,12 @@ class ImportedTensor:
     readonly: bool
     _managed: Any
 
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """Of memory on the host; elements as bytes, for NumPy has no names of the short floats."""
+        place, kind = (self.pointer or 1, self.readonly), f"|V{self.dtype.itemsize}"
+        return {"version": 3, "data": place, "shape": self.shape, "typestr": kind}
+
     def __del__(self) -> None:
         if self._managed.deleter:
             self._managed.deleter(ctypes.addressof(self._managed))
@@ -172,11 +180,18 @@ def import_capsule(capsule: Any, kinds: Sequence[int] = (CUDA, _MANAGED)) -> Imp
     return ImportedTensor(pointer, shape, dtype, tensor.device, readonly, managed)
 
 
+def request_capsule(source: Any, **options: Any) -> Any:
+    """``source``'s capsule, versioned unless its library is older than DLPack 1.0."""
+    try:
+        return source.__dlpack__(**options, max_version=_VERSION)
+    except TypeError:
+        return source.__dlpack__(**options)
+
+
 def host_array(source: Any) -> np.ndarray[Any, Any]:
-    """The memory of ``source``, on the host, as an ndarray: also of the dtypes that NumPy's own reader refuses."""
-    tensor = import_capsule(source.__dlpack__(), (CPU,))
-    memory = (ctypes.c_char * (math.prod(tensor.shape) * tensor.dtype.itemsize)).from_address(tensor.pointer or 1)
-    memory.owner = tensor  # type: ignore[attr-defined]  # which gives it back when the last view is gone
-    array = np.frombuffer(memoryview(memory), tensor.dtype.numpy).reshape(tensor.shape)
-    array.flags.writeable = not tensor.readonly
-    return array
+    """The memory of ``source``, on the host, as an ndarray.
+
+    Not by ``np.from_dlpack``, which refuses 16- and 8-bit floats and takes unversioned capsules for read-only.
+    """
+    tensor = import_capsule(request_capsule(source), (CPU,))
+    return np.asarray(tensor).view(tensor.dtype.numpy)

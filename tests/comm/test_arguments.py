@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -144,21 +145,25 @@ def test_refused(comm: kos.Communicator, case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_arrays_behind_dlpack() -> None:
-    class Wrapped:
-        """An array of another library, in CPU memory."""
+class Wrapped:
+    """An array of another library, in CPU memory; an ``old`` one knows nothing of DLPack 1.0."""
 
-        def __init__(self, array: np.ndarray) -> None:
-            self.array = array
+    def __init__(self, array: np.ndarray, old: bool = False) -> None:
+        self.array, self.old = array, old
 
-        def __dlpack__(self, **options: Any) -> Any:
-            return self.array.__dlpack__(**options)
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.old and options.keys() - {"stream"}:
+            raise TypeError("unexpected keyword argument")
+        return self.array.__dlpack__(**options)
 
-        def __dlpack_device__(self) -> tuple[int, int]:
-            return self.array.__dlpack_device__()
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
 
+
+@pytest.mark.parametrize("old", [False, True])
+def test_arrays_behind_dlpack(old: bool) -> None:
     def body(comm: kos.Communicator) -> np.ndarray:
-        mine = Wrapped(np.full(3, comm.rank + 1.0))
+        mine = Wrapped(np.full(3, comm.rank + 1.0), old)
         comm.all_reduce(mine)
         return mine.array
 
@@ -166,13 +171,50 @@ def test_arrays_behind_dlpack() -> None:
         assert (result == 3).all()
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn"])
-def test_tensors_of_short_floats(name: str) -> None:
-    """Which NumPy's own reader of DLPack refuses."""
+@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "uint16", "int64", "bool", "complex64"])
+def test_memory_behind_dlpack(dtype: str, old: bool) -> None:
+    """The same bytes, shape and right to write; kept as long as a view of it is used."""
+    for base in (np.arange(12).reshape(3, 4), np.array(5), np.zeros((0, 3))):
+        array = base.astype(dtype)
+        alive = weakref.ref(array)
+        buffer = as_buffer(Wrapped(array, old), "x", writable=True)
+        assert (buffer.dtype.name, buffer.shape, buffer.nbytes) == (dtype, array.shape, array.nbytes)
+        assert buffer.flat.tobytes() == array.tobytes() and buffer.flat.flags.writeable
+        buffer.flat[:] = 1
+        assert (array == 1).all()
+        flat = buffer.flat[:1]
+        del buffer, array
+        gc.collect()
+        assert alive() is not None and (flat == 1).all()
+        del flat
+        gc.collect()
+        assert alive() is None
+    fixed = np.arange(3).astype(dtype)
+    fixed.flags.writeable = False
+    if not old:  # which NumPy does not share with a reader of unversioned capsules
+        assert not as_buffer(Wrapped(fixed), "x", writable=False).flat.flags.writeable
+    with pytest.raises(InvalidArgument, match="read-?only"):
+        as_buffer(Wrapped(fixed, old), "x", writable=True)
+    with pytest.raises(InvalidArgument, match=r"DLPack can share, got Wrapped: .* C-contiguous, .* strides \(1, 3\)"):
+        as_buffer(Wrapped(np.zeros((2, 3), dtype).T, old), "x", True)
+
+
+def test_arrays_that_never_change_are_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though their library's capsules cannot say so."""
+    monkeypatch.setattr(Wrapped, "__module__", "jaxlib._jax")
+    given = Wrapped(np.zeros(3), old=True)
+    assert (as_buffer(given, "x", writable=False).flat == 0).all()
+    with pytest.raises(InvalidArgument, match="x: expected a writable array, got a read-only one"):
+        as_buffer(given, "x", writable=True)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_tensors(name: str) -> None:
     torch = pytest.importorskip("torch")
 
     def body(comm: kos.Communicator) -> tuple[Any, Any]:
-        mine = torch.full((2, 3), comm.rank + 1.0).to(getattr(torch, name))
+        mine = torch.full((3, 3), comm.rank + 1.0).to(getattr(torch, name))[1:]
         return comm.all_reduce(mine), mine.float().numpy()
 
     for result, tensor in spawn(body, 2, timeout=10):

@@ -41,8 +41,10 @@ def same_bytes(a: np.ndarray, b: np.ndarray) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_capsule_says_what_was_put_in(dtype: str, versioned: bool) -> None:
     capsule = dlpack.export_capsule(4096, (3, 1, 5), DTYPES[dtype], 2, Owner(), readonly=versioned, versioned=versioned)
+    ((managed, *_),) = dlpack._exported.values()
+    managed.tensor.byte_offset = 8
     tensor = dlpack.import_capsule(capsule)
-    assert (tensor.pointer, tensor.shape, tensor.dtype.name) == (4096, (3, 1, 5), dtype)
+    assert (tensor.pointer, tensor.shape, tensor.dtype.name) == (4104, (3, 1, 5), dtype)
     assert (tensor.device, tensor.readonly) == (2, versioned)
     with pytest.raises(InvalidArgument, match="unused capsule"):
         dlpack.import_capsule(capsule)
