@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,13 +28,6 @@ from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
 T = TypeVar("T")
-
-
-class Messages(Transport, Protocol):
-    """A transport that lets go of what is given up."""
-
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
-        """Nobody waits any more for these messages: their memory is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +67,7 @@ class Backend(ABC):
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
         self.engine = engine or Engine()
-        self.transport: Messages
+        self.transport: Transport
         self._staging = Staging(self.engine)
         self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
 

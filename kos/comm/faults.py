@@ -23,9 +23,8 @@ from kos.comm.operation import Operation
 from kos.errors import CollectiveError, InvalidArgument, KosError
 
 if TYPE_CHECKING:
-    from kos.comm.backend import Messages
     from kos.comm.rendezvous import ThreadGroup
-    from kos.comm.schedules.execute import Request
+    from kos.comm.schedules.execute import Request, Transport
 
 Array = np.ndarray[Any, Any]
 
@@ -103,7 +102,7 @@ class _Packet(NamedTuple):
 class FaultyTransport:
     """The transport of one rank of a group while a plan holds."""
 
-    def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Messages) -> None:
+    def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Transport) -> None:
         self._plan, self._group, self._rank, self._inner = plan, group, rank, inner
         self._faults: dict[int, list[Fault]] = {}  # by tag
         self._said: dict[int, str] = {}  # the operations, by tag

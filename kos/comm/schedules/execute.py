@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -45,6 +45,9 @@ class Transport(Protocol):
 
     def irecv(self, array: np.ndarray, peer: int, tag: int) -> Request:
         """Begin to receive into a contiguous 1-D array."""
+
+    def forget(self, given_up: Callable[[Any], bool]) -> None:
+        """Nobody waits for those requests any more: let go of their memory."""
 
 
 class _Instruction(NamedTuple):
