@@ -75,9 +75,7 @@ def spawn(
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     waiting = [rank for rank in running if rank in comms and comms[rank].backend.engine.expire(timeout)]
     with group.world.lock:
-        group.world.notify(waiting)  # its own deadline may be later
-    with group.world.lock:
-        group.world.notify(waiting)
+        group.world.notify(waiting)  # their own deadlines may be later
     for rank in waiting:
         threads[rank].join(LAST_WORDS_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
