@@ -43,6 +43,7 @@ from kos.train.optimizer import Schedule
 from kos.train.parameters import Parameters
 from kos.train.presets import PRESETS
 
+DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive_kernels.cu"
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 CHECKED_TOKENS = 96
@@ -81,10 +82,10 @@ class Zoo:
         self.functions: dict[str, Callable[..., torch.Tensor]] = dict(EAGER)  # or compiled, by ``time``
 
     def random(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.randn(shape, dtype=torch.float32, device="cuda").to(dtype or self.dtype)
+        return torch.randn(shape, dtype=torch.float32, device=DEVICE).to(dtype or self.dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype or self.dtype, device="cuda")
+        return torch.full(shape, float("nan"), dtype=dtype or self.dtype, device=DEVICE)
 
     def naive(self, name: str, items: int, *arguments: Any, block: int = 256) -> Callable[[], None]:
         """A launch of a naive kernel, one thread an item."""
@@ -126,7 +127,7 @@ class Zoo:
     def rms_norm_backward(self, n: int) -> Case:
         d = self.shape.hidden_size
         d_out, x, w, dx = self.random(n, d), self.random(n, d), self.random(d), self.random(n, d)
-        dw = torch.zeros(d, dtype=torch.float32, device="cuda")
+        dw = torch.zeros(d, dtype=torch.float32, device=DEVICE)
         rstd = x.float().square().mean(-1).add(1e-5).rsqrt()
         leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
         y = self.functions["rms_norm"](*leaves)
@@ -143,7 +144,7 @@ class Zoo:
         qkv = self.random(n, (heads + others) * head_dim)
         frequencies = 10_000.0 ** (-np.arange(head_dim // 2) / (head_dim // 2))
         tables = self.ops.rope_tables(frequencies, range(length), None)
-        cos, sin = (torch.tensor(self.ops.to_host(t), device="cuda")[:, None].repeat(1, 1, 2) for t in tables)
+        cos, sin = (torch.tensor(self.ops.to_host(t), device=DEVICE)[:, None].repeat(1, 1, 2) for t in tables)
         turned = qkv[:, : heads * head_dim].view(-1, length, heads, head_dim)
 
         def expected() -> list[np.ndarray]:
@@ -192,8 +193,8 @@ class Zoo:
         """Forward and backward, of at most 2,048 tokens."""
         n, vocabulary = min(n, 2048), self._vocabulary()
         logits, losses = self.random(n, vocabulary), self.empty(n, dtype=torch.float32)
-        targets = torch.randint(0, vocabulary, (n,), device="cuda")
-        narrow, count = targets.int(), torch.tensor([float(n)], device="cuda")
+        targets = torch.randint(0, vocabulary, (n,), device=DEVICE)
+        narrow, count = targets.int(), torch.tensor([float(n)], device=DEVICE)
 
         def both() -> None:
             leaf = logits.detach().requires_grad_()
@@ -218,7 +219,7 @@ class Zoo:
         """Added to an fp32 table, as a tied head's gradient is; torch writes a table of the dtype."""
         d, vocabulary = self.shape.hidden_size, self._vocabulary()
         d_out, tokens = self.random(n, d), self._tokens(n)
-        d_table = torch.zeros(vocabulary, d, dtype=torch.float32, device="cuda")
+        d_table = torch.zeros(vocabulary, d, dtype=torch.float32, device=DEVICE)
         leaf = self.random(vocabulary, d).requires_grad_()
         y = self.functions["embedding"](tokens, leaf)
         return self.case(
@@ -320,7 +321,7 @@ class Zoo:
 
     def _tokens(self, n: int) -> torch.Tensor:
         """Low tokens are frequent, as in text."""
-        return (self._vocabulary() * torch.rand(n, device="cuda") ** 4).int()
+        return (self._vocabulary() * torch.rand(n, device=DEVICE) ** 4).int()
 
     # --- checks and times ----------------------------------------------------------------------------
 
@@ -408,7 +409,7 @@ def _bytes(*tensors: torch.Tensor) -> int:
 
 def copy_speed(zoo: Zoo) -> float:
     """Bytes a second, read and written, of a large copy."""
-    source = torch.randn(1 << 29, device="cuda")
+    source = torch.randn(1 << 29, device=DEVICE)
     target = torch.empty_like(source)
     with torch.cuda.stream(zoo.stream):
         times = [zoo._time(lambda: target.copy_(source)) for _ in range(5)]

@@ -227,6 +227,8 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
     llama.loss_and_gradients(weights, tokens, tokens, weights.like(), accumulate=False)
     assert plan.uses["activations"] == pytest.approx(llama.arena.peak, rel=0.06, abs=3 << 20)
     assert plan.uses["weights, gradients, both Adam moments"] == 16 * weights.flat.size
+    if recompute == "norms":
+        return  # it evaluates as "block" does
     monkeypatch.undo()
     evaluated = cpu.plan_memory(config.model_copy(update={"micro_batch_size": 1, "batch_size": 64}), model, comm)  # type: ignore[arg-type]
     tokens = np.zeros((min(64, 16384 // seq_len), seq_len), np.int32)
