@@ -236,6 +236,9 @@ def test_mpirun_of_another_mpi(
         ("no CUDA driver (libcuda.so.1) on this machine", "", None, ""),
         ("no CUDA driver (libcuda.so.1) on this machine", "NVRM version: 580", None, "--gpus all"),
         ("the CUDA packages are not installed: pip install 'kos[cuda]'", "NVRM version: 580", None, ""),
+        ("the CUDA packages are not installed: pip install 'kos[cuda]'", "NVRM version: 580", "0", ""),
+        ("no CUDA driver (libcuda.so.1) on this machine", "", "0", ""),
+        ("no CUDA driver (libcuda.so.1) on this machine", "NVRM version: 580", "0", "--gpus all"),
         ("the CUDA driver found no usable GPU (CUDA_VISIBLE_DEVICES='')", "NVRM version: 580", "", "nvidia-smi -L"),
     ],
 )

@@ -6,6 +6,7 @@ Importing this needs neither a GPU, nor a driver, nor the CUDA packages; what is
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import os
@@ -40,8 +41,8 @@ def unavailable() -> str | None:
             status, *_ = cu.cuInit(0)
         except BackendUnavailable as error:
             return str(error).removeprefix("CUDA: ")
-        except RuntimeError:  # cuda.pathfinder's DynamicLibNotFoundError
-            return "no CUDA driver (libcuda.so.1) on this machine"
+        except RuntimeError as error:  # of cuda.pathfinder, or of the bindings to an old driver
+            return _unusable(error)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
         if status != cu.CUresult.CUDA_SUCCESS:
@@ -51,6 +52,17 @@ def unavailable() -> str | None:
             return f"no GPU is visible{hidden}"
         importlib.import_module("cuda.core")
         return None
+
+
+def _unusable(error: RuntimeError) -> str:
+    """What is wrong with the driver's library: cuda.pathfinder calls any that does not load missing."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError as loader:
+        if str(loader).startswith("libcuda.so.1: cannot open shared object file: No such file"):
+            return "no CUDA driver (libcuda.so.1) on this machine"
+        return f"the CUDA driver does not load: {loader}"
+    return f"the CUDA driver (libcuda.so.1) does not work: {error}"
 
 
 def require() -> None:

@@ -164,10 +164,10 @@ def cuda_driver() -> Iterator[Check]:
     reason, visible = driver.unavailable(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if reason is not None:
         remedy = ""
-        if "not installed" not in reason and _kernel_driver():
-            remedy = "the kernel has NVIDIA's driver: start the container with --gpus all"
-        if visible is not None:
+        if "CUDA_VISIBLE_DEVICES" in reason:
             remedy = "CUDA_VISIBLE_DEVICES must name GPUs that nvidia-smi -L lists; unset, all are visible"
+        elif "not installed" not in reason and _kernel_driver():
+            remedy = "the kernel has NVIDIA's driver: start the container with --gpus all"
         yield Check("CUDA", NO, reason, remedy)
         return
     from cuda.core import system

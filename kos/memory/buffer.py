@@ -16,7 +16,7 @@ from kos.memory.dlpack import host_array
 
 _DLPACK_CPU, _DLPACK_GPU = 1, (2, 13)  # 13: managed memory
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
-_IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # their arrays never change, but the interfaces that share them do not say so
+_IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # their arrays never change, but what shares them does not say so
 
 
 @dataclass(slots=True, eq=False)

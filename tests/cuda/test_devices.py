@@ -119,6 +119,19 @@ def test_without_a_driver() -> None:
     assert _say("").count("no CUDA driver (libcuda.so.1) on this machine") == 2
 
 
+def test_a_driver_that_cannot_be_used(tmp_path: Path) -> None:
+    """In the words of who refused it: of the loader, or of the bindings, which miss what they need in a library."""
+    pytest.importorskip("cuda.bindings")
+    library = tmp_path / "libcuda.so.1"
+    library.write_bytes(b"")
+    path = f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    assert _say("", LD_LIBRARY_PATH=path).count(f"the CUDA driver does not load: {library}: file too short") == 2
+    other = next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm." in line)
+    library.write_bytes(Path(other).read_bytes())
+    said = _say("", LD_LIBRARY_PATH=path)
+    assert said.count("the CUDA driver (libcuda.so.1) does not work: Failed to get cuGetProcAddress") == 2
+
+
 @pytest.mark.gpu
 def test_all_gpus_hidden() -> None:
     assert "CUDA_VISIBLE_DEVICES=''" in _say("", CUDA_VISIBLE_DEVICES="")
