@@ -81,9 +81,7 @@ class _Proof:
 
     def _check_places(self, number: int, rank: int, mine: tuple[Step, ...]) -> None:
         """All inside their spaces, nothing touched that the round writes."""
-        reads: set[Slot] = set()
-        writes: set[Slot] = set()
-        sums: set[Slot] = set()
+        touched: dict[Slot, str] = {}  # read, written or added to
         for step in mine:
             message, adds = step.kind == "send" or step.kind in _RECEIVING, step.kind in _ADDING
             if message and (step.peer == rank or not 0 <= step.peer < self.schedule.ranks):
@@ -95,9 +93,8 @@ class _Proof:
             for slot in slots if step.kind == "send" else () if message else local:
                 if slot not in self.held[rank]:
                     raise self._fail(rank, number, step, f"reads {slot[0]} chunk {slot[1]}, it is empty")
-                if slot in writes or slot in sums:
+                if touched.setdefault(slot, "read") != "read":
                     raise self._fail(rank, number, step, f"reads {slot[0]} chunk {slot[1]} in flight")
-                reads.add(slot)
             if step.kind == "send":
                 continue
             end = step.chunk + step.span
@@ -107,9 +104,9 @@ class _Proof:
             for slot in slots:
                 if adds and slot not in self.held[rank]:
                     raise self._fail(rank, number, step, f"adds to chunk {slot[1]}, which is empty")
-                if slot in reads or slot in writes or (slot in sums and not adds):
+                if slot in touched and not (adds and touched[slot] == "added to"):
                     raise self._fail(rank, number, step, f"writes chunk {slot[1]} while it is in flight")
-            (sums if adds else writes).update(slots)
+                touched[slot] = "added to" if adds else "written"
 
     def _store(self, number: int, rank: int, step: Step, values: list[_Value]) -> None:
         for k, value in enumerate(values):

@@ -177,6 +177,8 @@ def test_the_message_names_rank_round_and_chunk(rounds, message):
 @pytest.mark.parametrize(("collective", "chunks", "steps", "message"), [
     ("all_reduce", 1, ((add._replace(peer=1), send), (send._replace(peer=0), add)),
      "rank 0, round 0, send of data chunk 0: reads data chunk 0 in flight"),
+    ("all_reduce", 1, ((back[1], add._replace(peer=1)), (back[0], back[0])),
+     "rank 0, round 0, recv_reduce of data chunk 0: writes chunk 0 while it is in flight"),
     ("all_gather", 1, ((Step("recv", "input", 0, 1, 1),), (Step("send", "input", 0, 1, 0),)),
      "rank 0, round 0, recv of input chunk 0: writes an input"),
     ("all_gather", 2, ((Step("copy", "output", 0, 1, -1, "input", 1),), ()),
