@@ -81,7 +81,7 @@ class TrainConfig(Section):
     seq_len: int = option("Data", "tokens a sequence", ge=1)
 
     lr: float = option("Optimizer", "peak learning rate", gt=0)
-    min_lr: float = option("Optimizer", "last learning rate; default: --lr / 10", ge=0)
+    min_lr: float | None = option("Optimizer", "last learning rate; default: --lr / 10", None, ge=0)
     schedule: Literal["cosine", "wsd", "constant"] = option(
         "Optimizer", "after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
     )
@@ -142,16 +142,9 @@ class TrainConfig(Section):
 
     model: ModelSection
 
-    @model_validator(mode="before")
-    @classmethod
-    def _derive(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """What is of the wrong type is left to be refused."""
-        lr = values.get("lr")
-        return {"min_lr": lr / 10, **values} if isinstance(lr, int | float) else values
-
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        if self.min_lr > self.lr:
+        if self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"expected min_lr ≤ lr, got {self.min_lr:g} and {self.lr:g}")
         if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             raise ValueError(
@@ -170,7 +163,7 @@ class TrainConfig(Section):
         return build([("preset", preset_values(preset)), ("argument", {"preset": preset, **changes})])
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file: every field, resolved."""
+        """Plain values for a JSON file: every field."""
         return self.model_dump(mode="json")
 
     def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
@@ -223,7 +216,8 @@ class TrainConfig(Section):
     def make_schedule(self) -> Schedule:
         """The learning rate of every step."""
         decay = round(self.decay_fraction * self.steps)
-        return Schedule(self.schedule, self.lr, self.min_lr, self.steps, self.warmup_steps, decay)
+        last = self.lr / 10 if self.min_lr is None else self.min_lr
+        return Schedule(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
 
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""

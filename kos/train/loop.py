@@ -49,7 +49,7 @@ class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
-        self.comm, self.stop = comm, stop or Stop()
+        self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
         self.config = config = config.for_world(comm.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
         self.data = together(comm, self.stop.at_once()(lambda: load_data(config)))
@@ -128,11 +128,18 @@ class Trainer:
             got = f"{other} (see --tokenizer)" if other != name else "another of that name (--tokenizer, --data)"
             raise CheckpointError(f"{found.path}: expected the tokenizer of this run, {name}, got {got}")
         before, now = found.config, self.description
-        known = {"grad_dtype": "float32", **before.get("config", {})}
-        changed = [name for name in EXACT if known.get(name) != now["config"][name]]
+        asked = {"grad_dtype": "float32", **before.get("config", {})}
+        theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]
+        other_ranks = before.get("ranks") != now["ranks"]
+        if other_ranks:  # from which these follow where they were not asked for
+            same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == self._asked[name])
+            ours |= {name: theirs.get(name) for name in same}
+        changed = [name for name in EXACT if theirs.get(name) != ours[name]]
         changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
         if changed:
             _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))
+        elif other_ranks and not self.config.deterministic:
+            _log.warning("resuming with another number of ranks: the run that it would have been but for rounding")
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:
@@ -161,9 +168,11 @@ class Trainer:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """The resolved configuration and where it ran, for config.json and the checkpoints."""
-        config = {**self.config.to_json(), "out": str(self.out)}
-        return {"config": config, "data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
+        """What was asked, what followed from it and where it ran, for config.json and the checkpoints."""
+        derived = {name: value for name, value in self.config.to_json().items() if value != self._asked[name]}
+        config = {**self._asked, "out": str(self.out)}
+        about = {"data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
+        return {"config": config, "derived": derived, **about}
 
     def run(self) -> None:
         """Train from ``start`` to ``steps``, or until a rank is asked to stop; then save, sample and say where.

@@ -42,7 +42,7 @@ PRESETS: dict[str, Preset] = {
         "nanoGPT's shakespeare_char setting in LLaMA's shape; downloads tinyshakespeare",
         {
             "data": "tinyshakespeare", "tokenizer": "chars", "steps": 5000, "batch_size": 64, "seq_len": 256,
-            "lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 100, "beta2": 0.99, "eval_every": 250, "save_every": 1000,
+            "lr": 1e-3, "warmup_steps": 100, "beta2": 0.99, "eval_every": 250, "save_every": 1000,
             "weight_decay": 20.0,  # in place of nanoGPT's dropout of 0.2, which kos has not
             "model": {
                 "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1024,

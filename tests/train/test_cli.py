@@ -99,7 +99,7 @@ def test_settings_from_a_file(text: Path, tmp_path: Path) -> None:
         for row in read_metrics(tmp_path / ("second" if rows else "first") / "metrics.jsonl"):
             rows.append({key: value for key, value in row.items() if "second" not in key})
     resolved = json.loads((tmp_path / "first" / "config.json").read_text())["config"]
-    told = {"steps": 5, "seed": 21, "batch_size": 8, "seq_len": 32, "lr": 0.002, "min_lr": 0.0002}
+    told = {"steps": 5, "seed": 21, "batch_size": 8, "seq_len": 32, "lr": 0.002, "min_lr": None, "device": "auto"}
     assert {key: resolved[key] for key in told} == told
     assert (resolved["model"]["hidden_size"], resolved["model"]["rope_theta"]) == (32, 500.0)
     assert sorted(path.name for path in (tmp_path / "first" / "checkpoints").iterdir()) == ["step-3", "step-5"]

@@ -13,7 +13,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, ConfigError, TrainingError
 from kos.testing import spawn
 from kos.train import checkpoint
-from kos.train.config import TrainConfig
+from kos.train.config import TrainConfig, parse
 from kos.train.engines.cpu import CpuEngine
 from kos.train.loop import Trainer
 from kos.train.metrics import MetricsLog, read_metrics
@@ -203,6 +203,46 @@ def test_resume_says_what_is_not_as_it_was(text: Path, tmp_path: Path, caplog: A
             _train(other, tmp_path / "run", 2, steps=4, tokenizer="chars", resume="auto")
     with pytest.raises(CheckpointError, match=r"tokenizer of this run, bytes, got chars \(see --tokenizer\)"):
         _train(text, tmp_path / "run", steps=4, resume="auto")
+
+
+def test_a_runs_config_json_is_what_was_asked(text: Path, tmp_path: Path) -> None:
+    """What followed from it follows again: on other ranks, with another learning rate or batch size."""
+    _train(text, tmp_path / "one", steps=1)
+    described = json.loads((tmp_path / "one" / "config.json").read_text())
+    assert described["derived"] == {"micro_batch_size": 8, "device": "cpu", "dtype": "float32"}
+    again = ["--config", str(tmp_path / "one" / "config.json"), "--out"]
+    for ranks, flags in ((2, ["--lr", "1e-4"]), (2, ["--batch-size", "12"])):
+        config = parse([*again, str(tmp_path / flags[0]), *flags])
+        assert config.device == "auto" and config.dtype == "auto"
+        spawn(lambda comm, config=config: Trainer(config, comm).run(), ranks, timeout=100)
+    described["config"] |= described.pop("derived") | {"min_lr": 3e-4}  # as it was written once
+    (tmp_path / "one" / "config.json").write_text(json.dumps(described))
+    once = _config(text, tmp_path / "old", steps=1, min_lr=3e-4)
+    assert parse([*again, str(tmp_path / "old")]).for_world(1) == once.for_world(1)
+
+
+def test_resume_on_other_ranks_says_what_was_asked_differently(text: Path, tmp_path: Path, caplog: Any) -> None:
+    def said(out: str, ranks: int, **changes: Any) -> list[str]:
+        caplog.clear()
+        _train(text, tmp_path / out, ranks, **changes)
+        return [record.getMessage() for record in caplog.records]
+
+    for deterministic in (False, True):
+        assert said(f"{deterministic}", 1, steps=1, deterministic=deterministic) == []
+        line = "resuming with another number of ranks: the run that it would have been but for rounding"
+        expected = [] if deterministic else [line]
+        assert said(f"{deterministic}", 2, steps=2, deterministic=deterministic, resume="auto") == expected
+    assert said("False", 2, steps=3, resume="auto") == []
+    (line,) = said("False", 1, steps=4, micro_batch_size=2, resume="auto")
+    assert line == "resuming with another micro_batch_size: not the run that it would have been"
+    (line,) = said("False", 1, steps=5, resume="auto")
+    assert "another micro_batch_size:" in line
+    (manifest,) = (tmp_path / "False" / "checkpoints").glob("step-5/manifest.json")
+    values = json.loads(manifest.read_text())
+    values["config"]["derived"] |= {"micro_batch_size": 1}  # as another version would have cut the batch
+    manifest.write_text(json.dumps(values))
+    (line,) = said("False", 1, steps=6, resume="auto")
+    assert "another micro_batch_size:" in line
 
 
 def test_ranks_with_other_data_or_settings_are_refused(text: Path, tmp_path: Path) -> None:
