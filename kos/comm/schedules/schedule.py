@@ -72,12 +72,8 @@ class Moves:
         self.src, self.dst, self.chunk, self.count, self.space, self.reduce = src, dst, chunk, count, space, reduce
         self.to_chunk = chunk if to_chunk is None else to_chunk
         self.to_space = to_space or space
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """What they broadcast to."""
-        given = (self.src, self.dst, self.chunk, self.to_chunk, self.count)
-        return np.broadcast_shapes(*(np.shape(x) for x in given if not callable(x)))
+        self.shape = np.broadcast_shapes(*(np.shape(x) for x in (src, dst, chunk, self.to_chunk, count)
+                                           if not callable(x)))
 
     def transfers(self, ranks: int) -> list[np.ndarray]:
         """src, dst, chunk, to_chunk and count of every transfer, among ``ranks`` ranks."""
