@@ -24,6 +24,7 @@ REPORTS = ROOT / "build" / "test"
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 2400, 900, 180  # seconds; five times what 2 cores take
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
 MPI_SIZES = (2, 3, 4)
+WITH_MPI = "tests/comm"  # where all tests marked `mpi` are: each rank collects them
 # Kernels compiled for the host write where they are told to: in a process of their own, so that nothing else suffers.
 EMULATED = (
     "tests/comm/test_nccl_kernels.py",
@@ -153,7 +154,8 @@ def main(arguments: list[str]) -> int:
         ok &= run_stage(stage, 1, SERIAL_LIMIT, serial)
     for size in MPI_SIZES:
         stage = f"mpi-{size}"
-        command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *arguments]
+        chosen = arguments or [WITH_MPI]
+        command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *chosen]
         ok &= run_stage(stage, size, MPI_LIMIT, command)
     print("\n== totals", *totals, sep="\n", flush=True)
     return 0 if ok else 1
