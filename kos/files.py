@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -12,9 +13,11 @@ PICTURES = (".png", ".svg")
 _drafts = itertools.count()
 
 
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kos``, or ``~/.cache/kos``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kos"
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """``$XDG_CACHE_HOME/kos``, or ``~/.cache/kos``: a path that is not absolute counts for none, as XDG wants it."""
+    named = environ.get("XDG_CACHE_HOME", "")
+    home = Path(environ.get("HOME") or Path.home())
+    return (Path(named) if os.path.isabs(named) else home / ".cache") / "kos"
 
 
 def replace_file(path: Path, content: bytes) -> None:

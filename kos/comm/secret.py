@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from kos.errors import RendezvousError
+from kos.files import cache_folder
 
 MAX_BYTES = 4096
 
@@ -36,8 +37,7 @@ def load_secret(environ: Mapping[str, str], *, one_host: bool) -> bytes:
 
 def _users_own(environ: Mapping[str, str]) -> bytes:
     """This user's secret on this host; the first process to ask makes it."""
-    home = Path(environ.get("HOME") or Path.home())
-    folder = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "kos"
+    folder = cache_folder(environ)
     path = folder / "secret"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ERROR = re.compile(r"^(?P<file>.*)\((?P<line>\d+)\): (?:catastrophic )?error: (?P<text>.*)$", re.MULTILINE)
+_TOOL_ERROR = re.compile(r"^(?:ptxas|nvrtc)\b.*\b(?:error|fatal)\b.*$", re.MULTILINE)
 _DEFAULT_SHARED_LIMIT = 48 * 1024
 _LOCK_TIMEOUT = 120.0  # seconds; the largest kernels compile in a few
 
@@ -48,7 +49,8 @@ class KernelCache:
         self.directory = directory
         self._warned = False
 
-    def get(self, key: str) -> bytes | None:
+    def get(self, key: str, *, quiet: bool = False) -> bytes | None:
+        """The entry, or None where there is no sound one; ``quiet`` does not warn of a damaged one."""
         try:
             data = (self.directory / f"{key}.cubin").read_bytes()
         except OSError:
@@ -56,7 +58,8 @@ class KernelCache:
         digest, cubin = data[:32], data[32:]
         if hashlib.sha256(cubin).digest() == digest:
             return cubin
-        log.warning("kernel cache: %s is damaged and will be compiled anew", self.directory / f"{key}.cubin")
+        if not quiet:
+            log.warning("kernel cache: %s is damaged and will be compiled anew", self.directory / f"{key}.cubin")
         return None
 
     def put(self, key: str, cubin: bytes) -> None:
@@ -114,7 +117,7 @@ def _cache(directory: Path) -> KernelCache:
 
 
 def compile_kernels(
-    path: Path,
+    path: str | Path,
     arch: str,
     defines: Mapping[str, Define] | None = None,
     cache: KernelCache | None = None,
@@ -126,39 +129,43 @@ def compile_kernels(
     without NVRTC.
     """
     cache = cache or default_cache()
-    source, headers = _read_sources(path)
+    path = Path(path)
+    source, headers, places = _read_sources(path)
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--generate-line-info"]
     options += [f"-D{name}={int(value) if isinstance(value, bool) else value}"
                 for name, value in sorted((defines or {}).items())]  # fmt: skip
     parts = ["kos-1", repr(nvrtc_version()), *options, path.name, source]
     parts += [text for header in sorted(headers.items()) for text in header]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    cubin = cache.get(key)
+    cubin = cache.get(key, quiet=True)
     if cubin is None:
         with cache.lock(key):
             cubin = cache.get(key)
             if cubin is None:
-                cubin = _compile(path, source, headers, options)
+                cubin = _compile(path, source, headers, places, options)
                 cache.put(key, cubin)
     return cubin
 
 
-def _read_sources(path: Path) -> tuple[str, dict[str, str]]:
-    """The text of ``path`` and, by the name they are included under, of all files that it includes."""
+def _read_sources(path: Path) -> tuple[str, dict[str, str], dict[str, Path]]:
+    """The text of ``path`` and, by the name they are included under, texts and places of all files that it includes."""
     headers: dict[str, str] = {}
+    places: dict[str, Path] = {}
 
     def read(file: Path) -> str:
         try:
-            text = file.read_text()
-        except OSError as error:
-            raise CompileError(f"{path}: cannot read {file}: {error.strerror}") from error
+            text = file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or f"expected UTF-8, got {error}"
+            raise CompileError(f"{path}: cannot read {file}: {reason}") from error
         for name in _INCLUDE.findall(text):
             if name not in headers:
                 headers[name] = ""  # a file that includes itself ends here
-                headers[name] = read(file.parent / name)
+                places[name] = file.parent / name
+                headers[name] = read(places[name])
         return text
 
-    return read(path), headers
+    return read(path), headers, places
 
 
 def _nvrtc(name: str, *arguments: Any) -> Any:
@@ -180,7 +187,9 @@ def nvrtc_version() -> tuple[int, int]:
         raise BackendUnavailable(f"NVRTC is not installed: pip install 'kos[cuda]' ({reason})") from error
 
 
-def _compile(path: Path, source: str, headers: Mapping[str, str], options: list[str]) -> bytes:
+def _compile(
+    path: Path, source: str, headers: Mapping[str, str], places: Mapping[str, Path], options: list[str]
+) -> bytes:
     from cuda.bindings import nvrtc
 
     names = [name.encode() for name in headers]
@@ -192,7 +201,7 @@ def _compile(path: Path, source: str, headers: Mapping[str, str], options: list[
         if status:
             text = b" " * _nvrtc("nvrtcGetProgramLogSize", program)
             _nvrtc("nvrtcGetProgramLog", program, text)
-            raise _compile_error(path, text.rstrip(b"\0 \n").decode(), options)
+            raise _compile_error(path, places, text.rstrip(b"\0 \n").decode(), options)
         cubin = b" " * _nvrtc("nvrtcGetCUBINSize", program)
         _nvrtc("nvrtcGetCUBIN", program, cubin)
     finally:
@@ -201,9 +210,12 @@ def _compile(path: Path, source: str, headers: Mapping[str, str], options: list[
     return cubin
 
 
-def _compile_error(path: Path, text: str, options: list[str]) -> CompileError:
-    found = _ERROR.search(text)
-    where = f"{found['file']}:{found['line']}: {found['text']}" if found else f"{path}: {text.splitlines()[0]}"
+def _compile_error(path: Path, places: Mapping[str, Path], text: str, options: list[str]) -> CompileError:
+    """Headed by the first error, which warnings may come before."""
+    found, other = _ERROR.search(text), _TOOL_ERROR.search(text)
+    where = f"{path}: " + (other[0] if other else text.partition("\n")[0])
+    if found:
+        where = f"{places.get(found['file'], found['file'])}:{found['line']}: {found['text']}"
     return CompileError(f"{where} ({' '.join(options)})\n{text}")
 
 
@@ -324,12 +336,12 @@ def _three(sizes: Any) -> tuple[int, ...]:
     return (*(sizes if isinstance(sizes, tuple) else (sizes,)), 1, 1)[:3]
 
 
-def load_kernel(path: Path, name: str, device: int, **defines: Define) -> Kernel:
+def load_kernel(path: str | Path, name: str, device: int, **defines: Define) -> Kernel:
     """The kernel ``name`` of ``path`` for ``device``: compiled, loaded and kept on its first use."""
     return _load(path, name, device, tuple(sorted(defines.items())))
 
 
 @functools.cache
-def _load(path: Path, name: str, device: int, defines: tuple[tuple[str, Define], ...]) -> Kernel:
+def _load(path: str | Path, name: str, device: int, defines: tuple[tuple[str, Define], ...]) -> Kernel:
     driver.require()
     return Kernel(compile_kernels(path, device_info(device).arch, dict(defines)), name, device)

@@ -290,7 +290,7 @@ def test_a_rank_that_breaks_the_protocol_is_named() -> None:
 
 
 def test_the_users_own_secret(tmp_path: Path) -> None:
-    home = {"HOME": str(tmp_path)}
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute"}
     secrets = run_threads(*[lambda: load_secret(home, one_host=True)] * 16)
     assert len(set(secrets)) == 1 and len(secrets[0]) == 64
     [path] = (tmp_path / ".cache" / "kos").iterdir()

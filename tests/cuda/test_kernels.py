@@ -67,18 +67,33 @@ def test_error_names_file_line_and_log(cache: KernelCache) -> None:
 
 
 def test_error_in_an_included_file_names_it(cache: KernelCache, tmp_path: Path) -> None:
-    (tmp_path / "part.cuh").write_text("\n__device__ int broken() { return absent; }\n")
-    (tmp_path / "whole.cu").write_text('#include "part.cuh"\n')
-    with pytest.raises(CompileError, match=r"part\.cuh:2: identifier \"absent\""):
-        compile_kernels(tmp_path / "whole.cu", "sm_90a", {}, cache)
+    part = tmp_path / "inside" / "part.cuh"
+    part.parent.mkdir()
+    part.write_text("\n__device__ int broken() { return absent; }\n")
+    part.with_name("first.cuh").write_text('#include "part.cuh"\n')
+    (tmp_path / "whole.cu").write_text('#include "inside/first.cuh"\n')
+    with pytest.raises(CompileError, match=rf'^{part}:2: identifier "absent"'):
+        compile_kernels(str(tmp_path / "whole.cu"), "sm_90a", {}, cache)
 
 
-def test_missing_include_and_unknown_architecture(cache: KernelCache, tmp_path: Path) -> None:
+def test_error_of_the_assembler_comes_before_warnings(cache: KernelCache, tmp_path: Path) -> None:
+    source = tmp_path / "a.cu"
+    source.write_text('extern "C" __global__ void f(int* x) { int error; asm("absent.u32 %0;" : "=r"(*x)); }\n')
+    with pytest.raises(CompileError) as caught:
+        compile_kernels(source, "sm_90a", {}, cache)
+    first, log = str(caught.value).split("\n", 1)
+    assert first.startswith(f"{source}: ptxas ") and "error" in first and "'absent'" in log and "warning" in log
+
+
+def test_what_cannot_be_compiled(cache: KernelCache, tmp_path: Path) -> None:
     (tmp_path / "whole.cu").write_text('#include "absent.cuh"\n')
     with pytest.raises(CompileError, match=r"cannot read .*absent\.cuh"):
         compile_kernels(tmp_path / "whole.cu", "sm_90a", {}, cache)
     with pytest.raises(CompileError, match="gpu-architecture"):
         compile_kernels(SAXPY, "sm_1", FLOAT, cache)
+    (tmp_path / "latin.cu").write_bytes(b"// \xe9t\xe9\n")
+    with pytest.raises(CompileError, match=r"cannot read .*latin\.cu: expected UTF-8, got .* 0xe9 in position 3"):
+        compile_kernels(tmp_path / "latin.cu", "sm_90a", {}, cache)
 
 
 def test_second_use_comes_from_the_cache(cache: KernelCache, compilations: list[Path]) -> None:
@@ -117,7 +132,7 @@ def test_damaged_entry_is_compiled_anew(
     data[len(data) // 2] ^= 1
     entry.write_bytes({"empty": b"", "cut": bytes(data[:-100]), "flipped": bytes(data)}[damage])
     assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == good
-    assert len(compilations) == 2 and "damaged" in caplog.text
+    assert len(compilations) == 2 and caplog.text.count(" is damaged") == 1
     assert compile_kernels(SAXPY, "sm_90a", FLOAT, cache) == good
     assert len(compilations) == 2
 

@@ -347,6 +347,7 @@ def test_several_processes_download_once(tmp_path: Path, server: Any) -> None:
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder() == tmp_path / "kos"
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert cache_folder() == tmp_path / "home" / ".cache" / "kos"
+    for none in ("", "relative/cache", "~/cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", none)
+        assert cache_folder() == tmp_path / "home" / ".cache" / "kos"

@@ -41,7 +41,7 @@ C_TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "int": ctypes.c_i
 
 def to_host_source(path: Path) -> tuple[str, dict[str, list[type]]]:
     """A kernel file as C++ with a C function ``run_<kernel>`` for each kernel, and their parameters' types."""
-    source, headers = _read_sources(path)
+    source, headers, _ = _read_sources(path)
     for name, text in headers.items():
         source = source.replace(f'#include "{name}"', text)
     for pattern, meaning in PTX:
