@@ -303,7 +303,7 @@ def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
         train(text, tmp_path, grad_dtype="bfloat16")
     with pytest.raises(ConfigError, match="--grad-dtype: expected float32 with --deterministic, got bfloat16"):
         train(text, tmp_path, dtype="bfloat16", grad_dtype="bfloat16", deterministic=True)
-    with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .* less takes a --micro"):
+    with pytest.raises(ConfigError, match=r"expected at most 8.00 GiB.*free on cuda:0, got .* less takes a smaller model"):
         train(text, tmp_path, model={**SMALL["model"], "intermediate_size": 8_000_000})
 
 
@@ -321,7 +321,7 @@ def plan(*flags, ranks=1):
 def test_the_plan_of_published_models(monkeypatch):
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
-    knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none$"
+    knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none or a smaller model$"
     with pytest.raises(ConfigError, match=rf"got 20\d.* {knobs}"):
         plan("--preset", "8b", ranks=8).check()
     sharded = plan("--preset", "8b", "--zero", "1", ranks=8).check()
@@ -334,6 +334,26 @@ def test_the_plan_of_published_models(monkeypatch):
     taken = [plan("--preset", "1b", "--recompute", how).arena for how in ("none", "norms", "block")]
     # Kept of a token and layer: x, mid, norms, heads (5 D), q k v (1.5 D), gate, up and their product (12 D).
     assert taken[0] > 32768 * 16 * 2048 * 2 * 18.5 and taken[1] < 0.72 * taken[0] and taken[2] < 0.2 * taken[0]
+
+
+def test_only_what_can_help_against_too_little_memory_is_said(monkeypatch):
+    free = 1 << 40
+    monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, free, 0)))
+    for ranks in (1, 2, 8):
+        flags = []
+        for knob in (["--zero", "1"], ["--grad-dtype", "bfloat16"], ["--master-weights", "none"]):
+            before, flags = plan(*flags, ranks=ranks), [*flags, *knob]
+            after = plan(*flags, ranks=ranks)
+            saved = (before.total - before.arena) - (after.total - after.arena)
+            assert before.knobs.get(" ".join(knob), 0) == saved and (saved > 0 or ranks == 1), (ranks, knob)
+            assert " ".join(knob) not in after.knobs
+    tiny = plan("--batch-size", "2")
+    rest, acting = tiny.total - tiny.arena, "a --micro-batch-size below 2 or --recompute norms or block or "
+    other = "--grad-dtype bfloat16 or --master-weights none or "
+    least = rest - sum(tiny.knobs.values())
+    for free, said in ((tiny.total - 1, acting + other), (rest, other), (least + 1, other), (least, "")):
+        with pytest.raises(ConfigError, match=f"; less takes {said}a smaller model$"):
+            tiny._replace(free=free).check()
 
 
 def test_a_gpu_that_is_not_there(text, tmp_path):

@@ -244,6 +244,17 @@ def test_too_little_memory_is_said_before_any_is_taken(text: Path, tmp_path: Pat
     expected = "expected at most 0.00 GiB, which are free on this machine for each of 2 ranks, got .* takes fewer ranks"
     with pytest.raises(ConfigError, match=expected):
         _train(text, tmp_path, 2)
+    large = TrainConfig.from_preset("8b", seq_len=64).for_world(1)
+    for ranks, gib, said in (
+        (1, 22, "a smaller model"),
+        (2, 100, "a smaller model"),
+        (2, 130, "fewer ranks on this machine or a smaller model"),
+        (1, 120, "a --micro-batch-size below 16 or --recompute block or a smaller model"),
+    ):
+        monkeypatch.setattr(cpu, "free_memory", lambda gib=gib: gib << 30)
+        comm: Any = SimpleNamespace(rank=0, local_size=ranks)
+        with pytest.raises(ConfigError, match=f"activations .*; less takes {said}$"):
+            cpu.plan_memory(large, large.model_config_for(256), comm).check()
 
 
 def test_what_a_step_will_take_is_said(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

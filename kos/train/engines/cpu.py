@@ -46,12 +46,15 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, comm: Communicator) -> 
         "activations": 4 * max(trained, evaluated),
     }
     ranks = comm.local_size
-    knobs = ["fewer ranks on this machine"] * (ranks > 1)
-    knobs += [f"a --micro-batch-size below {config.micro_batch_size}"] * (config.micro_batch_size > 1)
-    knobs += ["--recompute block"] * (config.recompute != "block")
+    free = free_memory() // ranks
+    knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
+    if config.micro_batch_size > 1:
+        knobs[f"a --micro-batch-size below {config.micro_batch_size}"] = 0
+    if config.recompute != "block":
+        knobs["--recompute block"] = 0
     where = "this machine" + f" for each of {ranks} ranks" * (ranks > 1)
     uses = {use: size for use, size in uses.items() if size}
-    return MemoryPlan(uses, uses["activations"], free_memory() // ranks, where, [*knobs, "a smaller model"])
+    return MemoryPlan(uses, uses["activations"], free, where, knobs)
 
 
 class CpuEngine:

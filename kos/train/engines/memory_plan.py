@@ -25,27 +25,32 @@ GIB = 1 << 30
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes by what they are for, and how many are free; ``arena`` of them are for activations."""
+    """Bytes by what they are for, and how many are free; ``arena`` of them are for activations.
+
+    ``knobs`` are the options that take less: how many bytes beside the arena, 0 for those that act on the arena."""
 
     uses: dict[str, int]
     arena: int
     free: int
     device: str
-    knobs: list[str]
+    knobs: dict[str, int]
 
     @property
     def total(self) -> int:
         return sum(self.uses.values())
 
     def check(self) -> MemoryPlan:
-        """This plan; ConfigError, with the options that would help, where it does not fit."""
+        """This plan; ConfigError, with the options that can help, where it does not fit."""
         if self.total <= self.free:
             return self
+        rest = self.total - self.arena
+        fits = rest - sum(self.knobs.values()) < self.free
+        helpful = [knob for knob, saved in self.knobs.items() if fits and (saved or rest < self.free)]
         largest = sorted(self.uses.items(), key=lambda use: -use[1])[:4]
         raise ConfigError(
             f"memory: expected at most {self.free / GIB:.2f} GiB, which are free on {self.device}, "
             f"got {self.total / GIB:.2f} GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)}; "
-            f"less takes {' or '.join(self.knobs) or 'a smaller model'}"
+            f"less takes {' or '.join([*helpful, 'a smaller model'])}"
         )
 
     def __str__(self) -> str:
@@ -81,19 +86,18 @@ def plan_memory(
         "tokens, cuBLASLt's workspace": 3 * 8 * rounds * config.micro_batch_size * config.seq_len + cublaslt.WORKSPACE,
         "kernels, graph, communication": RESERVE + staging,
     }
-    knobs = []
-    if config.micro_batch_size > 1:
-        knobs.append(f"a --micro-batch-size below {config.micro_batch_size}")
+    shard, master_size = count // ranks, DTYPES[master].itemsize
+    knobs = {f"a --micro-batch-size below {config.micro_batch_size}": 0} if config.micro_batch_size > 1 else {}
     if config.recompute != "block":
-        knobs.append(f"--recompute {'norms or block' if config.recompute == 'none' else 'block'}")
+        knobs[f"--recompute {'norms or block' if config.recompute == 'none' else 'block'}"] = 0
     if ops.cudnn is not None:
-        knobs.append("--attention flash")
+        knobs["--attention flash"] = 0
     if not config.zero and ranks > 1:
-        knobs.append("--zero 1")
+        knobs["--zero 1"] = (8 + master_size) * (count - shard) - (0 if has_copy else count * itemsize)
     if config.dtype != config.grad_dtype and rounds == 1 and not config.deterministic:
-        knobs.append("--grad-dtype bfloat16")
-    if config.dtype != master:
-        knobs.append("--master-weights none")
+        knobs["--grad-dtype bfloat16"] = (DTYPES[config.grad_dtype].itemsize - itemsize) * count
+    if config.dtype != master:  # after ZeRO-1, of which a copy for the passes is left
+        knobs["--master-weights none"] = (master_size - (itemsize if ranks > 1 else 0)) * shard
     free, _ = call(cu.cuMemGetInfo)
     name = f"cuda:{ops.device}"
     return MemoryPlan({use: size for use, size in uses.items() if size}, arena, free // sharing, name, knobs)
