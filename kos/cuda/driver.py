@@ -74,7 +74,11 @@ def require() -> None:
 
 def call(function: Any, *arguments: Any) -> Any:
     """Call a function of ``cuda.bindings.driver``; returns its value(s), raises CudaError."""
-    result = function(*arguments)
+    try:
+        result = function(*arguments)
+    except RuntimeError:  # the bindings have no library to call
+        require()
+        raise
     if result[0]:
         raise error_of(function.__name__, result[0])
     return result[1] if len(result) == 2 else result[1:] or None

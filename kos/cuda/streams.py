@@ -86,6 +86,8 @@ def milliseconds(run: Callable[[], object], stream: Any) -> float:
 class Event:
     """A mark in the order of a stream, which the host or another stream can wait for; ``timed``: it knows when."""
 
+    _handle: Any = None
+
     def __init__(self, device: int, *, timed: bool = False) -> None:
         with driver.on_device(device):
             self._handle = call(cu.cuEventCreate, 0 if timed else cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
@@ -115,5 +117,5 @@ class Event:
         call(cu.cuEventSynchronize, self._handle)
 
     def __del__(self) -> None:
-        if not sys.is_finalizing():
+        if self._handle is not None and not sys.is_finalizing():
             self._destroy(self._handle)

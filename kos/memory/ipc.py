@@ -123,8 +123,12 @@ class IpcHandle:
 
     @staticmethod
     def from_bytes(data: bytes) -> IpcHandle:
-        handle, uuid, offset, nbytes, pointer = _RECORD.unpack_from(data)
-        origin = Origin.from_bytes(data[_RECORD.size :])
+        """What ``to_bytes`` gave; InvalidArgument for anything else."""
+        try:
+            handle, uuid, offset, nbytes, pointer = _RECORD.unpack_from(data)
+            origin = Origin.from_bytes(data[_RECORD.size :])
+        except (struct.error, ValueError) as error:
+            raise InvalidArgument(f"IPC handle: expected what to_bytes gave, got {len(data)} bytes: {error}") from error
         return IpcHandle(handle, uuid, offset, nbytes, pointer, origin)
 
 

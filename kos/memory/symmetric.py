@@ -109,18 +109,18 @@ class SymmetricMemory:
         self._offsets = FreeList(self.nbytes)
         self.pointers: tuple[int, ...] = ()
         try:
-            self._create()
+            self._create(nbytes)
         except BaseException:
             self.abort()
             raise
 
-    def _create(self) -> None:
+    def _create(self, asked: int) -> None:
         """In few rounds of the exchange, each of which waits for the slowest rank."""
         rank, size = self.exchange.rank, self.exchange.size
         token, slot = os.urandom(_TOKEN_BYTES), bytearray(size * _TOKEN_BYTES)
         with _Agreement(self.exchange, "allocate its slab") as told:
             if self.nbytes < len(slot):
-                raise InvalidArgument(f"expected {len(slot)} bytes or more, got {self.nbytes}")
+                raise InvalidArgument(f"SymmetricMemory: expected {len(slot)} bytes or more, got {asked}")
             self._slab = ipc.DeviceMemory(self.nbytes, self.device)
             told.said = token + ipc.export(self._slab.pointer, self.nbytes, self.device).to_bytes()
         tokens = [data[:_TOKEN_BYTES] for data in told.heard]

@@ -9,11 +9,13 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
+from kos.comm.backends.device import _Event
+from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, KosError, OutOfMemory
-from kos.memory import dlpack
+from kos.memory import dlpack, ipc
 from kos.memory.array import Array, as_dtype
-from kos.memory.pool import pinned_empty, pool_of
+from kos.memory.pool import MemoryPool, pinned_empty, pool_of
 
 FLOAT32 = DTYPES["float32"]
 
@@ -92,9 +94,16 @@ def test_dtypes_by_any_name() -> None:
 
 
 @pytest.mark.skipif(cuda.unavailable() is None, reason="CUDA works here")
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_without_a_gpu() -> None:
-    with pytest.raises(BackendUnavailable, match="CUDA: "):
-        Array.zeros(3, np.float32, 0)
+    for use in (
+        lambda: Array.zeros(3, np.float32, 0), lambda: MemoryPool(0), lambda: pinned_empty(3, np.float32, 0),
+        lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: _Event([]),
+        lambda: cuda.capture(5).__enter__(), lambda: ipc.DeviceMemory(1, 0), lambda: ipc.export(1, 1, 0),
+    ):  # fmt: skip
+        with pytest.raises(BackendUnavailable, match="CUDA: "):
+            use()
+        gc.collect()  # nor does what was not made complain
     with pytest.raises(BackendUnavailable, match="CUDA: "):
         pinned_empty(3, np.float32, 0)
 

@@ -31,6 +31,12 @@ def test_records_survive_the_wire() -> None:
     assert HERE.pid > 0 and HERE.boot and HERE.obstacle() is None
 
 
+@pytest.mark.parametrize("data", [b"abc", bytes(104), bytes(104) + b"\xff", bytes(104) + b"a\0b\0c\0d\0e"])
+def test_other_bytes_are_no_handle(data: bytes) -> None:
+    with pytest.raises(InvalidArgument, match=f"IPC handle: expected what to_bytes gave, got {len(data)} bytes"):
+        IpcHandle.from_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "cause"),
     [

@@ -138,6 +138,12 @@ def test_what_fails_on_one_rank_fails_on_all(
     spawn(run, 3, timeout=30)
 
 
+def test_sizes_that_are_refused() -> None:
+    alone = SimpleNamespace(rank=0, size=1, allgather=lambda data: [data], barrier=lambda: None)
+    with pytest.raises(InvalidArgument, match="^SymmetricMemory: expected 16 bytes or more, got -1$"):
+        SymmetricMemory(alone, -1, 0)
+
+
 def push_to_all(exchange: Any, devices: int) -> None:
     """Every rank's kernel writes to every slab through the device's table; each finds what all have sent."""
     rank, size = exchange.rank, exchange.size

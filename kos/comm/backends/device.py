@@ -436,7 +436,8 @@ class _Event:
         self.handle = free.pop() if free else call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
 
     def __del__(self) -> None:
-        self._free.append(self.handle)
+        if hasattr(self, "handle"):  # one was made
+            self._free.append(self.handle)
 
 
 def is_captured(stream: int) -> bool:
