@@ -39,7 +39,7 @@ ON_CPU: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """Options that mean something on GPUs only, and what they may be on a CPU."""
 
-LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_scaling")
+LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling")
 """Keys that a preset gives to a LLaMA; ``--model-type gpt2`` leaves them to GPT-2."""
 
 

@@ -55,7 +55,7 @@ def read_corpus(data: str) -> Corpus:
     try:
         return _read(data)
     except OSError as error:
-        got = f"{error.filename}: {error.strerror}"
+        got = f"{error.filename or data}: {error.strerror}"
         raise DataError(f"--data {data}: expected readable files, got {got}") from None
 
 
@@ -134,7 +134,10 @@ def _token_corpus(name: str, paths: Sequence[Path]) -> Corpus:
 
 def _read_text(path: Path) -> str:
     """A UTF-8 file.  DataError where it is empty or no text."""
-    content = path.read_bytes()
+    try:
+        content = path.read_bytes()
+    except OSError as error:  # of which that of a read has no name
+        raise OSError(error.errno, error.strerror, str(path)) from None
     if not content:
         raise DataError(f"--data {path}: expected text, got an empty file")
     if (nul := content.find(b"\0")) >= 0:

@@ -142,13 +142,21 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
     return str(folder), {"model": shape}
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table of these keys, ValueError for one that is there twice: TOML refuses it, ``json`` takes the last."""
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {twice[0]!r} twice")
+    return dict(pairs)
+
+
 def read_config_file(path: Path) -> Mapping[str, Any]:
     """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part)."""
     if path.suffix not in (".toml", ".json"):
         raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")
     try:
         text = path.read_text("utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except OSError as error:
         raise ConfigError(f"--config: expected a readable file, got {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8

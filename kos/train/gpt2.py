@@ -21,7 +21,7 @@ TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the
 
 @dataclass(frozen=True)
 class GPT2Config(LlamaConfig):
-    """The shape of a GPT-2; ``rms_norm_eps`` is LayerNorm's, and what is said of RoPE has no meaning."""
+    """The shape of a GPT-2; ``rms_norm_eps`` is LayerNorm's."""
 
     model_type: ClassVar[str] = "gpt2"
     embedding: ClassVar[str] = "transformer.wte.weight"
@@ -35,9 +35,12 @@ class GPT2Config(LlamaConfig):
             ("num_key_value_heads", self.num_attention_heads),
             ("head_dim", self.hidden_size / self.num_attention_heads),
             ("tie_word_embeddings", True),
+            ("rope_theta", LlamaConfig.rope_theta),
+            ("rope_scaling", None),
         ):
-            if getattr(self, name) != expected:
-                raise ConfigError(f"{name}: expected {expected:g} in a GPT-2, got {getattr(self, name)}")
+            if (got := getattr(self, name)) != expected:
+                wanted = "none" if expected is None else f"{expected:g}"
+                raise ConfigError(f"{name}: expected {wanted} in a GPT-2, got {got}")
 
     @property
     def up_size(self) -> int:

@@ -160,6 +160,7 @@ def test_a_config_is_frozen() -> None:
         (["--num-key-value-heads", "3"], ["--num-attention-heads: expected", "of --num-key-value-heads = 3"]),
         (["--hidden-size", "130"], ["--hidden-size: expected a multiple of --num-attention-heads = 4", "got 130"]),
         (["--model-type=gpt2", "--num-key-value-heads=2"], ["--num-key-value-heads: expected 4 in a GPT-2, got 2"]),
+        (["--preset=gpt2-124m", "--rope-theta=5"], ["--rope-theta: expected 10000 in a GPT-2, got 5.0"]),
         (["--head-dim", "33"], ["--head-dim:", "even number", "got 33"]),
         (["--batch-size=32", "--micro-batch-size=5"], ["--batch-size divisible by --micro-batch-size", "got 32 and 5"]),
         (["--lr", "0.1", "--min-lr", "0.2"], ["--min-lr ≤ --lr", "got 0.2 and 0.1"]),
@@ -192,6 +193,8 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: lis
         ("run.json", "{steps: 3}", ["JSON", "run.json"]),
         ("run.json", "[1, 2]", ["table", "run.json", "got"]),
         ("run.json", '{"steps": null}', ["run.json: steps", "integer", "got None"]),
+        ("run.json", '{"model": {"head_dim": 8, "x": 1, "head_dim": 8}}', ["run.json: the key 'head_dim' twice"]),
+        ("run.json", '{"model": {"model_type": "gpt2", "rope_scaling": {"factor": 2}}}', ["expected none in a GPT-2"]),
     ],
 )
 def test_a_wrong_file_is_refused_by_file_and_key(tmp_path: Path, name: str, content: str, parts: list[str]) -> None:

@@ -117,11 +117,12 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path.write_text("secret")
 
     def refuse(self: Path) -> bytes:
-        raise PermissionError(13, "Permission denied", str(self))
+        raise OSError(5, "Input/output error")  # as that of a read, without a name
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    refusal(path, "--data", "secret.txt", "readable", "Permission denied")
-    refusal(tmp_path, "--data", "secret.txt", "readable", "Permission denied")
+    for data in (path, tmp_path):
+        refusal(data, f"--data {data}: expected readable files, got {path}: Input/output error")
+    refusal("/proc/self/mem", "got /proc/self/mem: ")
 
 
 # Token files
