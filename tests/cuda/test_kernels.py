@@ -199,7 +199,7 @@ def test_one_process_compiles_while_the_others_wait(cache: KernelCache, tmp_path
             assert racer.stdin
             racer.stdin.write("go\n")
             racer.stdin.flush()
-        assert [racer.wait(60) for racer in racers] == [0] * 4
+        assert [racer.wait(200) for racer in racers] == [0] * 4
     finally:
         for racer in racers:
             racer.kill()
@@ -216,7 +216,7 @@ time.sleep(600)
 """
 
 
-def test_lock_of_a_killed_process_is_free(cache: KernelCache) -> None:
+def test_lock_of_a_killed_process_is_free(cache: KernelCache, caplog: pytest.LogCaptureFixture) -> None:
     cache.directory.mkdir()
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(cache.directory / "ab.lock")], stdout=subprocess.PIPE, text=True
@@ -224,9 +224,8 @@ def test_lock_of_a_killed_process_is_free(cache: KernelCache) -> None:
     assert holder.stdout and holder.stdout.readline() == "held\n"
     holder.kill()
     holder.communicate()
-    started = time.monotonic()
     with cache.lock("abcd", timeout=30):
-        assert time.monotonic() - started < 10
+        assert not caplog.text, "it was passed over"
 
 
 def test_lock_that_is_held_too_long_is_passed_over(cache: KernelCache, caplog: pytest.LogCaptureFixture) -> None:

@@ -181,7 +181,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_weights(tmp_path: Path) -> 
             drawn.append(seed)
             if len(drawn) == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            head_start.unwanted.wait(10)
+            head_start.unwanted.wait(100)
         return usual(seed)
     np.random.default_rng, head_start.DRIVER, llama_config.DRAWN = default_rng, pathlib.Path("/"), 1 << 10
     atexit.register(lambda: print(0 < len(drawn) <= os.cpu_count()))
