@@ -23,8 +23,8 @@ import numpy as np
 try:
     import torch
     import torch.nn.functional as F
-except ImportError:
-    raise SystemExit("kos: error: benchmarks.kernels: expected PyTorch (pip install torch), got none") from None
+except ImportError:  # told of once the arguments are known to be right
+    torch = F = None
 
 from benchmarks.collectives import report
 from kos import cuda
@@ -45,7 +45,7 @@ from kos.train.presets import PRESETS
 
 DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive_kernels.cu"
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8} if torch else {}
 CHECKED_TOKENS = 96
 ROTATED = 256 << 20  # bytes of inputs in rotation
 
@@ -54,7 +54,7 @@ EAGER: dict[str, Callable[..., torch.Tensor]] = {
     "rms_norm": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
     "swiglu": lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],
     "cross_entropy": lambda x, t: F.cross_entropy(x.float(), t),
-    "embedding": F.embedding,
+    "embedding": lambda tokens, table: F.embedding(tokens, table),
     "rope": lambda x, cos, sin: (x * cos + torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), -1) * sin).to(x.dtype),
 }
 
@@ -432,6 +432,8 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="time torch compiled, too")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     arguments = parser.parse_args()
+    if torch is None:
+        raise SystemExit("kos: error: benchmarks.kernels: expected PyTorch (pip install torch), got none")
     if why := cuda.unavailable():
         raise SystemExit(f"kos: error: benchmarks.kernels: expected a GPU, got none: {why}")
     if arguments.json:

@@ -7,6 +7,7 @@ and its comparison with the other ranks' calls, which have come.  Nanoseconds a 
 
 from __future__ import annotations
 
+import argparse
 import timeit
 from collections.abc import Callable
 from functools import partial
@@ -49,6 +50,7 @@ def calls_beside_others(ranks: int, operation: Operation) -> Calls:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     operation = example()
     group = Group(Recorder(0, 1), "world", [0], 0, "mock")
 

@@ -318,6 +318,42 @@ def test_what_a_benchmark_lacks_is_one_line(
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("program", ["kernels", "recorder"])
+def test_arguments_are_looked_at_first(
+    program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also without PyTorch."""
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for argument, code in (("--help", 0), ("--bogus", 2)):
+        name = f"benchmarks.{program}"
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setattr(sys, "argv", [name, argument])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_module(name, run_name="__main__")
+        assert left.value.code == code
+        assert ("usage: " in capsys.readouterr().out) == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "backends", "no_gpu", "reason"),
+    [
+        (None, ["peer", "nccl"], "no CUDA driver", "no CUDA driver"),
+        (None, ["peer"], None, "it is for GPUs"),
+        (0, ["mpi", "gloo"], None, "it is for a host"),
+        (None, ["mock"], "no CUDA driver", "its ranks are threads of one process (start without mpirun)"),
+    ],
+)
+def test_a_backend_that_cannot_be_measured_here_says_why(
+    device: int | None, backends: list[str], no_gpu: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "unavailable", lambda: no_gpu)
+    benchmark = object.__new__(command.Benchmark)
+    benchmark.options, benchmark.job = SimpleNamespace(backend=backends), SimpleNamespace(threads=False)
+    benchmark.device, benchmark.skipped = device, {}
+    assert list(benchmark._implementations(None)) == []
+    assert benchmark.skipped == dict.fromkeys(backends, reason)
+
+
 def test_only_results_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.collectives import plot

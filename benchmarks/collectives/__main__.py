@@ -71,12 +71,16 @@ class Benchmark:
 
     def _implementations(self, control: Communicator) -> Iterator[Implementation]:
         """Everything that was asked for and can run; why the rest cannot is kept."""
-        gpu = self.device is not None
+        gpu, asked = self.device is not None, self.options.backend or ()
         if self.job.threads:
             if self._wanted("mock"):
                 yield from self._of(control, "mock")
-            self.skipped |= dict.fromkeys(set(self.options.backend or ()) - {"mock"}, "needs mpirun")
+            self.skipped |= dict.fromkeys(set(asked) - {"mock"}, "needs mpirun")
             return
+        elsewhere = "it is for a host" if gpu else unavailable() or "it is for GPUs"
+        self.skipped |= {name: elsewhere for name in asked if (name in GPU_BACKENDS) != gpu}
+        if "mock" in asked:
+            self.skipped["mock"] = "its ranks are threads of one process (start without mpirun)"
         for name in [name for name in OURS if (name in GPU_BACKENDS) == gpu and self._wanted(name)]:
             if name == "mpi" and control.backend_name != "mpi":
                 self.skipped[name] = "the ranks are not processes of an MPI job (start with mpirun)"
