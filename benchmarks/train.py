@@ -33,7 +33,7 @@ import numpy as np
 from benchmarks.collectives import report
 from kos.comm.mpi_job import launched_rank
 from kos.cuda import unavailable
-from kos.errors import BackendUnavailable, ConfigError, KosError
+from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
 from kos.train import head_start
 from kos.train.config import TrainConfig, parse
@@ -208,8 +208,11 @@ class Group:
             dead = [rank for rank, process in enumerate(self.processes) if process.poll() is not None]
             if dead:
                 said = [line for line in Path(f"{self.log}-{dead[0]}").read_text().splitlines() if line.strip()]
+                word = said[-1] if said else "without a word"
                 self.lost = True
-                raise Lost(f"rank {dead[0]} ended: {said[-1][:300] if said else 'without a word'}")
+                if self.name == "kos" and self.processes[dead[0]].returncode == 2:
+                    raise ConfigError(word.removeprefix("kos: error: "))
+                raise Lost(f"rank {dead[0]} ended: {word[:300]}")
         self.lost = True
         raise Lost(f"no answer for {self.limit:g} s")
 
@@ -351,7 +354,7 @@ def read_before(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for key in ("hardware", "driver", "versions", "commit"):
         if before and before[key] != header[key]:
-            raise SystemExit(f"--json {path}: expected results of {key} {header[key]}, got {before[key]}")
+            raise ConfigError(f"--json {path}: expected results of {key} {header[key]}, got {before[key]}")
     return before
 
 
@@ -388,6 +391,9 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
     if options.ranks is None:
         sizes = (os.environ.get(name) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"))
         options.ranks = int(next((size for size in sizes if size), 1))
+    for name in ("ranks", "per_rank", "threads", "steps", "repeats"):
+        if (got := getattr(options, name)) is not None and got < 1:
+            raise ConfigError(f"--{name.replace('_', '-')}: expected at least 1, got {got}")
     if options.per_rank:
         rest += ["--batch-size", str(options.per_rank * options.ranks)]
     config = parse(rest)
@@ -404,22 +410,28 @@ def read_arguments(arguments: list[str]) -> tuple[argparse.Namespace, TrainConfi
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """The exit code: 2 for wrong settings, 1 for what else went wrong or gave other losses."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if launched_rank() and "--worker" not in arguments:  # rank 0 starts the processes of all
+        return 0
     try:
-        options, config = read_arguments(arguments)
-        if options.json:
-            check_writable(options.json)
-        config.for_world(options.ranks, options.device)
-        if options.device == "cuda" and not options.worker and (why := unavailable()):
-            raise BackendUnavailable(f"--device cuda: {why}")
-        if options.compare and importlib.util.find_spec("torch") is None:
-            raise ConfigError("--compare torch: expected PyTorch (pip install torch), got none")
-    except KosError as error:
-        raise SystemExit(2 if launched_rank() else f"kos: error: {error}") from None
+        return run(arguments)
+    except (KosError, Lost) as error:
+        print(f"kos: error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
+
+
+def run(arguments: list[str]) -> int:
+    options, config = read_arguments(arguments)
+    if options.json:
+        check_writable(options.json)
+    config.for_world(options.ranks, options.device)
+    if options.device == "cuda" and not options.worker and (why := unavailable()):
+        raise ConfigError(f"--device cuda: expected a GPU, got none: {why}")
+    if options.compare and importlib.util.find_spec("torch") is None:
+        raise ConfigError("--compare torch: expected PyTorch (pip install torch), got none")
     if options.worker:
         work(options, config)
-        return 0
-    if launched_rank() != 0:  # rank 0 starts the processes of all
         return 0
     os.sched_setaffinity(0, range(os.cpu_count() or 1))  # and they may run where mpirun put any
     header = report.provenance("benchmarks.train", 0 if options.device == "cuda" else None, options.ranks)
@@ -430,12 +442,9 @@ def main(arguments: list[str] | None = None) -> int:
             write(options.json, header, before, make_rows(groups, options, config), skipped)
 
     signal.signal(signal.SIGTERM, stop)
-    try:
-        with tempfile.TemporaryDirectory() as logs:
-            settled = ["--ranks", str(options.ranks), "--device", options.device]
-            groups, skipped = measure(options, [*arguments, *settled], Path(logs), keep)
-    except Lost as error:
-        raise SystemExit(f"kos: {error}") from None
+    with tempfile.TemporaryDirectory() as logs:
+        settled = ["--ranks", str(options.ranks), "--device", options.device]
+        groups, skipped = measure(options, [*arguments, *settled], Path(logs), keep)
     rows = make_rows(groups, options, config)
     print_rows(rows, skipped)
     if options.json:

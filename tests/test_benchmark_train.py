@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import kos
 from benchmarks import train
 from kos.comm import Communicator
+from kos.errors import ConfigError
 from kos.memory import pool as pool_module
 from kos.memory.array import Array
 from kos.testing import spawn
@@ -28,6 +30,7 @@ SMALL = shlex.split(
     "--num-attention-heads 4 --num-key-value-heads 2 --vocab-size 512 --no-tie-word-embeddings --warmup-steps 0 "
     "--steps 3 --repeats 1 --limit 100 --device cpu"
 )
+COUNTS = ("--ranks", "--per-rank", "--threads", "--steps", "--repeats")
 HEADER = ["hardware", "driver", "versions", "date", "commit", "command", "skipped", "rows"]
 
 
@@ -55,7 +58,7 @@ def test_two_ranks_beside_torch(tmp_path: Path) -> None:
 def test_what_fails_loses_its_row_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, _ = train.read_arguments([*SMALL, "--compare", "torch", "--torch", "eager,eager-whole"])
     kos = train.Group("kos", options, ["--preset", "nonsense"], tmp_path)
-    with pytest.raises(train.Lost, match="rank 0 ended: .*--preset: expected one of .* got 'nonsense'"):
+    with pytest.raises(ConfigError, match="^--preset: expected one of .* got 'nonsense'$"):
         kos.warm_up()
     kos.end()
     assert kos.lost
@@ -128,7 +131,7 @@ def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch:
     assert json.loads(file.read_text()) == {
         **header, "command": "x && y", "skipped": {"flash": "why"}, "rows": [{"step_ms": 1.0}, {"step_ms": 2.0}],
     }  # fmt: skip
-    with pytest.raises(SystemExit, match="expected results of commit d, got c"):
+    with pytest.raises(ConfigError, match="expected results of commit d, got c"):
         train.read_before(file, header | {"commit": "d"})
 
 
@@ -213,6 +216,8 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
     [
         (["--compare", "torch"], "--compare torch: expected PyTorch"),
         (["--json", "/nowhere/a.json"], "/nowhere/a.json: expected a file to write, got no such folder"),
+        *(([flag, "0"], f"{flag}: expected at least 1, got 0") for flag in COUNTS),
+        (["--ranks", "-1"], "--ranks: expected at least 1, got -1"),
         (["--lr", "fast"], "--lr: expected a valid number, got 'fast'"),
         (["--ranks", "3"], "--batch-size: expected a multiple of the 3 ranks, got 16"),
         (["--no-graph"], "--no-graph: expected a GPU, got the CPU"),
@@ -221,10 +226,15 @@ def test_memory_that_ranks_reach_into_counts_too(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_what_cannot_be_is_said_before_anything_runs(
-    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(train, "measure", None)
-    with pytest.raises(SystemExit, match=expected) as refusal:
-        train.main(["--device", "cpu", *flags])
-    assert str(refusal.value).startswith("kos: error: ")
+    assert train.main(["--device", "cpu", *flags]) == 2
+    assert re.fullmatch(f"kos: error: .*{expected}.*\n", capsys.readouterr().err)
+
+
+def test_what_the_ranks_refuse_is_said_as_they_say_it() -> None:
+    command = [sys.executable, "-m", "benchmarks.train", "--device", "cpu", "--hidden-size", "4000000"]
+    done = run_program(*command, env=OUTSIDE, cwd=ROOT)
+    assert done.returncode == 2 and re.fullmatch("kos: error: memory: expected at most .*\n", done.stderr), done.stderr
