@@ -139,7 +139,7 @@ class Trainer:
         if changed:
             _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))
         elif other_ranks and not self.config.deterministic:
-            _log.warning("resuming with another number of ranks: the run that it would have been but for rounding")
+            _log.warning("resuming with another number of ranks: not bit for bit the run that it would have been")
 
     def _open_output(self) -> MetricsLog | None:
         if self.comm.rank != 0:

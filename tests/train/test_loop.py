@@ -229,7 +229,7 @@ def test_resume_on_other_ranks_says_what_was_asked_differently(text: Path, tmp_p
 
     for deterministic in (False, True):
         assert said(f"{deterministic}", 1, steps=1, deterministic=deterministic) == []
-        line = "resuming with another number of ranks: the run that it would have been but for rounding"
+        line = "resuming with another number of ranks: not bit for bit the run that it would have been"
         expected = [] if deterministic else [line]
         assert said(f"{deterministic}", 2, steps=2, deterministic=deterministic, resume="auto") == expected
     assert said("False", 2, steps=3, resume="auto") == []
