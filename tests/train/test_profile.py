@@ -21,6 +21,7 @@ from tests.comm.fake_nccl import Group, communicator, no_gpu
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device
 from tests.train.test_engine_on_host import SMALL
 
+LOOKUPS = ("embedding", "embedding_backward")
 PRODUCTS = 4 * 2 + 1  # of the two layers of SMALL, and the head
 
 
@@ -36,9 +37,14 @@ def test_costs_follow_from_shapes():
     assert cost("attention", (qkv, heads, kv, out, lse, None))[1] == causal
     assert cost("attention_backward", (out, qkv, out, lse, heads, kv, qkv, None))[1] == 2.5 * causal
     assert cost("swiglu", (y, x, None)) == (4 * (30 + 24), 0)
-    assert cost("rope", (x, (w, w), 2, 2, None)) == (2 * x.nbytes, 0)
+    assert cost("swiglu_backward", (x, y, x, y, None)) == (4 * (24 + 2 * 30), 0)
+    for rope in ("rope", "rope_backward"):  # the heads of q and k, two of three of width 2
+        assert cost(rope, (np.zeros((6, 6), f32), (w, w), 2, 2, None)) == (2 * 4 * 6 * 4, 0)
     assert cost("cross_entropy_with_gradient", (y, losses, losses[:1], losses, None))[0] == 4 * (60 + 6 + 1 + 6)
-    assert cost("embedding", (np.zeros(6, np.int32), np.zeros((1000, 4), f32), x))[0] == 24 + 2 * x.nbytes
+    tokens, table, sums = np.zeros(6, np.int32), np.zeros((1000, 4), np.float16), np.zeros((1000, 4), f32)
+    assert cost("embedding", (tokens, table, x), {6: 5}.get)[0] == 24 + 5 * 4 * 2 + x.nbytes
+    assert cost("embedding_backward", (x, tokens, sums, True, None), {6: 5}.get)[0] == x.nbytes + 24 + 2 * 5 * 4 * 4
+    assert cost("embedding_backward", (x, tokens, sums, False, None), {6: 5}.get)[0] == x.nbytes + 24 + sums.nbytes
     shard, gradients, copy = np.zeros(8, f32), np.zeros(32, f32), np.zeros(32, np.float16)
     state = ("adamw.cu", "adamw", 1, 256, shard, gradients, shard.copy(), shard.copy(), copy, losses, losses, 0.9)
     assert cost("adamw", state)[0] == 8 * (4 + 4 + 4 + 4 * 4 + 2)
@@ -74,6 +80,10 @@ def test_on_the_cpu(tmp_path, capsys):
         assert found[1, "all_gather"] == 2 * 2  # what a step came to; before the second micro-batch whether to stop
     flops = {span["name"]: span["args"] for span in spans}["linear 16 x (58, 24)"]
     assert flops == {"bytes": 4 * (16 * 24 + 58 * 24 + 16 * 58), "flops": 2.0 * 16 * 58 * 24}
+    width, (looked, added) = 24, ([s["args"]["bytes"] for s in spans if s["name"] == name] for name in LOOKUPS)
+    letters = looked[0] / 4 - 16 * (1 + width)  # of the rows of at most 13
+    assert letters % width == 0 and 1 < letters / width <= 13 and len(set(looked)) == 1
+    assert min(added) == 4 * (16 * (1 + width) + 2 * letters)
     rows = {line.split()[0]: line.split() for line in table.splitlines()}
     assert rows["attention_backward"][1] == "4" and rows["limits:"][-1] == "TFLOP/s"
     step = float(next(line for line in table.splitlines() if line.startswith("a step")).split()[2].rstrip(","))
@@ -94,14 +104,14 @@ def test_a_run_that_is_gone_on_from_stays_as_it_was(tmp_path):
     assert {path: path.read_bytes() for path in before} == before and (run / "profile.txt").exists()
 
 
-def test_no_share_is_more_than_all():
+def test_no_share_of_a_step_is_more_than_all():
     """Collectives that overlap, and an operation faster than what was measured as the limit."""
     spans = [Span("all_reduce", 1, begin, begin + 6.0, 8) for begin in (0.0, 2.0, 3.0)]
     spans += [Span("linear", 0, 0.0, 4.0, 10, 10.0), Span("linear", 0, 6.0, 10.0, 10, 10.0)]
-    profiler = SimpleNamespace(bandwidth=1.0, arithmetic=1.0)
+    profiler = SimpleNamespace(bandwidth=1e6, arithmetic=1e6)
     table = [line.split() for line in Profiler.table(profiler, [5.0, 5.0], spans).splitlines()]
     shares = {row[0]: row[-4:] for row in table[1:3]}
-    assert shares["all_reduce,"][0] == "90.0%" and shares["linear"] == ["80.0%", "0.0", "0.000", "100%"], table
+    assert shares["all_reduce,"][0] == "90.0%" and shares["linear"] == ["80.0%", "0.0", "0.000", "250%"], table
     assert table[3][:4] == ["a", "step", "0.005,", "20.0%"]
 
 
