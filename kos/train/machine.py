@@ -95,9 +95,12 @@ def git_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # where kos is installed inside another project, git would answer for that
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    command = [  # which leaves the index as it is; "describe --dirty" writes it
+        "git", "-C", str(root), "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no",
+    ]  # fmt: skip
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    commit = re.search("^# branch.oid ([0-9a-f]+)$", done.stdout, re.MULTILINE)
+    return commit and commit[1] + "-dirty" * bool(re.search("^[^#]", done.stdout, re.MULTILINE))
