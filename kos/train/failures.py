@@ -63,7 +63,8 @@ def _meet(
     if patience > comm.timeout:
         watch.start()
     try:
-        answers = [answer.decode() for answer in comm.all_gather_bytes(said.encode(), timeout=patience)]
+        told = said.encode(errors="surrogatepass")  # a path may have bytes that are no text
+        answers = [answer.decode(errors="surrogatepass") for answer in comm.all_gather_bytes(told, timeout=patience)]
     finally:
         watch.cancel()
     first = next((rank for rank, answer in enumerate(answers) if not answer.startswith("+")), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
@@ -121,6 +122,20 @@ def test_what_one_rank_may_leave_at_once_all_leave(monkeypatch: Any) -> None:
 
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # threads may not
     spawn(run, 2, timeout=100)
+
+
+def test_a_path_that_is_no_text_is_told_to_all() -> None:
+    def run(comm: Communicator) -> str:
+        path = alone(comm, lambda: os.fsdecode(b"runs/\xff"))
+
+        def fail() -> None:
+            raise ConfigError(f"--out {path}: no")
+
+        with pytest.raises(ConfigError) as caught:
+            alone(comm, fail)
+        return str(caught.value)
+
+    assert spawn(run, 2, timeout=100) == ["--out runs/\udcff: no"] * 2
 
 
 def test_a_rank_that_is_stopped_at_a_save_is_missed_by_the_timeout() -> None:
