@@ -133,11 +133,12 @@ class Profiler:
         def run(*arguments: Any, **options: Any) -> Any:
             begin = self.marks.mark()
             result = function(*arguments, **options)
+            end = self.marks.mark()
             kernel = str(arguments[1]) if name == "launch" else name
             moved = cost(kernel, arguments if known is None else known, self.different)
             weight = {"linear": 1, "linear_backward": 2}.get(name)
             label = kernel if weight is None else f"{name} {len(arguments[0])} x {arguments[weight].shape}"
-            self.spans.append(Span(label, COMPUTE, begin, self.marks.mark(), *moved))
+            self.spans.append(Span(label, COMPUTE, begin, end, *moved))
             return result
 
         return run
