@@ -76,11 +76,12 @@ class TCPRendezvous(Rendezvous):
             others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
             found |= others
             if missing:
-                raise RendezvousError(f"ranks {missing} did not connect in time")
+                raise RendezvousError(f"ranks {missing} did not connect within {self.timeout:g} s")
         except (OSError, RendezvousError) as error:
+            called = f"did not reach rank {len(found)}" if len(found) < self.rank else "waited for the ranks above it"
             for connection in found.values():
                 connection.close()
-            raise RendezvousError(f"tcp: rank {self.rank} did not reach rank {len(found)}: {error}") from error
+            raise RendezvousError(f"tcp: rank {self.rank} {called}: {error}") from error
         return found
 
     def check_shrink(self) -> None:

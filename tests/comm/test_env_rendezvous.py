@@ -19,7 +19,7 @@ from kos.comm.env_rendezvous import EnvRendezvous, Place, TCPRendezvous
 from kos.comm.hub import DATA, Hub, pair
 from kos.comm.mpi_job import launched_rank
 from kos.comm.rendezvous import SingleRendezvous, default_rendezvous
-from kos.comm.tcp import Connection, Network, drive
+from kos.comm.tcp import Connection, Network, admit_all, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import (
     ROOT,
@@ -344,6 +344,28 @@ def test_missing_ranks_are_named_on_all_others(monkeypatch: pytest.MonkeyPatch) 
     assert time.monotonic() - began >= 0.5
     expected = f"rendezvous: ranks [1, 3] of 5 did not come within 0.5 s (rank 0 listens at 127.0.0.1:{port})"
     assert first + rest == [expected] * 3
+
+
+def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def admit_but_2(
+        listener: socket.socket, key: bytes, above: set[int], size: int, deadline: float
+    ) -> tuple[dict[int, Connection], list[int]]:
+        return admit_all(listener, key, above - {2}, size, deadline)[0], [2]
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        problem = ""
+        if rendezvous.rank == 2:
+            rendezvous.allgather(b"")  # with which connect begins
+        else:
+            with pytest.raises(RendezvousError) as caught:
+                rendezvous.connect()
+            problem = str(caught.value)
+        said = "tcp: rank {} waited for the ranks above it: ranks [2] did not connect within {:g} s"
+        expected = [said.format(rank, rendezvous.timeout).encode() for rank in (0, 1)]
+        assert rendezvous.allgather(problem.encode()) == [*expected, b""]
+
+    monkeypatch.setattr("kos.comm.env_rendezvous.admit_all", admit_but_2)
+    run_ranks(3, body)
 
 
 def test_rank_0_says_where_others_look_for_it() -> None:
