@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -130,11 +130,14 @@ class Schedule:
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
         """Every step, by round and rank.  Raises ScheduleError for a rank that there is not, and for no Moves."""
-        blocks = self.moves()
-        if not isinstance(blocks, Iterable):
-            raise ScheduleError(f"{self}: expected rounds of Moves, got {type(blocks).__name__}")
-        rounds = chain.from_iterable(chain.from_iterable(map(block.rounds, range(block.times)))
-                                     if isinstance(block, Repeat) else [block] for block in blocks)
+        def several(rounds: object) -> Iterable[Any]:
+            if not isinstance(rounds, Iterable):
+                raise ScheduleError(f"{self}: expected rounds of Moves, got {type(rounds).__name__}")
+            return rounds
+
+        rounds = chain.from_iterable(
+            chain.from_iterable(several(block.rounds(k)) for k in range(block.times))
+            if isinstance(block, Repeat) else [block] for block in several(self.moves()))
         return tuple(_spell_out(families, self, number) for number, families in enumerate(rounds))
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import fake_world
@@ -10,7 +11,7 @@ import pytest
 
 from kos.comm.schedules import Schedule, ScheduleError, Step, algorithms, build, collectives
 from kos.comm.schedules.registry import algorithm
-from kos.comm.schedules.schedule import ROOTED, Moves
+from kos.comm.schedules.schedule import ROOTED, Moves, Repeat
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument
 
@@ -46,10 +47,22 @@ def test_a_rank_out_of_range(src, dst):
     (3, r"expected rounds of Moves, got int"),
     ([Moves(0, 1, 0)], r"round 0: expected a list of Moves, got Moves"),
     ([[], [Moves(0, 1, 0), 3]], r"round 1: expected Moves, got int"),
+    ([Repeat(2, lambda k: Moves(0, 1, k))], r"wrong on 2 ranks, .*: expected rounds of Moves, got Moves"),
+    ([Repeat(2, lambda k: [Moves(0, 1, k)])], r"round 0: expected a list of Moves, got Moves"),
+    ([[Repeat(2, lambda k: [[Moves(0, 1, k)]])]], r"round 0: expected Moves, got Repeat"),
 ])
 def test_what_is_no_moves(rounds, message):
     with pytest.raises(ScheduleError, match=message):
         verify(Schedule("all_reduce", "wrong", 2, 1, 0, False, lambda: rounds))
+
+
+@pytest.mark.parametrize(("times", "chunk"), [(3, 0), (2, 0), (4, 0), (3, 1)])
+def test_all_rounds_of_a_repeat_are_proved(times, chunk):
+    r = np.arange(4)
+    rounds = [Repeat(times, lambda k: [[Moves(r, (r + 1) % 4, (r + chunk - k) % 4, reduce=True)]]),
+              Repeat(3, lambda k: [[Moves(r, (r + 1) % 4, (r + 1 - k) % 4)]])]
+    with contextlib.nullcontext() if (times, chunk) == (3, 0) else pytest.raises(ScheduleError, match="rank 0, "):
+        verify(Schedule("all_reduce", "own", 4, 4, 0, False, lambda: rounds))
 
 
 @pytest.mark.parametrize(("collective", "name", "message"), [
