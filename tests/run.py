@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
-SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180  # seconds; more than thrice what a busy machine of 2 cores takes
+SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180  # seconds; over thrice what 2 busy cores take
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
 MPI_SIZES = (2, 3, 4)
 WITH_MPI = "tests/comm"  # where all tests marked `mpi` are: each rank collects them
