@@ -293,12 +293,16 @@ def test_communicators_that_are_dropped_give_their_descriptors_back(memory: str)
             comm.rendezvous.barrier()
             if comm.rank == 0:
                 gc.collect()
-                counts.append(len(os.listdir("/proc/self/fd")))
+                give_up = time.monotonic() + 20  # threads close what they served a moment later
+                while (count := len(os.listdir("/proc/self/fd"))) > min(counts, default=count):
+                    assert time.monotonic() < give_up, (counts, count)
+                    time.sleep(0.001)
+                counts.append(count)
             comm.rendezvous.barrier()
         comm.barrier()
 
     TCPRanks(2).run(body)
-    assert len(set(counts)) == 1, counts
+    assert len(counts) == 4
 
 
 def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous() -> None:
