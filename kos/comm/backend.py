@@ -40,6 +40,8 @@ class Probe:
     """What only one rank of the group may use, such as a GPU."""
 
 
+SHRINKS = "it shrinks the communicator"  # how a rank that goes on without the lost ones is gone
+
 # The schedule of each collective, and the one that adds in rank order.
 _DEFAULTS = {
     "all_reduce": ("ring", "two_shot"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.arguments import check_algorithm, check_shape, check_timeout, number_in, truth, whole_number
-from kos.comm.backend import Backend, Probe
+from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.backends.auto import AutoBackend
 from kos.comm.backends.device import DeviceBackend
 from kos.comm.batch import Batch, Persistent
@@ -169,7 +169,7 @@ class Communicator(Operations):
         self._check_open()
         self.rendezvous.check_shrink()
         name = self._group.next_split()
-        self._give_up(str(self.backend.broken or "it shrinks the communicator"), self.backend.withdraw)
+        self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
         with self._meeting():
             rendezvous = self.rendezvous.shrink()
         backend = self.backend.shrink(rendezvous)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm import mpi_job
+from kos.comm.backend import SHRINKS
+from kos.comm.backends.mpi import MPIBackend
 from kos.errors import BackendUnavailable, CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
 from tests.comm.test_jobs import needs_mpirun
@@ -84,6 +88,19 @@ def test_without_fault_tolerance_it_says_so(ranks_of_mpi: Any) -> None:
         comm.barrier()  # and has not given it up
 
     ranks_of_mpi.run(body)
+
+
+def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may have learned first of the one that failed, and say that it goes on without it."""
+    messages = SimpleNamespace(gone={0: (3, SHRINKS)}, hear=lambda: None)
+    backend: Any = SimpleNamespace(_calls=None, _comm=None, _messages=messages)
+    failed = iter([[], [], [1]])
+    monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: next(failed))
+    monkeypatch.setattr("kos.comm.backends.mpi._NAMED", 1000.0)
+    assert next(MPIBackend.gone(backend)) == (1, "its process failed")
+    monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: [])
+    monkeypatch.setattr("kos.comm.backends.mpi._NAMED", 0.0)
+    assert next(MPIBackend.gone(backend)) == (0, SHRINKS)
 
 
 @needs_mpirun

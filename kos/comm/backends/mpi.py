@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import mpi_job
-from kos.comm.backend import Probe
+from kos.comm.backend import SHRINKS, Probe
 from kos.comm.backends.host import HostBackend
 from kos.comm.backends.mpi_messages import LARGEST, TAGS, UNSENT, Messages, News, as_bytes
 from kos.comm.fingerprints import Fingerprints
@@ -179,11 +179,12 @@ class MPIBackend(HostBackend):
         """The ranks known to be gone, and how: by ULFM and by what others tell, too, which may come after the error."""
         if self._calls is not None:
             yield from self._calls.gone()
-        deadline = time.monotonic() + _NAMED
-        while time.monotonic() < deadline:
+        deadline, late = time.monotonic() + _NAMED, False
+        while not late:
+            late = time.monotonic() > deadline
             yield from ((rank, "its process failed") for rank in mpi_job.failed_ranks(self._comm))
-            self._messages.hear()
-            yield from ((rank, why) for rank, (_, why) in self._messages.gone.items())
+            self._messages.hear()  # who shrinks has learned before this rank of another that failed
+            yield from ((rank, why) for rank, (_, why) in self._messages.gone.items() if late or why != SHRINKS)
             time.sleep(0.001)
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
