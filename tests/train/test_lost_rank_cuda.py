@@ -1,0 +1,103 @@
+"""A rank of two GPUs is killed or stopped amid replayed graphs: nothing false is logged or saved, resume goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kos import cuda
+from kos.train import checkpoint
+from kos.train.metrics import read_metrics
+from tests.launcher import MPIRUN, OUTSIDE, SECONDS
+
+STEPS, ENOUGH = 2000, 300
+TIMEOUT = 4  # seconds that a rank waits for the others
+FLAGS = f"""
+--preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every 100
+--sample-tokens 0 --timeout {TIMEOUT} --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
+--num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5 --zero 1
+""".split()
+GPUS = len(cuda.visible_devices())
+both = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, has {GPUS}")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+    pytest.mark.skipif(not MPIRUN, reason="needs mpirun"),
+]
+
+
+def command(text: Path, out: Path, backend: str, *flags: str) -> list[str]:
+    run = [sys.executable, "-m", "kos.train", *FLAGS, "--data", str(text), "--out", str(out), "--backend", backend]
+    return [MPIRUN, "-n", "2", *run, *flags]
+
+
+def finish(text: Path, out: Path, backend: str, *flags: str) -> list[float]:
+    """The losses of all steps, of a run that comes to its end."""
+    done = subprocess.run(
+        command(text, out, backend, *flags), env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr[-1500:]
+    return losses(out)
+
+
+def losses(out: Path) -> list[float]:
+    rows = read_metrics(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """What both backends sum alike: of two ranks there is one order."""
+    return finish(text, tmp_path_factory.mktemp("undisturbed"), "peer")
+
+
+@pytest.mark.timeout(4 * SECONDS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("backend", ["peer", pytest.param("nccl", marks=both), pytest.param("auto", marks=both)])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_lost_in_a_step(
+    text: Path, undisturbed: list[float], tmp_path: Path, backend: str, number: signal.Signals, victim: int
+) -> None:
+    with (tmp_path / "said").open("w") as said:
+        job = command(text, tmp_path, backend)
+        process = subprocess.Popen(job, env=OUTSIDE, stdout=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        try:
+            deadline = time.monotonic() + SECONDS
+            while len(read_metrics(tmp_path / "metrics.jsonl")) < ENOUGH:
+                assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "said").read_text()
+                time.sleep(0.01)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            ranks = [int(c) for c in children if b"kos.train" in Path(f"/proc/{c}/cmdline").read_bytes()]
+            os.kill(ranks[victim], number)
+            struck = time.monotonic()
+            process.wait(timeout=TIMEOUT + 30)
+            took = time.monotonic() - struck
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    errors = [line for line in (tmp_path / "said").read_text().splitlines() if line.startswith("kos: error:")]
+    print(f"over after {took:.1f} s: {errors}")
+    assert process.returncode != 0
+    if number == signal.SIGSTOP:  # else mpirun ends the other rank, maybe before it has a word
+        assert len(errors) == 1 and re.search(rf"ranks? \[?{victim}\b", errors[0]), errors
+    got = losses(tmp_path)
+    assert ENOUGH <= len(got) < STEPS and got == undisturbed[: len(got)]
+    found = checkpoint.latest(tmp_path / "checkpoints")
+    assert found is not None and found.step <= len(got)
+    assert finish(text, tmp_path, backend, "--resume", "auto") == undisturbed
