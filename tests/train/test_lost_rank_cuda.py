@@ -17,10 +17,10 @@ from kos.train import checkpoint
 from kos.train.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS
 
-STEPS, ENOUGH = 2000, 300
+STEPS, ENOUGH = 600, 60
 TIMEOUT = 4  # seconds that a rank waits for the others
 FLAGS = f"""
---preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every 100
+--preset tiny --device cuda --steps {STEPS} --schedule constant --eval-every 0 --eval-batches 1 --save-every 20
 --sample-tokens 0 --timeout {TIMEOUT} --hidden-size 512 --intermediate-size 1408 --num-hidden-layers 4 --vocab-size 8192
 --num-attention-heads 8 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5 --zero 1
 """.split()
