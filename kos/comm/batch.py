@@ -45,11 +45,14 @@ class Persistent:
         # Not whether it is over, which some ranks find and others do not.
         if self._work is not None and o.launch is None and not self._work.told:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {o}")
+        o.overlap = False  # as a batch may have left it
+        if not o.lasts:  # in a graph another backend may be faster
+            comm.backend.prepare(o)
+            self._queued = DeviceWork(o, o.via)
         if comm._batch is not None:
             return comm._batch.add(o, self)
         if comm._closed:
             comm._check_open()
-        o.overlap = False  # as a batch may have left it
         work = comm._group.launch(o, 2, comm.backend)
         if work is None:
             return self._queued

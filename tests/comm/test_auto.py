@@ -279,6 +279,27 @@ def test_what_is_persistent_is_routed_once(fake: FakeNCCL) -> None:
     run(body)
 
 
+def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
+    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured = False
+    monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        nonlocal captured
+        persistent = comm.reduce_init(zeros(8))
+        for captured in (False, True, False):
+            comm.barrier()
+            assert persistent.start().backend.name == ("peer" if captured else "nccl")
+            with comm.batch() as batch:
+                persistent.start()
+            assert batch.works[0].backend.name == ("peer" if captured else "nccl")
+            comm.barrier()
+        assert [part for part in log if part != "mock"] == ["nccl", "peer", "nccl"]  # batches are not logged
+
+    run(body)
+
+
 @pytest.mark.parametrize("parts", ["nccl", "peer"])
 def test_one_backend_alone_carries_everything(fake: FakeNCCL, parts: str) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
