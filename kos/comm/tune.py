@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,7 +36,7 @@ KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = KB
 OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv")
 _TIE = 1.02
-"""What is no more than so much slower stays: a route that jumps from size to size is noise."""
+"""What is slower at one size, by no more than so much, stays: a route that jumps from size to size is noise."""
 _UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
@@ -63,9 +64,12 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
     """(bytes up to which, name of the fastest), from the times at some sizes."""
     rows: list[tuple[int | None, str]] = []
     former, smaller = "", 0
-    for size, here in sorted(times.items()):
+    sizes = sorted(times)
+    for size, larger in zip_longest(sizes, sizes[1:]):
+        here = times[size]
         fastest = min(here, key=lambda name: here[name])
-        if former and here.get(former, math.inf) > _TIE * here[fastest]:
+        ahead = larger is not None and min(times[larger], key=lambda name: times[larger][name]) == fastest
+        if former != fastest and former and (ahead or here.get(former, math.inf) > _TIE * here[fastest]):
             rows.append((crossing(times, smaller, size, former, fastest), former))
             former = fastest
         former, smaller = former or fastest, size
