@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 FORMAT = 1
 BACKENDS = ("peer", "nccl")
+UNKNOWN = "unknown links"
+"""Where NVML does not say, as now and then it does not: such a machine may be any of those with its GPU."""
 UNMEASURED = ((None, "nccl"),)
 """The route of what a table does not name."""
 
@@ -113,7 +115,8 @@ def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
     table = parse(data, str(path))
-    if (table.gpu, table.link, table.ranks) != (gpu, link, ranks):
+    alike = table.link == link or UNKNOWN in (table.link, link)
+    if (table.gpu, table.ranks) != (gpu, ranks) or not alike:
         made_for = f"{table.ranks} x {table.gpu} ({table.link})"
         raise InvalidArgument(f"measured on {made_for}, but this is {ranks} x {gpu} ({link})")
     return table
@@ -151,7 +154,7 @@ def for_group(rendezvous: Rendezvous, device: int) -> Table:
 def machine(device: int) -> tuple[str, str]:
     """GPU and link, as tables name them."""
     links = nvlinks(device)
-    return device_info(device).name, f"{links} NVLinks" if links else "PCIe"
+    return device_info(device).name, UNKNOWN if links is None else f"{links} NVLinks" if links else "PCIe"
 
 
 def share(rendezvous: Rendezvous, table: Table | None) -> Table:

@@ -178,6 +178,19 @@ def test_the_nearest_table_and_none(places: tuple[Path, Path]) -> None:
     assert load("NVIDIA B200", LINK, 4).routes == {}
 
 
+@pytest.mark.parametrize(
+    ("links", "measured", "used"),
+    [(None, LINK, True), (18, tuning.UNKNOWN, True), (18, LINK, True), (0, LINK, False), (4, LINK, False)],
+)
+def test_links_that_nvml_does_not_count(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, links: int | None, measured: str, used: bool
+) -> None:
+    monkeypatch.setattr(tuning, "nvlinks", lambda device: links)
+    monkeypatch.setattr(tuning, "device_info", lambda device: SimpleNamespace(name=GPU))
+    places[1].write_text(json.dumps(changed("link", to=measured)))
+    assert (load(*tuning.machine(0), 4).source == str(places[1])) == used
+
+
 @pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
 def test_shipped_tables(path: Path) -> None:
     data = json.loads(path.read_text())
