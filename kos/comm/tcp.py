@@ -42,7 +42,7 @@ HANDSHAKE_SECONDS = 10.0  # what a caller gets to prove itself
 MAX_STRANGERS = 256  # callers that have not yet proved themselves
 SHUT_SECONDS = 0.1  # until a listener that can let nobody in, for want of file descriptors, looks again
 
-_MAGIC = b"kos/tcp1"  # the protocol and its version
+_MAGIC = b"kos/tcp2"  # the protocol and its version
 _NONCE = 32
 _HELLO = struct.Struct(f"!8sII{_NONCE}s")
 _PROOF = 32

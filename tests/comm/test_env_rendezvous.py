@@ -456,7 +456,7 @@ def test_another_program_at_the_port() -> None:
             sock.close()
 
         _, errors = run_threads(program, lambda: errors_of(20, environment(1, 2, port)))
-    assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp1), got b'HTTP/1.1'"]
+    assert errors == [f"rendezvous: rank 1: 127.0.0.1:{port}: expected a rank of kos (kos/tcp2), got b'HTTP/1.1'"]
 
 
 # Ranks that go or stall.

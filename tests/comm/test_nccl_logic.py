@@ -514,6 +514,28 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL, monkeypatch: py
     assert log[6:] == [("free", last)]
 
 
+def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[str]()
+
+    def deregister(comm: Any, window: Any) -> None:
+        raise CollectiveError("window")
+
+    def destroy(comm: Any) -> None:
+        log.append("destroyed")
+        raise CollectiveError("destroy")
+
+    for name, function in (("deregister", deregister), ("destroy", destroy), ("free", lambda pointer: None)):
+        monkeypatch.setattr(nccl_binding, name, function)
+    backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
+    assert backend._comm is not None
+    monkeypatch.setattr(backend, "_free", lambda: log.append("freed"))
+    backend._dropped.append((1, 2))
+    with pytest.raises(CollectiveError, match="destroy") as caught:
+        backend.close()
+    assert str(caught.value.__context__) == "window"
+    assert log == ["destroyed", "freed"] and backend._comm is None
+
+
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     class NCCLError(Exception):
         status = 6

@@ -37,8 +37,8 @@ def soon() -> float:
 @contextlib.contextmanager
 def strangers(port: int) -> Iterator[None]:
     """Callers of all kinds that come before the ranks and stay."""
-    calls = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"kos", b"kos/tcp1", os.urandom(200), b"\0" * 500]
-    calls += [b"kos/tcp1" + os.urandom(72)] * 3 + [b""] * 20
+    calls = [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"kos", b"kos/tcp2", os.urandom(200), b"\0" * 500]
+    calls += [b"kos/tcp2" + os.urandom(72)] * 3 + [b""] * 20
     with contextlib.ExitStack() as stack:
         for data in calls:
             while True:
@@ -78,7 +78,7 @@ def test_strangers_are_dismissed(reason: str, monkeypatch: pytest.MonkeyPatch) -
         socks = [socket.create_connection(address, timeout=30) for _ in range(calls)]
         try:
             for sock in socks:
-                assert sock.recv(40, socket.MSG_WAITALL).startswith(b"kos/tcp1")
+                assert sock.recv(40, socket.MSG_WAITALL).startswith(b"kos/tcp2")
             for sock in socks[:dismissed]:
                 assert sock.recv(1) == b"", "a stranger was kept"
         finally:
@@ -171,7 +171,7 @@ def test_a_recorded_handshake_is_refused() -> None:
 def test_a_listener_without_the_secret_is_refused() -> None:
     """Even one that passes on what it gets: it cannot answer."""
     caller, answerer = tcp_pair()
-    answerer.send(b"kos/tcp1" + os.urandom(32) + os.urandom(32))
+    answerer.send(b"kos/tcp2" + os.urandom(32) + os.urandom(32))
     with pytest.raises(Stranger, match="expected the same secret"):
         introduce(caller)
 
@@ -193,7 +193,7 @@ def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
 
 def test_nobody_learns_a_proof_by_calling() -> None:
     caller, answerer = tcp_pair()
-    caller.send(b"kos/tcp1" + bytes(HELLO - 8))
+    caller.send(b"kos/tcp2" + bytes(HELLO - 8))
     with pytest.raises(Stranger):
         drive(tcp.answer(answerer, b"key"), answerer, soon())
     answerer.close()
@@ -344,7 +344,7 @@ def test_a_stranger_dismissed_before_its_turn(monkeypatch: pytest.MonkeyPatch) -
         with socket.create_connection(address) as oldest:
             for key, _ in selector.select(30):
                 key.data()
-            oldest.sendall(b"kos/tcp1")
+            oldest.sendall(b"kos/tcp2")
             with socket.create_connection(address):
                 deadline = soon()
                 while len(events := selector.select(1)) < 2:

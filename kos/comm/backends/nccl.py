@@ -17,6 +17,7 @@ import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from math import prod
 from typing import Any
@@ -164,12 +165,13 @@ class NCCLBackend(DeviceBackend):
         except KosError as error:  # no call has needed it
             log.warning("rank %d: %s", self.rank, error)
             comm = None
-        self._free_dropped()
-        self._comm = None
-        if comm is not None:
-            self._bounded(lambda: binding.destroy(comm), "nccl: close")
-        self._free()
-        super().close()
+        with ExitStack() as rest:  # whatever fails of it, the rest is done
+            rest.callback(super().close)
+            rest.callback(self._free)
+            if comm is not None:
+                rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close")
+            rest.callback(setattr, self, "_comm", None)
+            self._free_dropped()
 
     def halt(self) -> None:
         """Where ranks can be lost and the others go on, NCCL only revokes: ``shrink`` builds upon that."""
