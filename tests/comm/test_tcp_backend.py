@@ -508,7 +508,7 @@ def test_a_rank_that_closed_is_gone_but_what_it_sent_arrives() -> None:
 
 def test_all_that_a_rank_sent_before_it_closed_arrives() -> None:
     """However far the receiver is behind, which tells it of room that it gets again."""
-    slow, closed, count = threading.Event(), threading.Event(), 15  # as many as go without being asked for
+    slow, closed, count = threading.Event(), threading.Event(), 12  # of the 15 that go without being asked for
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
@@ -521,7 +521,10 @@ def test_all_that_a_rank_sent_before_it_closed_arrives() -> None:
         comm.backend._mesh.peers[0].sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)  # type: ignore[attr-defined]
         works = [comm.recv(np.zeros(LONG // 12, np.float32), 0, async_op=True) for _ in range(count)]
         slow.set()
-        assert closed.wait(20)
+        deadline = time.monotonic() + 20
+        while not closed.wait(2):  # where the kernel's buffers do not hold them all
+            comm.backend._poller.progress()  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline
         for k, work in enumerate(works):
             assert (work.wait() == k).all()
 
