@@ -42,6 +42,8 @@ class Persistent:
         stream of the arrays.
         """
         comm, o = self._comm, self._operation
+        if comm._closed:
+            comm._check_open()
         # Not whether it is over, which some ranks find and others do not.
         if self._work is not None and o.launch is None and not self._work.told:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {o}")
@@ -51,8 +53,6 @@ class Persistent:
             self._queued = DeviceWork(o, o.via)
         if comm._batch is not None:
             return comm._batch.add(o, self)
-        if comm._closed:
-            comm._check_open()
         work = comm._group.launch(o, 2, comm.backend)
         if work is None:
             return self._queued

@@ -35,8 +35,9 @@ from kos.memory.array import Array, as_dtype
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = KB
 OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv")
-_TIE = 1.02
-"""What is slower at one size, by no more than so much, stays: a route that jumps from size to size is noise."""
+_TIE, _NOISE = 1.02, 0.05
+"""What is slower at one size, by no more than so much, stays: a route that jumps from size to size is noise.  But what
+is ahead at the next size too is taken, if by more than so many microseconds."""
 _UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
@@ -66,10 +67,11 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
     former, smaller = "", 0
     sizes = sorted(times)
     for size, larger in zip_longest(sizes, sizes[1:]):
-        here = times[size]
+        here, next_ = times[size], times.get(larger, {})
         fastest = min(here, key=lambda name: here[name])
-        ahead = larger is not None and min(times[larger], key=lambda name: times[larger][name]) == fastest
-        if former != fastest and former and (ahead or here.get(former, math.inf) > _TIE * here[fastest]):
+        lead = here.get(former, math.inf) - here[fastest]
+        goes_on = lead > _NOISE and fastest == min(next_, key=lambda name: next_[name], default=None)
+        if former and (goes_on or here[fastest] * (_TIE - 1) < lead):
             rows.append((crossing(times, smaller, size, former, fastest), former))
             former = fastest
         former, smaller = former or fastest, size

@@ -6,6 +6,7 @@ import re
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,10 @@ class Peer(NCCLBackend):
 
     def has_algorithm(self, o: Operation) -> bool:
         return o.algorithm in ("auto", "ring")
+
+    def resolve(self, o: Operation) -> Any:
+        o.way = "a kernel"
+        return super().resolve(o)
 
 
 @pytest.fixture
@@ -296,6 +301,50 @@ def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
             assert batch.works[0].backend.name == ("peer" if captured else "nccl")
             comm.barrier()
         assert [part for part in log if part != "mock"] == ["nccl", "peer", "nccl"]  # batches are not logged
+        comm.close()
+        comm.backend.prepare = None  # type: ignore[assignment,method-assign]
+        with pytest.raises(CollectiveError, match="is closed"):
+            persistent.start()
+
+    run(body)
+
+
+def test_what_is_persistent_tells_nothing_of_the_other_part(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the kernel that carried it in a graph: ranks know their calls by their own addresses."""
+    captured = False
+    monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
+
+    def body(comm: kos.Communicator, log: Log) -> None:
+        nonlocal captured
+        x, y = zeros(8), zeros(8)
+        persistent = comm.reduce_init(x)
+        comm.reduce(y)
+        comm.reduce(x if comm.rank else y)
+        for turn in (True, False):
+            comm.rendezvous.barrier()
+            captured = turn
+            comm.rendezvous.barrier()
+            persistent.start()
+        comm.synchronize()
+
+    run(body, host=SharedOnly)
+
+
+def test_each_part_is_closed_whatever_fails_of_another(fake: FakeNCCL) -> None:
+    def body(comm: kos.Communicator, log: Log) -> None:
+        backend = comm.backend
+        assert isinstance(backend, AutoBackend)
+        ended: list[str] = []
+
+        def fails(name: str) -> None:
+            ended.append(name)
+            raise CollectiveError(name)
+
+        for part in (*backend.gpus, backend.host):
+            part.close = partial(fails, part.name)  # type: ignore[method-assign]
+        with pytest.raises(CollectiveError):
+            comm.close()
+        assert ended == ["nccl", "peer", "mock"]
 
     run(body)
 

@@ -524,16 +524,17 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
         log.append("destroyed")
         raise CollectiveError("destroy")
 
-    for name, function in (("deregister", deregister), ("destroy", destroy), ("free", lambda pointer: None)):
+    free = lambda pointer: log.append(str(pointer))  # noqa: E731
+    for name, function in (("deregister", deregister), ("destroy", destroy), ("free", free)):
         monkeypatch.setattr(nccl_binding, name, function)
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     assert backend._comm is not None
     monkeypatch.setattr(backend, "_free", lambda: log.append("freed"))
-    backend._dropped.append((1, 2))
+    backend._dropped += (1, 2), (3, 4)
     with pytest.raises(CollectiveError, match="destroy") as caught:
         backend.close()
     assert str(caught.value.__context__) == "window"
-    assert log == ["destroyed", "freed"] and backend._comm is None
+    assert log == ["3", "destroyed", "1", "freed"] and backend._comm is None
 
 
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
@@ -193,8 +194,9 @@ class AutoBackend(Backend):
         return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
 
     def close(self) -> None:
-        for part in (*self.gpus, self.host):
-            part.close()
+        with ExitStack() as parts:  # each, whatever fails of another; the host last, which tells the other ranks
+            for part in (self.host, *reversed(self.gpus)):
+                parts.callback(part.close)
 
     def abort(self, reason: str) -> None:
         self._leave(reason)

@@ -149,6 +149,7 @@ class DeviceBackend(HostBackend):
         )  # fmt: skip
         known = self._known.get(key)
         if known is None:
+            o.way = None  # of another backend, where a persistent operation went by that before
             launch, lasts = self.resolve(o)
             known = launch, o.way, self._calls.mark(o) if self._calls is not None and o.collective else 0
             if lasts:

@@ -168,6 +168,7 @@ class NCCLBackend(DeviceBackend):
         with ExitStack() as rest:  # whatever fails of it, the rest is done
             rest.callback(super().close)
             rest.callback(self._free)
+            rest.callback(self._free_dropped)
             if comm is not None:
                 rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close")
             rest.callback(setattr, self, "_comm", None)
@@ -241,9 +242,11 @@ class NCCLBackend(DeviceBackend):
         with driver.on_device(self.device):
             while self._dropped:
                 pointer, window = self._dropped.pop()
-                if self._made is not None:
-                    self._named(partial(binding.deregister, self._made, window), "nccl: window")
-                binding.free(pointer)
+                try:
+                    if self._made is not None:
+                        self._named(partial(binding.deregister, self._made, window), "nccl: window")
+                finally:
+                    binding.free(pointer)
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Address of memory that operations on ``stream`` use one after another.
