@@ -171,6 +171,21 @@ def test_records_that_end_at_different_times(tmp_path: Path, capsys: pytest.Capt
     assert "world: barrier #9 of float32[4]: rank 0 did not arrive" in text
 
 
+def test_a_dump_from_before_what_the_others_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its rank was killed: what the others completed since, it may well have called."""
+    made = [crafted("all_reduce", n) for n in range(20)]
+    for rank in (0, 2):
+        write(tmp_path, rank, 3, [*made, crafted("barrier", 20, "failed")])
+    write(tmp_path, 1, 3, made[:3])
+    text = read(tmp_path, capsys, 1)
+    assert "3 dumps of 3 ranks; 3 collectives" in text
+    came = "ranks 0, 2 called it at train.py:30; older than that: the dump of rank 1\n"
+    assert f"\nworld: barrier #20 of float32[4]: rank 1 did not arrive; {came}" in text
+    write(tmp_path, 0, 3, [crafted("recv 0<-1", 20, "failed", p2p=True, record_id=0)])
+    said = "recv 0<-1 #20 of float32[4] at train.py:30; what rank 1 did is not known: its dump is older\n"
+    assert f"\nworld: rank 0 did not complete {said}" in read(tmp_path, capsys, 1)
+
+
 def test_what_streams_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nobody looks whether it has run: no fault, unless it has been there for long and a rank is missing."""
     queued = [crafted("all_reduce", n, "scheduled") for n in range(4)]

@@ -73,6 +73,10 @@ class Dump:
         """Whether somebody may wait for that call of this rank."""
         return call.state in _UNDONE or (call.state == "scheduled" and self.time - call.created > _LONG_SCHEDULED)
 
+    def is_before(self, calls: Iterable[Call]) -> bool:
+        """Whether it was written before any of these calls, and so knows nothing of them."""
+        return 0 < self.time < min(call.created for call in calls)
+
     def standing(self) -> str:
         """The rank's last operation, or the first that it did not complete: one that failed before one under way."""
         if not self.calls:
@@ -156,8 +160,6 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
     """(collectives before it, the first one of a group that not all its ranks made alike and completed)."""
     calls = {dump.rank: {call.number: call for call in dump.calls if call.group == name and not call.is_message}
              for dump in dumps if dump.rank in ranks}  # fmt: skip
-    # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits.
-    anybody_waits = any(dump.waits(call) for dump in dumps for call in calls.get(dump.rank, {}).values())
     without_dump = [rank for rank in ranks if rank not in calls]
     made = [numbers for numbers in calls.values() if numbers]
     # Older ones may have left the ring of one rank or another.
@@ -167,12 +169,15 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
         here = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
         if len({call.signature for call in here.values()}) > 1:
             return alike, _differ(name, here)
-        late = [rank for rank in calls if rank not in here]
+        # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits there.
+        waited = any(dump.waits(here[dump.rank]) for dump in dumps if dump.rank in here)
+        late = [rank for rank in calls if rank not in here and waited]
+        older = [dump.rank for dump in dumps if dump.rank in late and dump.is_before(here.values())]
         undone = [rank for rank, call in here.items() if call.state in _UNDONE]
         gave_up = min((call.gave_up for call in here.values()), default=math.inf)
         too_late = [rank for rank, call in here.items() if call.created > gave_up]
         problem = (
-            f"{_ranks(late)} did not arrive" if late and anybody_waits
+            f"{_ranks(late)} did not arrive" if late
             else f"{_ranks(too_late)} came after others had given up" if too_late
             else f"{_ranks(without_dump)} left no dump" if undone and without_dump
             else f"all ranks arrived, {_ranks(undone)} did not complete it" if undone
@@ -183,7 +188,8 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
             for rank, call in here.items():
                 sites[call.where].append(rank)
             came = ", ".join(f"{_ranks(ranks)} called it{site}" for site, ranks in sites.items())
-            return alike, f"{name}: {next(iter(here.values()))}: {problem}; {came}"
+            age = f"; older than that: the dump of {_ranks(older)}" if older else ""
+            return alike, f"{name}: {next(iter(here.values()))}: {problem}; {came}{age}"
         alike += len(here) == len(ranks)
     return alike, None
 
@@ -210,6 +216,7 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
     for rank, calls in mine.items():
         for call in calls:
             ends[call.end(ranks.index(rank))].append(call)
+    dump_of = {dump.rank: dump for dump in dumps}
     older_lost = {dump.rank for dump in dumps if dump.calls and dump.calls[0].entry["record_id"]}
     findings = []
     for rank, calls in mine.items():
@@ -225,6 +232,8 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
             other = f"; rank {peer} left no dump"
         elif {rank, peer} & older_lost:
             other = f"; what rank {peer} did is not known: older messages have left its record or this one"
+        elif turn >= len(theirs) and dump_of[peer].is_before([undone]):
+            other = f"; what rank {peer} did is not known: its dump is older"
         elif turn >= len(theirs):
             other = f"; rank {peer} {'sent nothing for it' if kind == 'recv' else 'did not receive it'}"
         elif theirs[turn].elements != undone.elements:
