@@ -1,10 +1,12 @@
-"""Files that appear whole or not at all, where the user's cache is, and what can be written, asked beforehand."""
+"""Files that appear whole or not at all, the user's cache, what can be written, and readers that have seen enough."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -40,6 +42,16 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """What is printed within is on its way at the end; a reader that has seen enough, ``head`` for one, is no error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 
 
 def check_writable(path: Path) -> None:

@@ -26,7 +26,7 @@ from kos.doctor import ranks
 from kos.doctor.checks import BAD, CHECK_SECONDS, NO, Check, facts, in_words, local_checks
 from kos.doctor.report import Report, draw
 from kos.errors import BackendUnavailable, KosError
-from kos.files import check_picture
+from kos.files import check_picture, printing
 
 GRACE = 2.0
 """Seconds for what has a limit of its own to say why it did not end, before the alarm says that it did not."""
@@ -133,7 +133,8 @@ class Doctor:
         if self.options.measure and not report.matrices and not status:
             problem = "nothing to measure: expected two ranks or more, or two GPUs, got one"
             report.add([[Check("--measure", NO, problem)]])
-        print(json.dumps(report.to_json(), indent=1) if self.options.json else report.to_text(), flush=True)
+        with printing():
+            print(json.dumps(report.to_json(), indent=1) if self.options.json else report.to_text())
         if self.options.plot is None:
             return status
         try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -296,6 +299,18 @@ def test_the_trace(tmp_path: Path) -> None:
     ]
     names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"]
     assert names == [(0, "rank 0"), (1, "rank 1")]
+
+
+@pytest.mark.parametrize("command", ["comm.recorder", "comm.schedules", "doctor"])
+def test_readers_that_have_seen_enough(tmp_path: Path, command: str) -> None:
+    """``| head -1``: no traceback, and the exit status is that of the command."""
+    write(tmp_path, 0, 1, [])
+    reader, writer = os.pipe()
+    os.close(reader)
+    dumps = [str(tmp_path)] if command == "comm.recorder" else []
+    with open(writer, "wb") as gone:
+        done = subprocess.run([sys.executable, "-m", f"kos.{command}", *dumps], stdout=gone, stderr=subprocess.PIPE)
+    assert done.stderr == b"" and done.returncode in ([0, 1] if command == "doctor" else [0])
 
 
 def test_pytorchs_own_analyzer_reads_the_dumps() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from kos.comm.recorder.analysis import Dump, absent, analyze, counted, load
 from kos.errors import DataError
+from kos.files import printing
 
 _TRACED = ("collective_seq_id", "p2p_seq_id", "state", "input_sizes", "input_dtypes", "output_sizes", "reduce_op",
            "root", "tag", "error")  # fmt: skip
@@ -36,10 +37,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     alike, findings = analyze(dumps)
     of = f"{counted(len(dumps), 'dump')} of {counted(dumps[0].size, 'rank')}"
-    print(f"{of}; {counted(alike, 'collective')} that all ranks made alike")
     missing = f" in these; no dump of {missing}" if (missing := absent(dumps)) else ""
     wrong = "where each rank stands:" if findings else f"nothing is wrong{missing}; the last operation of each rank:"
-    print(*findings, wrong, *(f"  {dump.standing()}" for dump in dumps), sep="\n")
+    with printing():
+        print(f"{of}; {counted(alike, 'collective')} that all ranks made alike")
+        print(*findings, wrong, *(f"  {dump.standing()}" for dump in dumps), sep="\n")
     return 1 if findings else 0
 
 

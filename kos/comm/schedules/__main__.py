@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from kos.comm.schedules.schedule import IN_PLACE, Schedule, counted
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument, KosError
-from kos.files import check_picture
+from kos.files import check_picture, printing
 
 PIPELINES = (1, 4, 16, 64, 256)
 """Numbers of chunks among which --predict takes the best, for algorithms that pipeline a whole vector."""
@@ -73,16 +72,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if args.draw:
             check_picture(Path(args.draw))
-        if args.predict:
-            _predict(args)
-        elif args.algorithm is None:
-            for collective in listed:
-                print("\n".join([collective, *(f"  {name:18}{describe(collective, name).splitlines()[0]}"
-                                               for name in algorithms(collective))]))
-        else:
-            _show(args)
-    except BrokenPipeError:  # the reader, head for one, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with printing():
+            if args.predict:
+                _predict(args)
+            elif args.algorithm is None:
+                for collective in listed:
+                    print("\n".join([collective, *(f"  {name:18}{describe(collective, name).splitlines()[0]}"
+                                                   for name in algorithms(collective))]))
+            else:
+                _show(args)
     except (KosError, OSError) as e:
         print(f"kos: error: {e}", file=sys.stderr)
         return 2
