@@ -168,12 +168,12 @@ class Communicator(Operations):
         """
         self._check_open()
         self.rendezvous.check_shrink()
-        name = self._group.next_split()
         self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
         with self._meeting():
             rendezvous = self.rendezvous.shrink()
         backend = self.backend.shrink(rendezvous)
-        return self._descendant(f"{name}:shrunk", rendezvous, backend)
+        # Once is all, so no number: a split amid which a rank was lost has got one on some ranks and not on others.
+        return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
     @contextmanager
     def _meeting(self, timeout: float | None = None) -> Iterator[None]:

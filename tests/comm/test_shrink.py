@@ -60,6 +60,20 @@ def test_shrink_without_a_loss() -> None:
     spawn(body, 3, timeout=20)
 
 
+def test_the_name_is_the_same_wherever_ranks_heard_of_the_loss() -> None:
+    """By it dumps of the flight recorder are joined."""
+
+    def body(comm: kos.Communicator) -> list[str]:
+        if comm.rank == 1:
+            comm._group.next_split()  # it got further in a split amid which a rank was lost
+        part = comm.shrink()
+        half = part.split(0)
+        assert half is not None
+        return [part.name, half.name, part.shrink().name]
+
+    assert spawn(body, 2, timeout=20) == [["world:shrunk", "world:shrunk.0:0", "world:shrunk:shrunk"]] * 2
+
+
 def test_a_rank_that_does_not_come_is_named() -> None:
     done = threading.Event()
 
