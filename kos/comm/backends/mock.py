@@ -19,7 +19,7 @@ from kos.comm.operation import Operation, mismatch
 from kos.comm.rendezvous import Rendezvous, ThreadGroup
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Work
-from kos.errors import CollectiveMismatch, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
@@ -70,6 +70,7 @@ class MockBackend(Backend):
         self._group.leave(self.rank, "it closed its communicator")
 
     def abort(self, reason: str) -> None:
+        self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
         self._group.leave(self.rank, reason)
 
     def agree(self, operation: Operation) -> Callable[[], bool] | None:
@@ -113,9 +114,9 @@ class MockBackend(Backend):
         return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(operation))}"
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
-        failure = super().failed(operation, error)
-        if ends_group(operation, error):
-            self._group.fail(type(failure), str(failure))  # all hear of the first, not of the next
+        first, failure = self.broken is None, super().failed(operation, error)
+        if first and ends_group(operation, error):
+            self._group.fail(type(failure), str(failure))
         return failure
 
 
