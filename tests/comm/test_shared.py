@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import os
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +20,7 @@ from kos.comm.shared import segment as segments
 from kos.testing import spawn
 from tests.comm.ranks import assert_bits, inputs, poison
 from tests.comm.shared_ranks import run
+from tests.comm.tcp_ranks import TCPRanks
 
 SIZES = [0, 1, 7, 997, 4099]  # elements; several stages with small slots
 F32 = np.dtype(np.float32)
@@ -205,7 +208,8 @@ def test_a_rank_far_ahead_of_the_others() -> None:
     run(body, 2)
 
 
-def test_nothing_is_left_behind() -> None:
+@pytest.mark.parametrize("ranks", [partial(run, size=3), TCPRanks(3).run], ids=["shared", "tcp"])
+def test_nothing_is_left_behind(ranks: Callable[..., list[Any]]) -> None:
     def held() -> Counter[tuple[str, int]]:
         """Segments by their numbers, for those of earlier tests may go, and other threads open files, meanwhile."""
         with open("/proc/self/maps") as maps:
@@ -228,7 +232,7 @@ def test_nothing_is_left_behind() -> None:
 
     inside: list[Counter[tuple[str, int]]] = []
     before = held()
-    closed = run(body, 3)  # closing is enough, they need not be forgotten
+    closed = ranks(body)  # closing is enough, they need not be forgotten
     assert len(closed) == 3
     used = {number for _, number in inside[0] - before}
     assert len(used) == 1, "the segment in use is held, that of the closed part is not"

@@ -164,6 +164,7 @@ class Calls(Fingerprints):
         """This rank begins no more collectives, and leaves the segment."""
         self._words[self._line + CLOSED] = 1
         self.segment.close()
+        self._words = self.segment.words  # a view keeps the memory, and its descriptor, where who closed is still held
 
     def tell(self, error: KosError, sequence: int) -> NoReturn:
         """Fail with ``error`` on all ranks of the host; raises it, or what another rank told before."""
