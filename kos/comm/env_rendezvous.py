@@ -14,6 +14,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import socket
 import struct
 import time
@@ -60,9 +61,16 @@ class TCPRendezvous(Rendezvous):
 
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
-        listener, card = self._listen() if len(ranks) > 1 and ranks[0] == self.rank else (None, "")
-        cards = self.allgather(card.encode())
-        return self._child(ranks, cards[ranks[0]].decode(), listener) if ranks else None
+        refusal = _lack_of_files(len(ranks))
+        leads = len(ranks) > 1 and ranks[0] == self.rank and not refusal
+        listener, card = self._listen() if leads else (None, "")
+        answers = [json.loads(data) for data in self.allgather(json.dumps([refusal, card]).encode())]
+        for rank, (why, _) in enumerate(answers):
+            if why:  # on every rank, and before anybody waits for one that cannot come
+                if listener is not None:
+                    listener.close()
+                raise RendezvousError(f"rendezvous: rank {rank}: {why}")
+        return self._child(ranks, answers[ranks[0]][1], listener) if ranks else None
 
     def connect(self) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
@@ -341,6 +349,22 @@ def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
                 f"(by another job, another rank 0, or torch.distributed?)"
             ) from problem
         time.sleep(0.05)
+
+
+def _lack_of_files(size: int) -> str:
+    """Why this process cannot open what a group of that many ranks takes: the hub, a connection to each, memory."""
+    count, held = 2 * size + 16 if size > 1 else 0, list[int]()  # some more, for whatever else the process opens
+    try:
+        while len(held) < count:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        got = f"got {len(held)}: {error.strerror} (its limit is {limit}, see ulimit -n)"
+        return f"expected to open {count} more files for a group of {size}, {got}"
+    finally:
+        for file in held:
+            os.close(file)
+    return ""
 
 
 def _say(connection: Connection, last_word: bytes) -> None:

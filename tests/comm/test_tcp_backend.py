@@ -664,6 +664,32 @@ def test_a_process_that_a_rank_forked_is_no_rank() -> None:
     assert [code for code, _ in results] == [0, 0], results
 
 
+LIMITED = """
+import os, resource
+import kos
+
+comm = kos.init(timeout=30)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+if comm.rank == 0:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
+try:
+    comm.duplicate()
+except kos.errors.RendezvousError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+comm.barrier()
+comm.duplicate().barrier()
+comm.close()
+"""
+
+
+def test_a_rank_that_may_open_too_few_files_is_named_on_all() -> None:
+    for code, output in run_processes(LIMITED, 2):
+        assert code == 0, output
+        said = r"world: rendezvous: rank 0: expected to open 20 more files .*, got \d+: Too many open files"
+        assert re.match(said, output), output
+
+
 @pytest.mark.parametrize("timeout", ["float('inf')", "1e7"])
 def test_a_timeout_longer_than_poll_counts(timeout: str) -> None:
     results = run_processes(f"import kos; kos.init(timeout={timeout}).close()", 2)
