@@ -18,6 +18,9 @@ from kos.memory.array import Array
 _LONGEST_TIMEOUT = 1e6
 """Seconds: poll(2) takes a C int of milliseconds, 25 days at most."""
 
+_MOST_ELEMENTS = 1 << 58
+"""Of an array: their bytes fit in 63 bits whatever the dtype, so that memory that there is not is what they lack."""
+
 
 def check_timeout(timeout: Any) -> float:
     """``timeout`` in seconds, at most 1e6 (12 days) of them; raises InvalidArgument unless it is positive."""
@@ -45,8 +48,10 @@ def truth(what: str, value: Any) -> bool:
 
 def check_shape(shape: Any) -> tuple[int, ...]:
     """The sizes of an array's dimensions; a number stands for one."""
-    sizes = shape if isinstance(shape, tuple | list) else (shape,)
-    return tuple(number_in("shape", size, 0, 1 << 62) for size in sizes)
+    given = shape if isinstance(shape, tuple | list) else (shape,)
+    sizes = tuple(number_in("shape", size, 0, _MOST_ELEMENTS) for size in given)
+    number_in("shape", math.prod(size or 1 for size in sizes), 0, _MOST_ELEMENTS, kind="product")
+    return sizes
 
 
 def number_in(what: str, value: Any, low: int, high: int, instead: str = "", kind: str = "number") -> int:
@@ -95,6 +100,7 @@ def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | No
         raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {counts}")
     if total is not None and sum(counts) != total.count:
         raise InvalidArgument(f"{what}: expected a sum of {total.count}, the elements of x, got {sum(counts)}")
+    number_in(what, sum(counts), 0, _MOST_ELEMENTS, kind="sum")
     return counts
 
 

@@ -128,6 +128,12 @@ REFUSED: dict[str, tuple[Callable[[kos.Communicator], Any], str]] = {
         lambda c: c.all_to_all_v(F, [3, 1], [2, 2]),
         r"recv_counts: expected send_counts\[0\] = 3 .* got 2",
     ),
+    "counts huge": (
+        lambda c: c.all_gather_v(F, [4, 1 << 62]),
+        "counts: expected a sum from 0 to 288230376151711744, got 4611686018427387908",
+    ),
+    "counts huge to come": (lambda c: c.all_to_all_v(F, [4, 0], [4, 1 << 62]), "recv_counts: expected a sum from 0 to"),
+    "shape huge": (lambda c: c.allocate((1 << 40, 1 << 40), np.float32), "shape: expected a product from 0 to"),
     "scatter count": (lambda c: c.scatter(np.zeros(5, np.float32), F), "x: expected 8 elements, got 5"),
     "scatter elsewhere": (lambda c: c.scatter(F, F, root=1), "x: expected None on rank 0"),
     "gather elsewhere": (lambda c: c.gather(F, 1, F), "out: expected None on rank 0"),
