@@ -42,6 +42,8 @@ _REDUCE: dict[str, Any] = {
     "max": np.maximum.reduce,
 }
 REDUCE_OPS = tuple(_REDUCE)
+MEASURED = tuple(name for name, kind in DTYPES.items() if kind.kind in ("float", "int", "uint"))
+"""The dtypes of which values and their exact reductions are made here."""
 _LARGEST_INTEGER = {
     "float64": 2**53, "float32": 2**24, "float16": 2**11, "bfloat16": 2**8, "float8_e4m3fn": 2**4, "float8_e5m2": 2**3
 }  # fmt: skip

@@ -6,9 +6,8 @@ import argparse
 from pathlib import Path
 
 from benchmarks.collectives import __doc__ as METHOD
-from benchmarks.collectives.cases import OPERATIONS, REDUCE_OPS, parse_sizes
+from benchmarks.collectives.cases import MEASURED, OPERATIONS, REDUCE_OPS, parse_sizes
 from benchmarks.collectives.implementations import GPU_BACKENDS, choices
-from kos.dtypes import DTYPES
 
 HOST_BACKENDS = ("mpi", "tcp", "mock", "mpi-native", "gloo")
 
@@ -23,7 +22,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     names = ", ".join
     add("--collective", default="all_reduce", help=f"all, or some of {names(OPERATIONS)}")
     add("--sizes", default="1K:64M:x4", help="bytes: first:last:xFACTOR, or a list (default %(default)s)")
-    add("--dtype", default="float32", choices=DTYPES, metavar="DTYPE", help="element type (default %(default)s)")
+    add("--dtype", default="float32", help=f"element type, of {names(MEASURED)} (default %(default)s)")
     add("--op", default="sum", choices=REDUCE_OPS, help="reduce operation (default %(default)s)")
     add("--backend", help=f"only these, of {names([*HOST_BACKENDS, *GPU_BACKENDS])}")
     add("--algorithm", default="auto", help="of ours, by name, or deterministic (default %(default)s)")
@@ -61,6 +60,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     for name in options.algorithm:
         if name not in algorithms:
             refuse(f"--algorithm: expected some of {names(algorithms)}, got {name!r}")
+    if options.dtype not in MEASURED:
+        refuse(f"--dtype: expected one of {names(MEASURED)}, got {options.dtype!r}")
+    if options.seed < 0:
+        refuse(f"--seed: expected a number from 0 on, got {options.seed}")
     if options.iterations < 1 or options.ranks < 1:
         refuse("--iterations, --ranks: expected numbers from 1 on")
     return options
