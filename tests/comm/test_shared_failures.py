@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.backends import host
 from kos.comm.backends.mpi_messages import Messages
 from kos.comm.operation import Operation
 from kos.comm.shared import Segment
+from kos.comm.shared.segment import STARTED
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import spawn
 from tests.comm.shared_ranks import TIMEOUT, run
@@ -282,6 +284,27 @@ def test_a_rank_that_closed() -> None:
             comm.all_reduce(np.zeros(4))
 
     run(body, 3)
+
+
+def test_a_rank_that_ends_for_a_dead_one_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may wait for rank 2 alone, which has given up on rank 1 and ended."""
+
+    def body(comm: kos.Communicator) -> None:
+        backend: Any = comm.backend
+        comm.barrier()
+        if comm.rank == 1:
+            calls = backend._calls
+            calls._words[calls._line + STARTED] += 1  # as if another process had its number by now
+        comm.rendezvous.barrier()
+        if comm.rank == 2:
+            monkeypatch.setattr(host, "_open", {backend})
+            host._part()
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            with pytest.raises(RankLost, match="rank 2 is gone: its process ended, after that of rank 1"):
+                comm.barrier()
+
+    run(body, 3, close=False)
 
 
 ULFM = ["--with-ft", "ulfm"]

@@ -136,6 +136,7 @@ os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
 
 
 def _part() -> None:
-    """The process of a rank ends: whoever waits for it in what it left open hears."""
+    """The process of a rank ends: whoever waits for it in what it left open hears, and of whom it may have lost."""
     for backend in list(_open):
-        backend.part("its process ended")
+        killed = backend._calls.killed() if backend._calls is not None else None
+        backend.part("its process ended" if killed is None else f"its process ended, after that of rank {killed}")
