@@ -28,6 +28,10 @@ class CollectiveError(KosError):
     """A collective failed after its arguments were accepted."""
 
 
+class Interrupted(CollectiveError):
+    """An operation that a Ctrl-C, or another signal's exception, cut short in the middle of a step."""
+
+
 class CollectiveMismatch(CollectiveError):
     """Two ranks made calls that do not belong together; names both ranks and what differs."""
 

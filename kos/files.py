@@ -49,7 +49,8 @@ def printing() -> Iterator[None]:
     """What is printed within is on its way at the end; a reader that has seen enough, ``head`` for one, is no error."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # else it was closed before
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still in its buffer
 

@@ -23,7 +23,7 @@ from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import Request, Transport, execute
 from kos.comm.staging import Staging
 from kos.comm.work import Engine, Idle, Steps, Work
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, Interrupted, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
@@ -355,9 +355,9 @@ def ends_group(o: Operation, error: Exception) -> bool:
 
     And one that a Ctrl-C cut short anywhere, as nobody knows where its bytes are then.
     """
-    if isinstance(error, CollectiveTimeout):
-        return o.collective or o.dst is not None
-    return o.collective or not isinstance(error, CollectiveMismatch | RankLost)
+    if isinstance(error, Interrupted):
+        return True
+    return o.collective or (o.dst is not None and not isinstance(error, CollectiveMismatch | RankLost))
 
 
 def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:

@@ -61,9 +61,9 @@ class TCPRendezvous(Rendezvous):
 
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
-        refusal = _lack_of_files(len(ranks))
-        leads = len(ranks) > 1 and ranks[0] == self.rank and not refusal
-        listener, card = self._listen() if leads else (None, "")
+        leads = len(ranks) > 1 and ranks[0] == self.rank
+        refusal = _lack_of_files(len(ranks), leads)
+        listener, card = self._listen() if leads and not refusal else (None, "")
         answers = [json.loads(data) for data in self.allgather(json.dumps([refusal, card]).encode())]
         for rank, (why, _) in enumerate(answers):
             if why:  # on every rank, and before anybody waits for one that cannot come
@@ -351,20 +351,19 @@ def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
         time.sleep(0.05)
 
 
-def _lack_of_files(size: int) -> str:
-    """Why this process cannot open what a group of that many ranks takes: the hub, a connection to each, memory."""
-    count, held = 2 * size + 16 if size > 1 else 0, list[int]()  # some more, for whatever else the process opens
+def _lack_of_files(size: int, leads: bool) -> str:
+    """Why this process cannot open what a group of that many ranks takes: a connection to each (two for its hub, which
+    ``leads``) and memory.  Counted, not tried: other threads open files meanwhile."""
+    count = (2 if leads else 1) * size + 8 if size > 1 else 0
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        while len(held) < count:
-            held.append(os.open(os.devnull, os.O_RDONLY))
+        free = limit - len(os.listdir("/proc/self/fd"))
     except OSError as error:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        got = f"got {len(held)}: {error.strerror} (its limit is {limit}, see ulimit -n)"
-        return f"expected to open {count} more files for a group of {size}, {got}"
-    finally:
-        for file in held:
-            os.close(file)
-    return ""
+        free = 0 if error.errno == errno.EMFILE else count
+    if free >= count or limit == resource.RLIM_INFINITY:
+        return ""
+    wanted = f"expected to open {count} more files for a group of {size}"
+    return f"{wanted}, got {free} (its limit is {limit}, see ulimit -n)"
 
 
 def _say(connection: Connection, last_word: bytes) -> None:

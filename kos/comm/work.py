@@ -13,7 +13,7 @@ import numpy as np
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, failed, started
-from kos.errors import CollectiveError, CollectiveTimeout, KosError
+from kos.errors import CollectiveTimeout, Interrupted, KosError
 
 if TYPE_CHECKING:
     from kos.comm.backend import Backend
@@ -115,7 +115,7 @@ class Work:
             return True
         except BaseException as error:  # a Ctrl-C: the generator is over, but what it was doing is not
             self.backend.engine.drop(self)
-            self._fail(CollectiveError(f"{self.operation}: interrupted by {type(error).__name__}"))
+            self._fail(Interrupted(f"{self.operation}: interrupted by {type(error).__name__}"))
             raise
         return False
 

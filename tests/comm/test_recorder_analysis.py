@@ -143,10 +143,10 @@ def crafted(name: str, number: int, state: str = "completed", p2p: bool = False,
     return entry | fields
 
 
-def write(folder: Path, rank: int, size: int, entries: list[dict[str, Any]]) -> None:
+def write(folder: Path, rank: int, size: int, entries: list[dict[str, Any]], time: int = 9_000_000) -> None:
     config = {"world": {"name": "world", "desc": "mpi", "ranks": str(list(range(size)))}}
     dump = {"version": "2.10", "rank": rank, "world_size": size, "pg_config": config, "entries": entries}
-    (folder / f"rank_{rank}.json").write_text(json.dumps(dump | {"time_dumped_ns": 9_000_000}))
+    (folder / f"rank_{rank}.json").write_text(json.dumps(dump | {"time_dumped_ns": time}))
 
 
 def test_a_rank_without_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +179,7 @@ def test_a_dump_from_before_what_the_others_did(tmp_path: Path, capsys: pytest.C
     made = [crafted("all_reduce", n) for n in range(20)]
     for rank in (0, 2):
         write(tmp_path, rank, 3, [*made, crafted("barrier", 20, "failed")])
-    write(tmp_path, 1, 3, made[:3])
+    write(tmp_path, 1, 3, made[:3], 3_500_000)
     text = read(tmp_path, capsys, 1)
     assert "3 dumps of 3 ranks; 3 collectives" in text
     came = "ranks 0, 2 called it at train.py:30; older than that: the dump of rank 1\n"
@@ -301,6 +301,15 @@ def test_the_trace(tmp_path: Path) -> None:
     assert names == [(0, "rank 0"), (1, "rank 1")]
 
 
+def test_the_first_call_that_a_rank_missed_though_nobody_waits_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The root of a broadcast may go on without the others."""
+    write(tmp_path, 0, 2, [crafted("broadcast", 0), crafted("broadcast", 1), crafted("barrier", 2, "failed")])
+    write(tmp_path, 1, 2, [crafted("broadcast", 0)])
+    assert "broadcast #1 of float32[4]: rank 1 did not arrive; rank 0 called it" in read(tmp_path, capsys, 1)
+
+
 @pytest.mark.parametrize("command", ["comm.recorder", "comm.schedules", "doctor"])
 def test_readers_that_have_seen_enough(tmp_path: Path, command: str) -> None:
     """``| head -1``: no traceback, and the exit status is that of the command."""
@@ -311,6 +320,10 @@ def test_readers_that_have_seen_enough(tmp_path: Path, command: str) -> None:
     with open(writer, "wb") as gone:
         done = subprocess.run([sys.executable, "-m", f"kos.{command}", *dumps], stdout=gone, stderr=subprocess.PIPE)
     assert done.stderr == b"" and done.returncode in ([0, 1] if command == "doctor" else [0])
+    again = [sys.executable, "-m", f"kos.{command}", *dumps]
+    code = f"import os; os.close(1); os.execv({sys.executable!r}, {again})"
+    closed = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    assert closed.stderr == b"" and closed.returncode == done.returncode
 
 
 def test_pytorchs_own_analyzer_reads_the_dumps() -> None:

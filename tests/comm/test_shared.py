@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from collections import Counter
@@ -206,6 +207,21 @@ def test_a_rank_far_ahead_of_the_others() -> None:
                 assert comm.all_reduce(np.full(1 + i % 3, i))[0] == 2 * i
 
     run(body, 2)
+
+
+def test_who_can_open_no_file_calls_nobody_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Any) -> str:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def body(comm: kos.Communicator) -> None:
+        comm.barrier()
+        if comm.rank == 0:
+            with monkeypatch.context() as patch:
+                patch.setattr(segments.Path, "read_text", full)
+                assert comm.backend._calls.killed() is None  # type: ignore[attr-defined]
+        comm.barrier()
+
+    run(body, size=2)
 
 
 @pytest.mark.parametrize("ranks", [partial(run, size=3), TCPRanks(3).run], ids=["shared", "tcp"])

@@ -181,6 +181,9 @@ class Peer:
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
             self._lose(str(error))
+        except BaseException:  # a Ctrl-C, of whatever communicator's wait: where in a message, nobody knows
+            self._lose("reading from it was interrupted")
+            raise
 
     @property
     def busy(self) -> bool:

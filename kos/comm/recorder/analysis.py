@@ -164,15 +164,19 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
     made = [numbers for numbers in calls.values() if numbers]
     # Older ones may have left the ring of one rank or another.
     first, last = max(map(min, made), default=0), max(map(max, made), default=-1)
+    dump_of = {dump.rank: dump for dump in dumps}
+    anybody_waits = any(dump_of[rank].waits(call) for rank, numbers in calls.items() for call in numbers.values())
     alike = 0
     for number in range(first, last + 1):
         here = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
         if len({call.signature for call in here.values()}) > 1:
             return alike, _differ(name, here)
         # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits there.
-        waited = any(dump.waits(here[dump.rank]) for dump in dumps if dump.rank in here)
-        late = [rank for rank in calls if rank not in here and waited]
-        older = [dump.rank for dump in dumps if dump.rank in late and dump.is_before(here.values())]
+        waited = any(dump_of[rank].waits(call) for rank, call in here.items())
+        absent_here = [rank for rank in calls if rank not in here] if here else []
+        before = [rank for rank in absent_here if dump_of[rank].is_before(here.values())]
+        late = [rank for rank in absent_here if waited or (anybody_waits and rank not in before)]
+        older = [rank for rank in before if rank in late]
         undone = [rank for rank, call in here.items() if call.state in _UNDONE]
         gave_up = min((call.gave_up for call in here.values()), default=math.inf)
         too_late = [rank for rank, call in here.items() if call.created > gave_up]

@@ -182,7 +182,10 @@ class Calls(Fingerprints):
     def _ended(self, local: int) -> str | None:
         line = self.segment.layout.line(local)
         pid, began = self._words[line + PID], self._words[line + STARTED]
-        return f"its process {pid} ended" if pid and started(pid) != began else None
+        try:
+            return f"its process {pid} ended" if pid and started(pid) != began else None
+        except OSError:  # which says nothing of that process
+            return None
 
     def _publish(self, index: int, text: bytes) -> None:
         at = self.segment.layout.text(self.segment.rank, index)

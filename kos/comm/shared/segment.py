@@ -157,10 +157,13 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
 
 
 def started(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 if it has ended (a zombie has)."""
+    """When the process started, in clock ticks since boot; 0 if it has ended (a zombie has).
+
+    Raises OSError where that cannot be found, for want of file descriptors for one.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return 0
     fields = stat[stat.rindex(")") + 2 :].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
