@@ -22,11 +22,12 @@ from kos.train.engines.cuda import CudaEngine
 from kos.train.engines.memory_plan import GIB, plan_memory
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
+from kos.train.model import Llama
 from kos.train.ops import cublaslt
 from kos.train.ops.adamw import CHUNK
 from kos.train.ops.cuda import CudaOps
 from kos.train.parameters import Parameters
-from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, host_engine, on_device, on_host
+from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
 
 SMALL: dict[str, Any] = {
     "steps": 4,
@@ -187,6 +188,31 @@ def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
     made.clear()
     train(text, tmp_path / "other", steps=1, save_every=0)
     assert len(made) - 1 == 2
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"model_type": "gpt2", "num_key_value_heads": 4, "tie_word_embeddings": True}], ids=["llama", "gpt2"]
+)
+def test_the_search_sees_numbers_like_those_of_a_first_step(emulated, text, tmp_path, model, monkeypatch):
+    """Its first pass does: weights, those beyond what is drawn too, and tokens."""
+    seen, real = [], Llama.queue_loss_and_gradients
+
+    def queue(self, weights, tokens, *others, **options):
+        if isinstance(self.ops, QueuedOps) and not seen:
+            seen.extend([np.array(tokens), {name: on_host(weights[name]).copy() for name in weights}])
+        real(self, weights, tokens, *others, **options)
+
+    monkeypatch.setattr(engine_module, "DRAWN", 1000)
+    monkeypatch.setattr(Llama, "queue_loss_and_gradients", queue)
+    train(text, tmp_path, steps=1, save_every=0, model={**SMALL["model"], "head_dim": 6, **model})
+    tokens, weights = seen
+    assert tokens.shape == (2, 8) and len(np.unique(tokens)) > 8 and tokens.min() >= 0 and tokens.max() < 256
+    assert sum(w.size for w in weights.values()) > 10_000
+    for name, w in weights.items():
+        if w.ndim == 1:
+            assert (w == (not name.endswith("bias"))).all(), name
+        else:
+            np.testing.assert_allclose((w.mean(), w.std()), (0, 0.02), atol=0.003, err_msg=name)
 
 
 def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):

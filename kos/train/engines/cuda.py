@@ -52,6 +52,7 @@ BUCKET_BYTES = 64 << 20  # at least
 BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
 ALIGNED = 128  # elements: other ranks reach into buckets vector by vector
 HEAD_ROWS = 8192  # tokens whose logits are in memory at once
+DRAWN = 250_000  # elements of the weights drawn for the search; no power of two, or rows were each other's copies
 _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
 
 
@@ -145,7 +146,8 @@ class CudaEngine:
         """Operations whose matrix products are the fastest found: by one rank of a machine, for all and for later.
 
         Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need; where
-        this very code has made them before, with these shapes, all is found already.
+        this very code has made them before, with these shapes, all is found already.  They compute with numbers like
+        those of a first step: the power that a product draws, and with it its time, depends on them.
         """
         config, model = self.config, dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
 
@@ -165,7 +167,10 @@ class CudaEngine:
             trial.arena.reserve(self.plan.arena)
             weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), trying.zeros)
             gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
-            tokens = trying.zeros((config.micro_batch_size, config.seq_len), np.int32)
+            random = np.random.default_rng(0)
+            _draw_quickly(weights, random, trying)
+            shape = config.micro_batch_size or 1, config.seq_len
+            tokens = random.integers(model.vocab_size, size=shape).astype(np.int32)
             for accumulate in {False, rounds > 1}:
                 with trying.step(trial.arena):
                     trial.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=accumulate)
@@ -397,6 +402,21 @@ def gathers_lookups(config: TrainConfig, model: LlamaConfig, ranks: int, rounds:
     gathered = ranks * config.micro_batch_size * config.seq_len * DTYPES[config.dtype].itemsize
     summed = (2 - config.zero) * DTYPES[config.grad_dtype].itemsize * model.vocab_size  # an all-reduce moves it twice
     return gathered < summed and (model.tie_word_embeddings or rounds == 1)
+
+
+def _draw_quickly(weights: Parameters, random: np.random.Generator, ops: CudaOps) -> None:
+    """Norms at 1, biases at 0, the rest normal of deviation 0.02: ``DRAWN`` numbers over and over."""
+    flat, there = weights.flat, min(DRAWN, weights.flat.size)
+    drawn = 0.02 * random.standard_normal(there, np.float32)
+    flat[:there].copy_from(drawn.astype(flat.dtype.numpy), ops.stream)
+    while there < flat.size:
+        more = min(there, flat.size - there)
+        ops.copy(flat[:more], flat[there : there + more])
+        there += more
+    for name, span in weights.spans.items():
+        if len(weights.shapes[name]) == 1:
+            constant = np.full(span.stop - span.start, not name.endswith(".bias"), flat.dtype.numpy)
+            flat[span].copy_from(constant, ops.stream)
 
 
 class _Late:

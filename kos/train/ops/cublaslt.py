@@ -2,7 +2,9 @@
 
 A plan is made once per shape: descriptors, and the algorithm.  That is cuBLASLt's first suggestion, or with
 ``search`` the fastest of the first ``CANDIDATES``, timed on the real operands and kept on disk for every
-later process: timing is not reproducible, a stored choice is.
+later process: timing is not reproducible, a stored choice is.  Large products run at the GPU's power limit, its
+clock as low as their energy demands, which depends on the algorithm and on the operands' bits.  So those that are
+about as fast in brief are compared when each has run until the clock has settled.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +28,11 @@ log = logging.getLogger(__name__)
 
 WORKSPACE = 32 << 20  # bytes; what cuBLAS itself takes on Hopper
 CANDIDATES = 12
-REPEATS = 5
+REPEATS = 5  # brief runs of each
+NEAR = 1.15  # times the least brief time: what takes longer is not looked at for long
+FINALISTS = 4  # at most of those near, each for SETTLE and MEASURE: a search takes less than a second a shape
+SHORT = 0.1  # ms: what the host may not queue as fast as it runs is chosen by brief runs
+SETTLE, MEASURE = 80, 80  # ms: of runs in which the GPU finds its clock under the power limit, then of those that count
 ALGORITHM_BYTES = 64  # sizeof(cublasLtMatmulAlgo_t), by cuBLASLt's promise to be stored as it is
 _DATA_TYPES = {"float32": 0, "bfloat16": 14}  # cudaDataType_t
 _COMPUTE_32F, _SCALE_32F = 68, 0
@@ -184,16 +191,32 @@ class Matmul:
     def _fastest(
         self, plan: Plan, candidates: list[np.ndarray[Any, Any]], a: Array, b: Array, c: Array | None, out: Array
     ) -> np.ndarray[Any, Any]:
-        """The best of ``REPEATS`` of each, into an output of its own."""
+        """The fastest when it lasts of those that are near the fastest in brief, into an output of its own.
+
+        Brief runs are taken in turns, so that none has a cooler GPU than others.
+        """
         scratch = Array.empty(out.shape, out.dtype, self.device, stream=self.stream, label="matmul search")
 
-        def least(algorithm: np.ndarray[Any, Any]) -> float:
+        def each(algorithm: np.ndarray[Any, Any], runs: int = 1) -> float:
+            """Milliseconds of one of ``runs`` that are queued behind each other."""
+
             def run() -> None:
-                self._run(plan, algorithm.ctypes.data, a, b, c, scratch)
+                for _ in range(runs):
+                    self._run(plan, algorithm.ctypes.data, a, b, c, scratch)
 
-            return min(streams.milliseconds(run, self.stream) for _ in range(1 + REPEATS))
+            return streams.milliseconds(run, self.stream) / runs
 
-        return min(candidates, key=least)
+        def lasting(index: int) -> float:
+            each(candidates[index], math.ceil(SETTLE / brief[index]))
+            return each(candidates[index], math.ceil(MEASURE / brief[index]))
+
+        rounds = [[each(algorithm) for algorithm in candidates] for _ in range(1 + REPEATS)]
+        brief = np.min(rounds[1:], axis=0)
+        first, *others = (int(index) for index in np.argsort(brief, kind="stable")[:FINALISTS])
+        near = [index for index in others if brief[index] <= NEAR * brief[first]]
+        if brief[first] < SHORT or not near:
+            return candidates[first]
+        return candidates[min(first, *near, key=lasting)]
 
 
 def _alignment(array: Array) -> int:
@@ -215,8 +238,8 @@ def _library() -> Any:
 
 
 def stored_algorithms(device: int) -> Stored:
-    """Those found on such a GPU, for this cuBLASLt."""
-    return Stored("matmul", f"{device_info(device).name}-{_library().get_version()}")
+    """Those found on such a GPU, for this cuBLASLt; under the name of the rule, so that no other's are taken over."""
+    return Stored("matmul-lasting", f"{device_info(device).name}-{_library().get_version()}")
 
 
 def _algorithm(stored: str | None) -> np.ndarray[Any, Any] | None:
