@@ -17,12 +17,13 @@ except BackendUnavailable as error:
     pytestmark = pytest.mark.skip(reason=str(error))
 
 FORWARD, BACKWARD = [b"attention_forward"], [b"attention_backward_q", b"attention_backward_kv"]
+ONE_PASS = [b"attention_backward", b"attention_finish"]
 PORTABLE = [
     ("mma", "bfloat16", 128, FORWARD + BACKWARD),
     ("mma", "float16", 64, FORWARD + BACKWARD),
     ("simple", "float32", 48, FORWARD + BACKWARD),
     ("simple", "bfloat16", 256, FORWARD + BACKWARD),
-    ("statistics", "bfloat16", 64, [b"attention_statistics"]),
+    ("statistics", "bfloat16", 64, [b"attention_statistics", b"attention_bounds"]),
 ]
 
 
@@ -34,7 +35,7 @@ def test_compiles_everywhere(arch: str, file: str, dtype: str, head_dim: int, na
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", BACKWARD)])
+@pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", ONE_PASS)])
 def test_compiles_for_hopper(file: str, head_dim: int, names: list[bytes]) -> None:
     tiles = attention._FORWARD if file == "forward_hopper" else attention._BACKWARD
     defines = {**macros("bfloat16", head_dim), **tiles[head_dim]}

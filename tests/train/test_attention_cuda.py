@@ -218,6 +218,70 @@ def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> 
     assert np.isnan(results["out"][150:, : 2 * 64].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+    """dQ is added up relative to what it can be at most: powers of two less leave the same bits."""
+    case = make_case(rng, (1, 300, 4, 2, d), "bfloat16")
+    first = case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32)
+    d_out = case.d_out.numpy(stream).astype(np.float32)
+    for power in (-60, -20, 40):
+        case.d_out.copy_from((d_out * 2.0**power).astype(DTYPES["bfloat16"].numpy), stream)
+        scaled = case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32)
+        np.testing.assert_array_equal(scaled, first * np.float32(2.0**power))
+    case.d_out.fill_bytes(0, stream)
+    assert not case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32).any()
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_largest_sums(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+    """Values, keys and d_out of one direction each, so that a query's dQ is half of what it can be at most."""
+    length = 640
+    sign = np.where(rng.random((length, 1)) < 0.5, -1.0, 1.0)
+    q, k, v = np.zeros((length, d)), 3 * sign * np.ones((length, d)), 5 * sign * np.ones((length, d))
+    qkv, d_out = np.hstack([q, k, v]).astype(DTYPES["bfloat16"].numpy), np.full((length, d), 7.0)
+    d_out = d_out.astype(DTYPES["bfloat16"].numpy)
+    expected = expect(qkv, d_out, 1, length, 1, 1)
+    assert np.abs(expected["d_qkv"][-1, :d]).min() * np.sqrt(d) > 0.4 * 2 * 7 * 5 * d * 3  # scores are scaled
+    empty = [Array.empty(s, t, 0) for s, t in (
+        (d_out.shape, "bfloat16"), ((1, 1, length), "float32"), (qkv.shape, "bfloat16"))]  # fmt: skip
+    case = Case(1, 1, Array.from_numpy(qkv, 0), Array.from_numpy(d_out, 0), *empty, expected)
+    assert_close(case, case.run(stream, device_arena(), family=family), "bfloat16", d)
+
+
+@pytest.mark.parametrize("family", families())
+def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, family: str) -> None:
+    """Not by a bit: neither as keys whose values are huge, nor in what dQ can be at most."""
+    case = make_case(rng, (1, 512, 4, 2, 64), "bfloat16")
+    first = case.run(stream, device_arena(), family=family)["d_qkv"].view(np.uint16)
+    huge = case.qkv.numpy(stream)
+    huge[384:, 6 * 64 :] *= 4096
+    case.qkv.copy_from(huge, stream)
+    second = case.run(stream, device_arena(), family=family)["d_qkv"].view(np.uint16)
+    np.testing.assert_array_equal(second[:384, : 4 * 64], first[:384, : 4 * 64])
+    assert (second[384:, : 4 * 64] != first[384:, : 4 * 64]).any(axis=1).all()
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
+def test_what_is_not_finite_stays_so(
+    rng: np.random.Generator, stream: Any, family: str, where: str, value: float
+) -> None:
+    """In dQ too, which is added up in integers: of the queries that see it none is finite, of others all are."""
+    length, at = 300, 200
+    case = make_case(rng, (1, length, 2, 2, 64), "bfloat16")
+    target = case.d_out if where == "d_out" else case.qkv
+    poisoned = target.numpy(stream)
+    poisoned[at, {"q": 0, "k": 2, "v": 4, "d_out": 0}[where] * 64 + 3] = value
+    target.copy_from(poisoned, stream)
+    finite = np.isfinite(case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32))
+    sees = np.arange(length) >= at if where in "kv" else np.arange(length) == at
+    assert finite[:128, :64].all() and finite[:, 64:128].all()  # the keys' block of 128 may share one maximum
+    assert not finite[sees, :64].all(axis=1).any()
+
+
 def test_operands_are_checked(rng: np.random.Generator, stream: Any) -> None:
     case = make_case(rng, (1, 8, 4, 2, 64), "bfloat16")
     with pytest.raises(InvalidArgument, match="multiple of kv_heads, got 4 and 3"):

@@ -347,6 +347,7 @@ def plan(*flags, ranks=1):
 def test_the_plan_of_published_models(monkeypatch):
     """Llama-3.1-8B on eight GPUs takes ZeRO-1; what is computed again is not kept."""
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, int(138.9 * GIB), 0)))
+    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
     knobs = "or --recompute .* or --zero 1 or --grad-dtype bfloat16 or --master-weights none or a smaller model$"
     with pytest.raises(ConfigError, match=rf"got 20\d.* {knobs}"):
         plan("--preset", "8b", ranks=8).check()
@@ -365,6 +366,7 @@ def test_the_plan_of_published_models(monkeypatch):
 def test_only_what_can_help_against_too_little_memory_is_said(monkeypatch):
     free = 1 << 40
     monkeypatch.setattr(memory_plan, "cu", SimpleNamespace(cuMemGetInfo=lambda: (0, free, 0)))
+    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
     for ranks in (1, 2, 8):
         flags = []
         for knob in (["--zero", "1"], ["--grad-dtype", "bfloat16"], ["--master-weights", "none"]):

@@ -155,8 +155,11 @@ class _Sizing(CudaOps):
         if self.cudnn is not None:
             self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
             return
+        head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         with arena.scope():
-            attention.take_statistics(lse, arena)
+            family = attention.family_for(self.device, qkv.dtype.name, head_dim)
+            if family != "simple":
+                attention.take_scratch(lse, kv_heads, head_dim, family, arena)
 
     def rope_tables(self, frequencies: Any, positions: Any, dtype: Any) -> tuple[Array, Array]:
         shape = (len(positions), len(frequencies))

@@ -72,12 +72,14 @@ __device__ inline Place place(int index, int heads, int blocks, int section) {
     return {number * section + rest % width, rest / width};
 }
 
-// Statistics that the backward reads, fp32: per head and 64 tokens, 64 log2-sum-exps of the scores and 64 deltas
-// (sum of d_out out); T is padded to PAD, with inf and 0, so that tokens that do not exist have probability 0.
+// Statistics that the backward reads, fp32: per head and 64 tokens, 64 log2-sum-exps of the scores, 64 deltas (sum of
+// d_out out) and 64 powers of two that dQ is multiplied by to be added up in integers; T is padded to PAD, with inf and
+// 0, so that tokens that do not exist have probability 0.
 #define PAD 128
+#define STATISTICS 3
 __host__ __device__ constexpr int padded(int T) { return (T + PAD - 1) / PAD * PAD; }
 __device__ inline long statistics_at(int head, int token, int T) {
-    return ((long)head * (padded(T) / 64) + token / 64) * 128 + token % 64;
+    return ((long)head * (padded(T) / 64) + token / 64) * (64 * STATISTICS) + token % 64;
 }
 
 // Accumulators of the tensor cores, 16 rows a warp: element i of a lane is in row lane / 4, or in the row 8 below.

@@ -132,6 +132,14 @@ __device__ inline void wgmma_first(float (&d)[32], u32 a, u32 b) { SHARED32(WRIT
 __device__ inline void wgmma(float (&d)[32], u32 a, u32 b) { SHARED32(ADDED, 1); }
 __device__ inline void wgmma_first(float (&d)[64], u32 a, u32 b) { SHARED64(WRITTEN, 0); }
 __device__ inline void wgmma(float (&d)[64], u32 a, u32 b) { SHARED64(ADDED, 1); }
+// A and B from shared memory, both MN-major.
+#define CROSSED32(how, add)                                                                                 \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " #add ", 0;\n.reg .b64 a, b; mov.b64 a, {%32, " UPPER      \
+                 "}; mov.b64 b, {%33, " UPPER "};\n" WGMMA(64) "{" D32 "}, a, b, p, 1, 1, 1, 1;}"           \
+                 : EACH16(how, 0), EACH16(how, 16)                                                          \
+                 : "r"(a), "r"(b))
+__device__ inline void wgmma_crossed_first(float (&d)[32], u32 a, u32 b) { CROSSED32(WRITTEN, 0); }
+__device__ inline void wgmma_crossed(float (&d)[32], u32 a, u32 b) { CROSSED32(ADDED, 1); }
 // A from registers, B from shared memory, MN-major; adds.
 __device__ inline void wgmma(float (&d)[32], const u32* a, u32 b) {
     asm volatile("{.reg .b64 b; mov.b64 b, {%36, " UPPER "};\n" WGMMA(64) "{" D32 "}, {%32, %33, %34, %35}, b, 1, 1, 1, 1;}"
@@ -174,6 +182,16 @@ __device__ inline void multiply_transposed(float (&d)[N], const char* a, int a_r
         const int panel = k / 4, inside = k % 4 * 32;
         wgmma(d, a0 + ((panel * a_rows * ROW_BYTES + inside) >> 4), b0 + ((panel * b_rows * ROW_BYTES + inside) >> 4));
     }
+    wgmma_commit();
+}
+// d (64 x 64) = a (ROWS x 64)^T b (ROWS x 64), a panel each.
+template <int ROWS>
+__device__ inline void multiply_crossed(float (&d)[32], const char* a, const char* b) {
+    const u32 a0 = operand(a), b0 = operand(b);
+    wgmma_fence();
+    wgmma_crossed_first(d, a0, b0);
+#pragma unroll
+    for (int k = 1; k < ROWS / 16; ++k) wgmma_crossed(d, a0 + (k * 16 * ROW_BYTES >> 4), b0 + (k * 16 * ROW_BYTES >> 4));
     wgmma_commit();
 }
 // d (64 x HEAD_DIM) += a (64 x ROWS) b (ROWS x HEAD_DIM), a as packed pairs.

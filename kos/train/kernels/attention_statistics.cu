@@ -1,35 +1,106 @@
 // What every backward of attention reads of the forward, prepared once: per head and token the log2-sum-exp of the
 // scores and delta = sum(d_out out), which is what the softmax's gradient subtracts (Dao 2023, arXiv:2307.08691).
 //
+// Where dQ is added up in integers, also the power of two that each query's is multiplied by: no sum of it is beyond
+// 2 |d_out| max |v| max |k_c|, over the keys that the query sees (dP - delta is a difference of two averages of
+// d_out v, the softmax's weights add up to 1), and that becomes 2^29 to 2^30.  What is not finite makes the power NaN.
+// `attention_bounds` finds both maxima of PAD keys; a query takes those of its own PAD and of all before.
+//
 // A group of HEAD_DIM / 8 lanes reads one head of one token, 16 bytes a lane; memory-bound.
 #include "attention.cuh"
 
 #define LANES (HEAD_DIM / 8)
 #define THREADS 256
 
+__device__ inline void widen(float (&x)[8], uint4 packed) {
+    const u32 pairs[] = {packed.x, packed.y, packed.z, packed.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = unpack(pairs[i]);
+        x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+    }
+}
+// The larger one, or NaN.
+__device__ inline float larger(float a, float b) { return a > b || a != a ? a : b; }
+template <int WIDTH>
+__device__ inline float sum_of(float x) {
+#pragma unroll
+    for (int step = WIDTH / 2; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    return x;
+}
+template <int WIDTH>
+__device__ inline float largest_of(float x) {
+#pragma unroll
+    for (int step = WIDTH / 2; step; step /= 2) x = larger(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+// bounds (samples, K, padded(T) / PAD): of the keys of a block, max |k_c| and the longest v.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_statistics(const uint4* d_out, const uint4* out, const float* log_sum_exp, float* statistics, int samples,
-                         int T, int H) {
-    const long index = ((long)blockIdx.x * THREADS + threadIdx.x) / LANES;
+    attention_bounds(const uint4* qkv, float2* bounds, int T, int H, int K) {
+    __shared__ float2 of_warps[THREADS / 32];
+    const int blocks = padded(T) / PAD, block = blockIdx.x % blocks, sample = blockIdx.x / blocks / K;
+    const int kv_head = blockIdx.x / blocks % K, lane = threadIdx.x % LANES;
+    float key = 0, value = 0;
+#pragma unroll
+    for (int i = threadIdx.x / LANES; i < PAD; i += THREADS / LANES) {
+        const int token = block * PAD + i;
+        float x[8] = {}, y[8] = {}, square = 0;
+        if (token < T) {
+            const uint4* at = qkv + (((long)sample * T + token) * (H + 2 * K) + H + kv_head) * LANES + lane;
+            widen(x, at[0]);
+            widen(y, at[K * LANES]);
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) key = larger(key, fabsf(x[j])), square += y[j] * y[j];
+        value = larger(value, sum_of<LANES>(square));
+    }
+    key = largest_of<32>(key), value = largest_of<32>(value);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {key, value};
+    __syncthreads();
+    if (threadIdx.x) return;
+    for (const float2 of_warp : of_warps) key = larger(key, of_warp.x), value = larger(value, of_warp.y);
+    bounds[blockIdx.x] = {key, sqrtf(value)};
+}
+
+// sums, if there are any, become 0: samples padded(T) H HEAD_DIM integers.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    attention_statistics(const uint4* d_out, const uint4* out, const float* log_sum_exp, float* statistics,
+                         const float2* bounds, uint4* sums, int samples, int T, int H, int K) {
+    const long thread = (long)blockIdx.x * THREADS + threadIdx.x, index = thread / LANES;
     const int lane = threadIdx.x % LANES, head = index % H;
     const long place = index / H;  // of the token, in padded samples
     const int token = place % padded(T), sample = place / padded(T);
-    if (sample >= samples) return;  // LANES divides 32 and the whole group leaves
-    float sum = 0;
-    if (token < T) {
+    const bool exists = sample < samples && token < T;
+    float x[8] = {}, y[8] = {}, delta = 0, square = 0, lse = INFINITE;
+    if (exists) {
         const long at = (((long)sample * T + token) * H + head) * LANES + lane;
-        const uint4 a = d_out[at], b = out[at];
-        const u32 as[] = {a.x, a.y, a.z, a.w}, bs[] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float2 x = unpack(as[i]), y = unpack(bs[i]);
-            sum += x.x * y.x + x.y * y.y;
-        }
+        widen(x, d_out[at]);
+        widen(y, out[at]);
+        lse = log_sum_exp[((long)sample * H + head) * T + token];
     }
 #pragma unroll
-    for (int step = LANES / 2; step; step /= 2) sum += __shfl_xor_sync(__activemask(), sum, step);
-    if (lane) return;
+    for (int i = 0; i < 8; ++i) delta += x[i] * y[i], square += x[i] * x[i];
+    delta = sum_of<LANES>(delta);
+    float scale = 0;
+    if (sums) {
+        float key = 0, value = 0;
+        if (exists) {
+            const float2* of_blocks = bounds + (sample * K + head / (H / K)) * (padded(T) / PAD);
+            for (int i = lane; i <= token / PAD; i += LANES) {
+                key = larger(key, of_blocks[i].x);
+                value = larger(value, of_blocks[i].y);
+            }
+        }
+        key = largest_of<LANES>(key), value = largest_of<LANES>(value);
+        const float bound = 2 * sqrtf(sum_of<LANES>(square)) * value * key + (exists ? 0 * lse : 0);
+        const int exponent = 29 - ilogbf(fmaxf(bound, 1e-28f));
+        scale = bound < INFINITE ? scalbnf(1, exponent) : bound - bound;
+        if (sample < samples) sums[2 * thread] = sums[2 * thread + 1] = {};
+    }
+    if (lane || sample >= samples) return;
     float* target = statistics + statistics_at(sample * H + head, token, T);
-    target[0] = token < T ? log_sum_exp[((long)sample * H + head) * T + token] * LOG2_E : INFINITE;
-    target[64] = sum;
+    target[0] = lse * LOG2_E;
+    target[64] = delta;
+    target[128] = scale;
 }

@@ -37,10 +37,7 @@ _FORWARD: dict[int, Tiles] = {
     64: {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2},
     128: {"KEYS": 128, "STAGES": 2, "CONSUMERS": 2},
 }
-_BACKWARD: dict[int, Tiles] = {
-    64: {"BACKWARD_STAGES": 2, "STEP_STAGES": 2},
-    128: {"BACKWARD_STAGES": 2, "STEP_STAGES": 2},
-}
+_BACKWARD: dict[int, Tiles] = {64: {"STAGES": 2}, 128: {"STAGES": 2}}
 
 
 def attention(
@@ -100,7 +97,8 @@ def attention_backward(
 ) -> None:
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
-    Takes 2 B H T floats, T rounded up to 128, from ``arena``: its arrays are of ``kos.memory.array``.
+    Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: of float32, 3 B H T numbers, and on
+    Hopper B H T d integers more, where blocks add up dQ (T rounded up to 128).
     """
     samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
     expect("d_out", d_out, out.shape, out.dtype)
@@ -114,41 +112,52 @@ def attention_backward(
             kernel = _kernel("simple", name, qkv, head_dim, {})
             kernel(stream, _rows(samples * length * of), 256, *arguments)
         return
-    hopper = family == "hopper"
-    tiles = _BACKWARD[head_dim] | (tiles or {}) if hopper else tiles or {}
     padded, row = -(-length // _PAD) * _PAD, head_dim * 2
     blocks, group = -(-length // _BLOCK), heads // kv_heads
     section_kv = _section(samples * kv_heads, 1, length, head_dim * group)
+    threads = samples * padded * heads * (head_dim // 8)
     with arena.scope():
-        statistics = take_statistics(log_sum_exp, arena)
+        statistics, bounds, sums = take_scratch(log_sum_exp, kv_heads, head_dim, family, arena)
+        if bounds is not None:
+            find = _kernel("statistics", "attention_bounds", qkv, head_dim, {})
+            find(stream, bounds.size // 2, 256, qkv.pointer, bounds.pointer, length, heads, kv_heads)
         prepare = _kernel("statistics", "attention_statistics", qkv, head_dim, {})
-        threads = samples * padded * heads * (head_dim // 8)
-        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer, statistics.pointer)
-        prepare(stream, -(-threads // 256), 256, *inputs, samples, length, heads)
-        section_q = _section(samples * heads, group, length, head_dim)
-        if hopper:
+        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer)
+        scratch = (statistics.pointer, *(0 if x is None else x.pointer for x in (bounds, sums)))
+        prepare(stream, -(-threads // 256), 256, *inputs, *scratch, *size)
+        if sums is not None:
+            tiles = _BACKWARD[head_dim] | (tiles or {})
+            step = 8192 // head_dim  # STEP; so many bytes take a pair of K and V, of tiles of Q and dO, and dS twice:
+            parts = (2 * _BLOCK * row, int(tiles["STAGES"]) * step * (2 * row + 12), 4 * _BLOCK * step)
+            shared = sum(parts) + _ALIGNMENT + 256
+            kernel = _kernel("backward_hopper", "attention_backward", qkv, head_dim, tiles)
+            finish = _kernel("backward_hopper", "attention_finish", qkv, head_dim, tiles)
             maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
-            step, stages = 2 * int(tiles["STEP_STAGES"]) * 64, 2 * int(tiles["BACKWARD_STAGES"]) * 128
-            shared_kv = (2 * _BLOCK + step) * row + 4 * step + _ALIGNMENT + 256
-            shared_q = (2 * _BLOCK + stages) * row + _ALIGNMENT + 256
-            kernel_kv = _kernel("backward_hopper", "attention_backward_kv", qkv, head_dim, tiles)
-            kernel_q = _kernel("backward_hopper", "attention_backward_q", qkv, head_dim, tiles)
-            operands = (*maps, statistics.pointer, *size)
-            kernel_kv(stream, samples * kv_heads * blocks, 384, *operands, section_kv, shared=shared_kv)
-            kernel_q(stream, samples * heads * blocks, 384, *operands, section_q, shared=shared_q)
+            operands = (*maps, statistics.pointer, sums.pointer, *size, section_kv)
+            kernel(stream, samples * kv_heads * blocks, 384, *operands, shared=shared)
+            pieces = sums.size // 4096
+            finish(stream, pieces, 256, sums.pointer, statistics.pointer, d_qkv.pointer, length, heads, qkv.shape[1])
             return
-        kernel_kv = _kernel("mma", "attention_backward_kv", qkv, head_dim, tiles)
-        kernel_q = _kernel("mma", "attention_backward_q", qkv, head_dim, tiles)
+        section_q = _section(samples * heads, group, length, head_dim)
+        kernel_kv = _kernel("mma", "attention_backward_kv", qkv, head_dim, tiles or {})
+        kernel_q = _kernel("mma", "attention_backward_q", qkv, head_dim, tiles or {})
         pointers = (qkv.pointer, d_out.pointer, d_qkv.pointer, statistics.pointer)
         shared = (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * row
         kernel_kv(stream, samples * kv_heads * blocks, 256, *pointers, *size, section_kv, shared=shared)
         kernel_q(stream, samples * heads * blocks, 256, *pointers, *size, section_q, shared=shared)
 
 
-def take_statistics(log_sum_exp: Array, arena: Arena) -> Array:
-    """The scratch memory of the backward."""
+def take_scratch(
+    log_sum_exp: Array, kv_heads: int, head_dim: int, family: str, arena: Arena
+) -> tuple[Array, Array | None, Array | None]:
+    """What the backward takes: statistics, and where dQ is added up in integers, bounds of keys and values and dQ."""
     samples, heads, length = log_sum_exp.shape
-    return arena.take((2 * samples * heads * -(-length // _PAD) * _PAD,), np.float32)
+    padded = -(-length // _PAD) * _PAD
+    statistics = arena.take((3 * samples * heads * padded,), np.float32)
+    if family != "hopper":
+        return statistics, None, None
+    bounds = arena.take((2 * samples * kv_heads * padded // _PAD,), np.float32)
+    return statistics, bounds, arena.take((samples * heads * padded * head_dim,), np.int32)
 
 
 @functools.cache

@@ -326,6 +326,7 @@ def host_engine(monkeypatch) -> None:
             get=algorithms.get, put=algorithms.__setitem__
         ),
         (memory_plan, "cu"): driver,
+        (memory_plan.attention, "family_for"): lambda device, dtype, head_dim: "hopper",
         (engine_module, "cu"): driver,
         (engine_module, "capture"): Capture,
         (feed, "create_stream"): lambda device: None,
