@@ -32,7 +32,7 @@ unwanted = threading.Event()
 
 @lru_cache(maxsize=1)
 def thread_pools() -> ThreadpoolController:
-    """Those of BLAS, looked up before there are threads and never again: the loader holds its lock while it calls
+    """Those of BLAS, looked up before any thread imports and never again: the loader holds its lock while it calls
     Python back for them, and a thread that imports an extension holds Python's while it waits for the loader's."""
     import numpy  # noqa: F401 - which loads it
     from threadpoolctl import ThreadpoolController
@@ -43,15 +43,18 @@ def thread_pools() -> ThreadpoolController:
 def begin_cuda(arguments: Sequence[str]) -> None:
     """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs or for help."""
     other = any(word in ("-h", "--help") or "cpu" in word or word.startswith("--config") for word in arguments)
-    if DRIVER.exists() and not other:
+    if other or not DRIVER.exists():
+        return
+    with suppress(OSError):  # by ctypes: the CUDA packages take as long to import
+        cuda, thread = ctypes.CDLL("libcuda.so.1"), ThreadPoolExecutor(1)
+        thread.submit(cuda.cuInit, 0)  # which imports nothing: it need not wait for BLAS
         with suppress(ImportError):  # main says it, with what to install
             thread_pools()
-        ThreadPoolExecutor(1).submit(_initialise)
+        thread.submit(_make_context, cuda)
 
 
-def _initialise() -> None:
-    """By ctypes: the CUDA packages take as long to import."""
-    cuda, count, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+def _make_context(cuda: ctypes.CDLL) -> None:
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return
     from kos.cuda.devices import SYSFS, process_numa_node

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,27 @@ from kos.train.presets import PRESETS
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class Driver:
+    """That of a machine with 4 GPUs; ``called`` gets what was initialised: it, or a GPU."""
+
+    def __init__(self, called: list[Any]) -> None:
+        self.called = called
+
+    def cuInit(self, flags: int) -> int:
+        self.called.append("cuInit")
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 4
+        return 0
+
+    def cuDeviceGet(self, handle: Any, index: int) -> None:
+        handle._obj.value = 100 + index
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> None:
+        self.called.append(handle.value - 100)
+
+
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """What is begun on a machine that has a driver; weights alone are."""
@@ -30,13 +52,15 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     class Executor(ThreadPoolExecutor):
         def submit(self, work: Any, *arguments: Any) -> Any:
-            if arguments:
+            if arguments and work.__name__ not in ("cuInit", "_make_context"):
                 return super().submit(work, *arguments)
-            assert head_start.thread_pools.cache_info().currsize, "a thread before BLAS was looked up"
+            looked_up = bool(head_start.thread_pools.cache_info().currsize)
+            assert looked_up is (work.__name__ != "cuInit"), "an import beside the look-up of BLAS"
             names.append(work.__name__)
             return None
 
     monkeypatch.setattr(head_start, "DRIVER", tmp_path)
+    monkeypatch.setattr(head_start, "ctypes", SimpleNamespace(CDLL=lambda name: Driver([])))
     monkeypatch.setattr(head_start, "ThreadPoolExecutor", Executor)
     return names
 
@@ -57,7 +81,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 )
 def test_cuda_begins_where_it_may_be_wanted(begun: list[str], arguments: list[str], starts: bool) -> None:
     head_start.begin_cuda(arguments)
-    assert begun == ["_initialise"] * starts
+    assert begun == ["cuInit", "_make_context"] * starts
 
 
 def test_the_loader_is_asked_for_blas_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,35 +111,18 @@ def test_blas_is_there_when_it_is_looked_up() -> None:
 def test_the_context_is_that_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environ: dict[str, str], nodes: int, bound: bool, device: int
 ) -> None:
-    """Where that is clear before the ranks have met; the driver has 4 GPUs."""
+    """Where that is clear before the ranks have met."""
     called: list[Any] = []
-
-    class Driver:
-        def cuInit(self, flags: int) -> int:
-            called.append("cuInit")
-            return 0
-
-        def cuDeviceGetCount(self, count: Any) -> int:
-            count._obj.value = 4
-            return 0
-
-        def cuDeviceGet(self, handle: Any, index: int) -> None:
-            handle._obj.value = 100 + index
-
-        def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> None:
-            called.append(handle.value - 100)
-
     for name in head_start._LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     for node in range(nodes):
         (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
-    monkeypatch.setattr(head_start.ctypes, "CDLL", lambda name: Driver())
     monkeypatch.setattr("kos.cuda.devices.SYSFS", tmp_path)
     monkeypatch.setattr("kos.cuda.devices.process_numa_node", lambda: 0 if bound else None)
     with suppress(StopIteration):
-        head_start._initialise()
+        head_start._make_context(Driver(called))
     assert called == ["cuInit"] + [device] * (device is not None)
 
 
