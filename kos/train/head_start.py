@@ -57,12 +57,13 @@ def _make_context(cuda: ctypes.CDLL) -> None:
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return
+    from kos.comm.mpi_job import launched_place
     from kos.cuda.devices import SYSFS, process_numa_node
 
     nodes = list((SYSFS / "devices/system/node").glob("node[0-9]*"))
-    if len(nodes) == 1 or process_numa_node() is None:  # else the GPU depends on where all ranks are bound
-        place = next(os.environ[name] for name in _LOCAL_RANKS if name in os.environ)
-        cuda.cuDeviceGet(ctypes.byref(device), int(place) % count.value)
+    places = [os.environ[name] for name in _LOCAL_RANKS if name in os.environ] or ["0"] * (launched_place()[1] == 1)
+    if places and (len(nodes) == 1 or process_numa_node() is None):  # else the GPU depends on where all ranks are bound
+        cuda.cuDeviceGet(ctypes.byref(device), int(places[0]) % count.value)
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 

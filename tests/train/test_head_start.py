@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController
 
+from kos.comm import mpi_job
 from kos.testing import spawn
 from kos.train import head_start
 from kos.train.config import parse
@@ -105,7 +105,9 @@ def test_blas_is_there_when_it_is_looked_up() -> None:
         ({"LOCAL_RANK": "2"}, 1, True, 2),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "5"}, 2, False, 1),
         ({"LOCAL_RANK": "2"}, 2, True, None),
-        ({}, 1, False, None),
+        ({}, 1, False, 0),
+        ({}, 2, True, None),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 1, False, None),
     ],
 )
 def test_the_context_is_that_of_the_rank(
@@ -113,7 +115,7 @@ def test_the_context_is_that_of_the_rank(
 ) -> None:
     """Where that is clear before the ranks have met."""
     called: list[Any] = []
-    for name in head_start._LOCAL_RANKS:
+    for name in (*head_start._LOCAL_RANKS, *mpi_job._LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -121,8 +123,7 @@ def test_the_context_is_that_of_the_rank(
         (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
     monkeypatch.setattr("kos.cuda.devices.SYSFS", tmp_path)
     monkeypatch.setattr("kos.cuda.devices.process_numa_node", lambda: 0 if bound else None)
-    with suppress(StopIteration):
-        head_start._make_context(Driver(called))
+    head_start._make_context(Driver(called))
     assert called == ["cuInit"] + [device] * (device is not None)
 
 
