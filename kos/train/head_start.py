@@ -1,4 +1,4 @@
-"""What a rank that trains on a GPU can begin before it knows the others: CUDA, cuBLASLt, its share of the weights.
+"""What a rank that trains on a GPU can begin before it knows the others: CUDA, libraries, its share of the weights.
 
 The driver lets processes of a machine start one after another, for seconds where they are eight; what needs no GPU goes
 on beside that.  What fails here fails again where it is needed, and is said there.  Imports nothing that takes time.
@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kos.errors import KosError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,18 +71,30 @@ def _make_context(cuda: ctypes.CDLL) -> None:
 
 
 def begin(config: TrainConfig, model: LlamaConfig | None) -> None:
-    """Load cuBLASLt and draw the weights of ``model``, if it is known yet, on threads; nothing where CPUs may train."""
+    """Load libraries and draw the weights of ``model``, if it is known yet, on threads; nothing where CPUs train."""
     if config.device == "cpu" or not DRIVER.exists():
         return
+    import kos.train.engines.cuda  # noqa: F401 - now, and not when the driver is there
     from kos.comm.mpi_job import launched_place
-    from kos.cuda import unavailable
-    from kos.train.ops import cublaslt
 
     thread_pools()
-    ThreadPoolExecutor(1).submit(lambda: unavailable() or cublaslt._library())
+    ThreadPoolExecutor(1).submit(_load)
     rank, ranks = launched_place()
     if model is not None and config.resume is None and config.init_from is None and rank < ranks:
         weights(model, config.seed, rank, ranks)
+
+
+def _load() -> None:
+    """What the engine needs of packages and libraries: they need no driver, for which the rank waits meanwhile."""
+    from kos.comm import nccl_binding
+    from kos.cuda import driver, kernels
+    from kos.train.ops import cublaslt
+
+    with driver.starting:
+        for load in (kernels.nvrtc_version, cublaslt._library, nccl_binding.library):
+            with suppress(KosError):
+                load()
+        import_module("cuda.core")
 
 
 @lru_cache(maxsize=1)

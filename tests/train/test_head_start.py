@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController
 
-from kos.comm import mpi_job
+from kos.comm import mpi_job, nccl_binding
+from kos.cuda import driver, kernels
+from kos.errors import BackendUnavailable
 from kos.testing import spawn
 from kos.train import head_start
 from kos.train.config import parse
 from kos.train.machine import limit_threads, provenance
+from kos.train.ops import cublaslt
 from kos.train.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,8 +141,24 @@ def test_without_a_driver_nothing_begins(begun: list[str], monkeypatch: pytest.M
 def test_the_device_of_a_preset_or_flag_decides(begun: list[str]) -> None:
     for flags in ([], ["--device", "cuda"], ["--device", "cpu"]):
         head_start.begin(parse(flags), None)
-    assert begun == ["<lambda>"] * 2
+    assert begun == ["_load"] * 2
     assert not [name for name, preset in PRESETS.items() if preset.values.get("device", "auto") != "auto"]
+
+
+def test_libraries_are_loaded_before_the_driver_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever are missing; that is said where they are needed."""
+    asked: list[str] = []
+
+    def missing(name: str) -> None:
+        asked.append(name)
+        raise BackendUnavailable("not installed")
+
+    for module, name in ((kernels, "nvrtc_version"), (cublaslt, "_library"), (nccl_binding, "library")):
+        monkeypatch.setattr(module, name, partial(missing, name))
+    monkeypatch.setattr(head_start, "import_module", asked.append)
+    monkeypatch.setattr(driver, "cu", None)
+    head_start._load()
+    assert asked == ["nvrtc_version", "_library", "library", "cuda.core"]
 
 
 def test_weights_are_drawn_once(begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
