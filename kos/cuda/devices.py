@@ -94,8 +94,9 @@ def device_info(index: int) -> DeviceInfo:
     return visible_devices()[index]
 
 
+@functools.cache
 def nvlinks(index: int) -> int | None:
-    """How many NVLinks of this device are up; None if NVML does not say."""
+    """How many NVLinks of this device were up when first asked; None if NVML did not say."""
     if driver.unavailable() is not None:
         return None
     from cuda.core import Device, system

@@ -30,13 +30,14 @@ class _Driver:
 
 
 cu: Any = _Driver()
-_starting = threading.RLock()
+starting = threading.RLock()
+"""Held by a thread that imports the packages, or calls them first: of two that do, one would find half of them."""
 
 
 @functools.cache
 def unavailable() -> str | None:
     """Why CUDA cannot be used in this process, or None if it can."""
-    with _starting:  # of two threads that import the packages, or call them first, one would find half of them
+    with starting:
         try:
             status, *_ = cu.cuInit(0)
         except BackendUnavailable as error:

@@ -1,4 +1,4 @@
-"""What a rank that trains on a GPU can begin before it knows the others: CUDA, cuBLASLt, its share of the weights.
+"""What a rank that trains on a GPU can begin before it knows the others: CUDA, libraries, its share of the weights.
 
 The driver lets processes of a machine start one after another, for seconds where they are eight; what needs no GPU goes
 on beside that.  What fails here fails again where it is needed, and is said there.  Imports nothing that takes time.
@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kos.errors import KosError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +35,7 @@ unwanted = threading.Event()
 
 @lru_cache(maxsize=1)
 def thread_pools() -> ThreadpoolController:
-    """Those of BLAS, looked up before there are threads and never again: the loader holds its lock while it calls
+    """Those of BLAS, looked up before any thread imports and never again: the loader holds its lock while it calls
     Python back for them, and a thread that imports an extension holds Python's while it waits for the loader's."""
     import numpy  # noqa: F401 - which loads it
     from threadpoolctl import ThreadpoolController
@@ -43,39 +46,55 @@ def thread_pools() -> ThreadpoolController:
 def begin_cuda(arguments: Sequence[str]) -> None:
     """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs or for help."""
     other = any(word in ("-h", "--help") or "cpu" in word or word.startswith("--config") for word in arguments)
-    if DRIVER.exists() and not other:
+    if other or not DRIVER.exists():
+        return
+    with suppress(OSError):  # by ctypes: the CUDA packages take as long to import
+        cuda, thread = ctypes.CDLL("libcuda.so.1"), ThreadPoolExecutor(1)
+        thread.submit(cuda.cuInit, 0)  # which imports nothing: it need not wait for BLAS
         with suppress(ImportError):  # main says it, with what to install
             thread_pools()
-        ThreadPoolExecutor(1).submit(_initialise)
+        thread.submit(_make_context, cuda)
 
 
-def _initialise() -> None:
-    """By ctypes: the CUDA packages take as long to import."""
-    cuda, count, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+def _make_context(cuda: ctypes.CDLL) -> None:
+    count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return
+    from kos.comm.mpi_job import launched_place
     from kos.cuda.devices import SYSFS, process_numa_node
 
     nodes = list((SYSFS / "devices/system/node").glob("node[0-9]*"))
-    if len(nodes) == 1 or process_numa_node() is None:  # else the GPU depends on where all ranks are bound
-        place = next(os.environ[name] for name in _LOCAL_RANKS if name in os.environ)
-        cuda.cuDeviceGet(ctypes.byref(device), int(place) % count.value)
+    places = [os.environ[name] for name in _LOCAL_RANKS if name in os.environ] or ["0"] * (launched_place()[1] == 1)
+    if places and (len(nodes) == 1 or process_numa_node() is None):  # else the GPU depends on where all ranks are bound
+        cuda.cuDeviceGet(ctypes.byref(device), int(places[0]) % count.value)
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def begin(config: TrainConfig, model: LlamaConfig | None) -> None:
-    """Load cuBLASLt and draw the weights of ``model``, if it is known yet, on threads; nothing where CPUs may train."""
+    """Load libraries and draw the weights of ``model``, if it is known yet, on threads; nothing where CPUs train."""
     if config.device == "cpu" or not DRIVER.exists():
         return
+    import kos.train.engines.cuda  # noqa: F401 - now, and not when the driver is there
     from kos.comm.mpi_job import launched_place
-    from kos.cuda import unavailable
-    from kos.train.ops import cublaslt
 
     thread_pools()
-    ThreadPoolExecutor(1).submit(lambda: unavailable() or cublaslt._library())
+    ThreadPoolExecutor(1).submit(_load)
     rank, ranks = launched_place()
     if model is not None and config.resume is None and config.init_from is None and rank < ranks:
         weights(model, config.seed, rank, ranks)
+
+
+def _load() -> None:
+    """What the engine needs of packages and libraries: they need no driver, for which the rank waits meanwhile."""
+    from kos.comm import nccl_binding
+    from kos.cuda import driver, kernels
+    from kos.train.ops import cublaslt
+
+    with driver.starting:
+        for load in (kernels.nvrtc_version, cublaslt._library, nccl_binding.library):
+            with suppress(KosError):
+                load()
+        import_module("cuda.core")
 
 
 @lru_cache(maxsize=1)

@@ -170,6 +170,8 @@ def test_the_faster_is_taken_by_all_and_remembered(clock, tmp_path):
     clock[:] = [1, 2] * 7
     name, said = chosen("auto", shape=SMALL._replace(length=6))
     assert name == "flash" and said.startswith("flash (forward and backward of a layer: 1.000 ms by flash, 2.000")
+    built = Graph.built
+    assert chosen("auto", ranks=2, shape=SMALL._replace(length=6)) == (name, said) and Graph.built == built
     kept.write_text(kept.read_text().replace("3.5000 3.0000", "oops"))
     clock[:] = [2, 1] * 7
     assert chosen("auto")[0] == "cudnn" and not clock

@@ -5,21 +5,47 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController
 
+from kos.comm import mpi_job, nccl_binding
+from kos.cuda import driver, kernels
+from kos.errors import BackendUnavailable
 from kos.testing import spawn
 from kos.train import head_start
 from kos.train.config import parse
 from kos.train.machine import limit_threads, provenance
+from kos.train.ops import cublaslt
 from kos.train.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+class Driver:
+    """That of a machine with 4 GPUs; ``called`` gets what was initialised: it, or a GPU."""
+
+    def __init__(self, called: list[Any]) -> None:
+        self.called = called
+
+    def cuInit(self, flags: int) -> int:
+        self.called.append("cuInit")
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = 4
+        return 0
+
+    def cuDeviceGet(self, handle: Any, index: int) -> None:
+        handle._obj.value = 100 + index
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> None:
+        self.called.append(handle.value - 100)
 
 
 @pytest.fixture
@@ -30,13 +56,15 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     class Executor(ThreadPoolExecutor):
         def submit(self, work: Any, *arguments: Any) -> Any:
-            if arguments:
+            if arguments and work.__name__ not in ("cuInit", "_make_context"):
                 return super().submit(work, *arguments)
-            assert head_start.thread_pools.cache_info().currsize, "a thread before BLAS was looked up"
+            looked_up = bool(head_start.thread_pools.cache_info().currsize)
+            assert looked_up is (work.__name__ != "cuInit"), "an import beside the look-up of BLAS"
             names.append(work.__name__)
             return None
 
     monkeypatch.setattr(head_start, "DRIVER", tmp_path)
+    monkeypatch.setattr(head_start, "ctypes", SimpleNamespace(CDLL=lambda name: Driver([])))
     monkeypatch.setattr(head_start, "ThreadPoolExecutor", Executor)
     return names
 
@@ -57,7 +85,7 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 )
 def test_cuda_begins_where_it_may_be_wanted(begun: list[str], arguments: list[str], starts: bool) -> None:
     head_start.begin_cuda(arguments)
-    assert begun == ["_initialise"] * starts
+    assert begun == ["cuInit", "_make_context"] * starts
 
 
 def test_the_loader_is_asked_for_blas_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,41 +109,25 @@ def test_blas_is_there_when_it_is_looked_up() -> None:
         ({"LOCAL_RANK": "2"}, 1, True, 2),
         ({"OMPI_COMM_WORLD_LOCAL_RANK": "5"}, 2, False, 1),
         ({"LOCAL_RANK": "2"}, 2, True, None),
-        ({}, 1, False, None),
+        ({}, 1, False, 0),
+        ({}, 2, True, None),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, 1, False, None),
     ],
 )
 def test_the_context_is_that_of_the_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environ: dict[str, str], nodes: int, bound: bool, device: int
 ) -> None:
-    """Where that is clear before the ranks have met; the driver has 4 GPUs."""
+    """Where that is clear before the ranks have met."""
     called: list[Any] = []
-
-    class Driver:
-        def cuInit(self, flags: int) -> int:
-            called.append("cuInit")
-            return 0
-
-        def cuDeviceGetCount(self, count: Any) -> int:
-            count._obj.value = 4
-            return 0
-
-        def cuDeviceGet(self, handle: Any, index: int) -> None:
-            handle._obj.value = 100 + index
-
-        def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> None:
-            called.append(handle.value - 100)
-
-    for name in head_start._LOCAL_RANKS:
+    for name in (*head_start._LOCAL_RANKS, *mpi_job._LAUNCHER_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     for node in range(nodes):
         (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
-    monkeypatch.setattr(head_start.ctypes, "CDLL", lambda name: Driver())
     monkeypatch.setattr("kos.cuda.devices.SYSFS", tmp_path)
     monkeypatch.setattr("kos.cuda.devices.process_numa_node", lambda: 0 if bound else None)
-    with suppress(StopIteration):
-        head_start._initialise()
+    head_start._make_context(Driver(called))
     assert called == ["cuInit"] + [device] * (device is not None)
 
 
@@ -129,8 +141,24 @@ def test_without_a_driver_nothing_begins(begun: list[str], monkeypatch: pytest.M
 def test_the_device_of_a_preset_or_flag_decides(begun: list[str]) -> None:
     for flags in ([], ["--device", "cuda"], ["--device", "cpu"]):
         head_start.begin(parse(flags), None)
-    assert begun == ["<lambda>"] * 2
+    assert begun == ["_load"] * 2
     assert not [name for name, preset in PRESETS.items() if preset.values.get("device", "auto") != "auto"]
+
+
+def test_libraries_are_loaded_before_the_driver_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever are missing; that is said where they are needed."""
+    asked: list[str] = []
+
+    def missing(name: str) -> None:
+        asked.append(name)
+        raise BackendUnavailable("not installed")
+
+    for module, name in ((kernels, "nvrtc_version"), (cublaslt, "_library"), (nccl_binding, "library")):
+        monkeypatch.setattr(module, name, partial(missing, name))
+    monkeypatch.setattr(head_start, "import_module", asked.append)
+    monkeypatch.setattr(driver, "cu", None)
+    head_start._load()
+    assert asked == ["nvrtc_version", "_library", "library", "cuda.core"]
 
 
 def test_weights_are_drawn_once(begun: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from kos.cuda.devices import device_info
 from kos.errors import BackendUnavailable, KosError
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.failures import together
+from kos.train.failures import alone, together
 from kos.train.ops import attention
 from kos.train.ops.cublaslt import Stored
 
@@ -169,32 +169,41 @@ def choose(asked: str, shape: Shape, ops: Any, comm: Communicator, check: Callab
             ops.cudnn.graph(shape, backward)
 
     try:
-        together(comm, prepare)
-        if asked == "cudnn":
-            return f"cuDNN {ops.cudnn.version}"
-        together(comm, check)
-        measured = together(comm, lambda: "" if comm.rank else _times(shape, ops))
+        times, version = alone(comm, lambda: _known(shape, ops.device)) if asked == "auto" else (None, "")
+        if times is None or times[1] < times[0]:  # else nobody needs its graphs, which take seconds
+            together(comm, prepare)
+            if asked == "cudnn":
+                return f"cuDNN {ops.cudnn.version}"
+            together(comm, check)
+            times = times or alone(comm, lambda: _times(shape, ops))
     except KosError as error:
         if asked == "cudnn" or not error.on_every_rank:
             raise
         ops.cudnn = None
         return f"flash ({error})"
-    flash, other = map(float, comm.all_gather_bytes(measured.encode())[0].decode().split())
-    name = f"cuDNN {ops.cudnn.version}"
+    flash, other = times
+    name = f"cuDNN {version}"
     said = f"forward and backward of a layer: {flash:.3f} ms by flash, {other:.3f} ms by {name}"
     if flash <= other:
         ops.cudnn, name = None, "flash"
     return f"{name} ({said})"
 
 
-def _times(shape: Shape, ops: Any) -> str:
-    """Milliseconds of our forward and backward, and of cuDNN's: the least of ``REPEATS``, taken in turns."""
+def _stored(device: int) -> Stored:
+    """What was measured on such a GPU with this cuDNN and these kernels of ours."""
     sources = b"".join(path.read_bytes() for path in sorted(attention.KERNELS.glob("attention*")))
-    about = f"{device_info(ops.device).name}-cuDNN-{ops.cudnn.version}-{zlib.crc32(sources):08x}"
-    stored, key = Stored("attention", about), " ".join(map(str, shape))
-    known = stored.get(key)
-    if known is not None and re.fullmatch(r"\d+\.\d+ \d+\.\d+", known):
-        return known
+    return Stored("attention", f"{device_info(device).name}-cuDNN-{library()[1]}-{zlib.crc32(sources):08x}")
+
+
+def _known(shape: Shape, device: int) -> tuple[list[float] | None, str]:
+    """The ``_times`` of a run before, if there was one, and cuDNN's version."""
+    known = _stored(device).get(" ".join(map(str, shape))) or ""
+    sound = re.fullmatch(r"\d+\.\d+ \d+\.\d+", known)
+    return [float(word) for word in known.split()] if sound else None, library()[1]
+
+
+def _times(shape: Shape, ops: Any) -> list[float]:
+    """Milliseconds of our forward and backward, and of cuDNN's: the least of ``REPEATS``, taken in turns."""
     samples, length, heads, kv_heads, d, dtype = shape
     some = np.random.default_rng(0).standard_normal(1 << 16)
 
@@ -217,6 +226,5 @@ def _times(shape: Shape, ops: Any) -> str:
         if turn >= 2 * WARM:
             least[turn % 2] = min(least[turn % 2], took)
     ops.cudnn = cudnn
-    times = "{:.4f} {:.4f}".format(*least)
-    stored.put(key, times)
-    return times
+    _stored(ops.device).put(" ".join(map(str, shape)), "{:.4f} {:.4f}".format(*least))
+    return least
