@@ -60,6 +60,7 @@ def _make_context(cuda: ctypes.CDLL) -> None:
     count, device, context = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return
+    # In this order: the main thread imports the first of them first, too, and neither then waits for the other.
     from kos.comm.mpi_job import launched_place
     from kos.cuda.devices import SYSFS, process_numa_node
 
@@ -71,30 +72,39 @@ def _make_context(cuda: ctypes.CDLL) -> None:
 
 
 def begin(config: TrainConfig, model: LlamaConfig | None) -> None:
-    """Load libraries and draw the weights of ``model``, if it is known yet, on threads; nothing where CPUs train."""
+    """Load libraries and draw the weights of ``model``, if it is known yet, on threads; nothing on ``--device cpu``."""
     if config.device == "cpu" or not DRIVER.exists():
         return
     import kos.train.engines.cuda  # noqa: F401 - now, and not when the driver is there
     from kos.comm.mpi_job import launched_place
 
     thread_pools()
-    ThreadPoolExecutor(1).submit(_load)
+    loading = threading.Event()
+    ThreadPoolExecutor(1).submit(_load, loading)
+    loading.wait()
     rank, ranks = launched_place()
     if model is not None and config.resume is None and config.init_from is None and rank < ranks:
         weights(model, config.seed, rank, ranks)
 
 
-def _load() -> None:
-    """What the engine needs of packages and libraries: they need no driver, for which the rank waits meanwhile."""
-    from kos.comm import nccl_binding
-    from kos.cuda import driver, kernels
-    from kos.train.ops import cublaslt
+def _load(loading: threading.Event) -> None:
+    """What the engine needs of packages and libraries: they need no driver, for which the rank waits meanwhile.
 
-    with driver.starting:
-        for load in (kernels.nvrtc_version, cublaslt._library, nccl_binding.library):
-            with suppress(KosError):
-                load()
-        import_module("cuda.core")
+    Sets ``loading`` when it alone may import them: whoever asks ``kos.cuda.unavailable()`` from then on waits.
+    """
+    try:
+        from kos.comm import nccl_binding
+        from kos.cuda import driver, kernels
+        from kos.train.ops import cublaslt
+
+        with driver.starting:
+            loading.set()
+            for load in (kernels.nvrtc_version, cublaslt._library, nccl_binding.library):
+                with suppress(KosError):
+                    load()
+            import_module("cuda.core")
+    finally:
+        loading.set()
 
 
 @lru_cache(maxsize=1)

@@ -34,11 +34,12 @@ def test_compiles_everywhere(arch: str, file: str, dtype: str, head_dim: int, na
     assert all(b".text." + name in cubin for name in names)
 
 
+@pytest.mark.parametrize(("dtype", "stages"), [("bfloat16", 2), ("bfloat16", 3), ("float16", 2)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", ONE_PASS)])
-def test_compiles_for_hopper(file: str, head_dim: int, names: list[bytes]) -> None:
+def test_compiles_for_hopper(file: str, head_dim: int, names: list[bytes], dtype: str, stages: int) -> None:
     tiles = attention._FORWARD if file == "forward_hopper" else attention._BACKWARD
-    defines = {**macros("bfloat16", head_dim), **tiles[head_dim]}
+    defines = {**macros(dtype, head_dim), **tiles[head_dim], "STAGES": stages}
     cubin = compile_kernels(KERNELS / f"attention_{file}.cu", "sm_90a", defines, KEPT)
     assert all(b".text." + name in cubin for name in names)
     with pytest.raises(CompileError):  # these instructions are Hopper's alone

@@ -225,7 +225,7 @@ def test_the_size_of_gradients_does_not_matter(rng: np.random.Generator, stream:
     case = make_case(rng, (1, 300, 4, 2, d), "bfloat16")
     first = case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32)
     d_out = case.d_out.numpy(stream).astype(np.float32)
-    for power in (-60, -20, 40):
+    for power in (-100, -20, 40):
         case.d_out.copy_from((d_out * 2.0**power).astype(DTYPES["bfloat16"].numpy), stream)
         scaled = case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32)
         np.testing.assert_array_equal(scaled, first * np.float32(2.0**power))
@@ -251,35 +251,63 @@ def test_the_largest_sums(rng: np.random.Generator, stream: Any, family: str, d:
 
 
 @pytest.mark.parametrize("family", families())
-def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, family: str) -> None:
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(("key", "value"), [(30, 1e-3), (8, 8)])
+def test_a_token_unlike_the_others(
+    rng: np.random.Generator, stream: Any, family: str, d: int, key: float, value: float
+) -> None:
+    """A first token that attracts attention and has little to say, and one that is large altogether."""
+    case = make_case(rng, (1, 1500, 4, 2, d), "bfloat16")
+    qkv = case.qkv.numpy(stream).astype(np.float64)
+    qkv[0, 4 * d : 6 * d] *= key
+    qkv[0, 6 * d :] *= value
+    qkv = qkv.astype(DTYPES["bfloat16"].numpy)
+    case.qkv.copy_from(qkv, stream)
+    case.expected = expect(qkv, case.d_out.numpy(stream), 1, 1500, 4, 2)
+    assert_close(case, case.run(stream, device_arena(), family=family), "bfloat16", d)
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("d", [64, 128])
+def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
     """Not by a bit: neither as keys whose values are huge, nor in what dQ can be at most."""
-    case = make_case(rng, (1, 512, 4, 2, 64), "bfloat16")
+    case = make_case(rng, (1, 512, 4, 2, d), "bfloat16")
     first = case.run(stream, device_arena(), family=family)["d_qkv"].view(np.uint16)
     huge = case.qkv.numpy(stream)
-    huge[384:, 6 * 64 :] *= 4096
+    huge[384:, 6 * d :] *= 4096
     case.qkv.copy_from(huge, stream)
     second = case.run(stream, device_arena(), family=family)["d_qkv"].view(np.uint16)
-    np.testing.assert_array_equal(second[:384, : 4 * 64], first[:384, : 4 * 64])
-    assert (second[384:, : 4 * 64] != first[384:, : 4 * 64]).any(axis=1).all()
+    np.testing.assert_array_equal(second[:384, : 4 * d], first[:384, : 4 * d])
+    assert (second[384:, : 4 * d] != first[384:, : 4 * d]).any(axis=1).all()
 
 
 @pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "d_out", "out"])
+@pytest.mark.parametrize("d", [64, 128])
 def test_what_is_not_finite_stays_so(
-    rng: np.random.Generator, stream: Any, family: str, where: str, value: float
+    rng: np.random.Generator, stream: Any, family: str, where: str, value: float, d: int
 ) -> None:
     """In dQ too, which is added up in integers: of the queries that see it none is finite, of others all are."""
     length, at = 300, 200
-    case = make_case(rng, (1, length, 2, 2, 64), "bfloat16")
-    target = case.d_out if where == "d_out" else case.qkv
+    case = make_case(rng, (1, length, 2, 2, d), "bfloat16")
+    target = getattr(case, where if "out" in where else "qkv")
+    if where == "out":  # as the forward left it, but for this
+        case.run(stream, device_arena(), family=family)
     poisoned = target.numpy(stream)
-    poisoned[at, {"q": 0, "k": 2, "v": 4, "d_out": 0}[where] * 64 + 3] = value
+    poisoned[at, {"q": 0, "k": 2, "v": 4}.get(where, 0) * d + 3] = value
     target.copy_from(poisoned, stream)
-    finite = np.isfinite(case.run(stream, device_arena(), family=family)["d_qkv"].astype(np.float32))
+    arena = device_arena()
+    if where != "out":
+        ops.attention(case.qkv, 2, 2, case.out, case.log_sum_exp, stream, family=family)
+    case.d_qkv.fill_bytes(0, stream)
+    ops.attention_backward(
+        case.d_out, case.qkv, case.out, case.log_sum_exp, 2, 2, case.d_qkv, arena, stream, family=family
+    )
+    finite = np.isfinite(case.d_qkv.numpy(stream).astype(np.float32))
     sees = np.arange(length) >= at if where in "kv" else np.arange(length) == at
-    assert finite[:128, :64].all() and finite[:, 64:128].all()  # the keys' block of 128 may share one maximum
-    assert not finite[sees, :64].all(axis=1).any()
+    assert finite[:128, :d].all() and finite[:, d : 2 * d].all()  # the keys' block of 128 may share one maximum
+    assert not finite[sees, :d].all(axis=1).any()
 
 
 def test_operands_are_checked(rng: np.random.Generator, stream: Any) -> None:

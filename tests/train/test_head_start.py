@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -56,8 +57,10 @@ def begun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
     class Executor(ThreadPoolExecutor):
         def submit(self, work: Any, *arguments: Any) -> Any:
-            if arguments and work.__name__ not in ("cuInit", "_make_context"):
+            if arguments and work.__name__ not in ("cuInit", "_make_context", "_load"):
                 return super().submit(work, *arguments)
+            if work.__name__ == "_load":
+                arguments[0].set()
             looked_up = bool(head_start.thread_pools.cache_info().currsize)
             assert looked_up is (work.__name__ != "cuInit"), "an import beside the look-up of BLAS"
             names.append(work.__name__)
@@ -148,16 +151,19 @@ def test_the_device_of_a_preset_or_flag_decides(begun: list[str]) -> None:
 def test_libraries_are_loaded_before_the_driver_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever are missing; that is said where they are needed."""
     asked: list[str] = []
+    loading = threading.Event()
 
     def missing(name: str) -> None:
         asked.append(name)
+        with ThreadPoolExecutor(1) as other:
+            assert loading.is_set() and not other.submit(driver.starting.acquire, False).result(60)
         raise BackendUnavailable("not installed")
 
     for module, name in ((kernels, "nvrtc_version"), (cublaslt, "_library"), (nccl_binding, "library")):
         monkeypatch.setattr(module, name, partial(missing, name))
     monkeypatch.setattr(head_start, "import_module", asked.append)
     monkeypatch.setattr(driver, "cu", None)
-    head_start._load()
+    head_start._load(loading)
     assert asked == ["nvrtc_version", "_library", "library", "cuda.core"]
 
 

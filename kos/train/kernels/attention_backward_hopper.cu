@@ -5,12 +5,13 @@
 //   them, of all query heads that share the head: S^T = K Q^T, P^T = exp(S^T - lse), dP^T = V dO^T,
 //   dS^T = P^T (dP^T - delta); dV += P^T dO, dK += dS^T Q, dQ += dS K.  Scores are kept transposed, so that P^T and
 //   dS^T are in registers as dV's and dK's products want them; for dQ's the two warpgroups put dS^T together in shared
-//   memory, and multiply a tile later, when neither waits for the other: each has a half of the tile's dQ.
+//   memory, and multiply a tile later, so that neither waits long for the other: each has a half of the tile's dQ.
 // attention_finish: what was added up of dQ, rounded to 16 bits.
 //
 // Blocks add to dQ in any order and yet get the same bits each time: they add integers.  attention_statistics has given
-// each query a power of two that takes the largest sum there can be to 2^30: the rounding of a tile's share, 2^-31 of
-// that, is far below that of a 16-bit result.
+// each query a power of two that takes the largest sum there can be to 2^30, and a tile's share is rounded by 2^-31 of
+// that at most.  For numbers of one size, and 4096 keys, that is a hundredth of what rounding to bfloat16 is; a key of 30
+// times the size of others, with a value as large, makes it as much, for the queries that come after it.
 //
 // The first warpgroup's first thread issues all TMA loads.
 #include "attention_hopper.cuh"
@@ -30,6 +31,10 @@
 #define SLOPE_BYTES (OWN * STEP * 2)
 #define THREADS (128 * (GROUPS + 1))
 #define AT_ONCE (STEP == 64)  // registers are there for S^T and dP^T of a tile; the warpgroups take turns to begin one
+// Buffers of dS^T: who writes to one knows that the other has multiplied what was there.  Where dQ of a tile comes first
+// in the next, that is of two tiles before, since the other's dS^T of one before is there; where it comes last, of three,
+// since the other has begun the one before.
+#define TURNS (AT_ONCE ? 3 : 2)
 static_assert(PAD % STEP == 0, "statistics are read a whole tile at a time");
 
 extern __shared__ char raw[];
@@ -39,9 +44,9 @@ struct Shared {
     alignas(1024) char v[OWN_BYTES];  // becomes dV
     alignas(1024) char q[STAGES][STEP_BYTES];
     alignas(1024) char d_out[STAGES][STEP_BYTES];
-    alignas(1024) char slopes[2][SLOPE_BYTES];  // dS^T
+    alignas(1024) char slopes[TURNS][SLOPE_BYTES];  // dS^T
     alignas(128) float statistics[STAGES][STEP / 64][STATISTICS][64];
-    u64 own_full, full[STAGES], empty[STAGES], slopes_full[2];
+    u64 own_full, full[STAGES], empty[STAGES], slopes_full[TURNS];
 };
 
 // The part of dS^T that this warp has, 16 keys, as rows of panels of 64 queries.
@@ -65,7 +70,7 @@ struct Worker {
     float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {}, scales[2];
     int* target;
     Ring<STAGES> ring;
-    Ring<2> turn, turn_before;
+    Ring<TURNS> turn, turn_before;
 
     // Of a tile's dQ a warpgroup has the columns of a panel, or 64 of the queries.
     __device__ int piece() const { return PANELS == 1 ? group : 0; }
@@ -170,7 +175,7 @@ struct Worker {
         multiply_queries<false>(dq);
         wgmma_wait<0>();
         add_queries<false>(dq);
-        if (AT_ONCE && group == 0) named_sync(MY_TURN, 128 * GROUPS);
+        if (AT_ONCE && group == 0) named_sync(MY_TURN, 128 * GROUPS);  // for the other's last arrival there
         named_sync(DONE, 128 * GROUPS);  // nobody reads K any more
     }
 };
@@ -210,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             barrier_init(&s.full[i], 1);
             barrier_init(&s.empty[i], 4 * GROUPS);
         }
-        for (int i = 0; i < 2; ++i) barrier_init(&s.slopes_full[i], 4 * GROUPS);
+        for (int i = 0; i < TURNS; ++i) barrier_init(&s.slopes_full[i], 4 * GROUPS);
         fence_async();
     }
     __syncthreads();

@@ -1,10 +1,11 @@
 // What every backward of attention reads of the forward, prepared once: per head and token the log2-sum-exp of the
 // scores and delta = sum(d_out out), which is what the softmax's gradient subtracts (Dao 2023, arXiv:2307.08691).
 //
-// Where dQ is added up in integers, also the power of two that each query's is multiplied by: no sum of it is beyond
-// 2 |d_out| max |v| max |k_c|, over the keys that the query sees (dP - delta is a difference of two averages of
-// d_out v, the softmax's weights add up to 1), and that becomes 2^29 to 2^30.  What is not finite makes the power NaN.
-// `attention_bounds` finds both maxima of PAD keys; a query takes those of its own PAD and of all before.
+// Where dQ is added up in integers, also the power of two that each query's is multiplied by: an element of dQ is the sum
+// of P (d_out v - delta) k over keys, whose P add up to 1, so that none, nor a part of it, is beyond
+// |d_out| max(|v| max |k_c|) + |delta| max |k_c|, and that becomes 2^29 to 2^30.  (Rounding adds less than a factor of 2,
+// but for scores that fp32 cannot tell apart by 1.)  What is not finite makes the power NaN.  `attention_bounds` finds both
+// maxima of PAD keys; a query takes those of its own PAD and of all before.
 //
 // A group of HEAD_DIM / 8 lanes reads one head of one token, 16 bytes a lane; memory-bound.
 #include "attention.cuh"
@@ -35,32 +36,42 @@ __device__ inline float largest_of(float x) {
     return x;
 }
 
-// bounds (samples, K, padded(T) / PAD): of the keys of a block, max |k_c| and the longest v.
+// At least the length of the vector of which each lane of WIDTH has 8 elements; without squares, which may underflow.
+template <int WIDTH>
+__device__ inline float length_of(const float (&x)[8]) {
+    float sum = 0, largest = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += fabsf(x[i]), largest = larger(largest, fabsf(x[i]));
+    return sqrtf(sum_of<WIDTH>(sum)) * sqrtf(largest_of<WIDTH>(largest));
+}
+
+// bounds (samples, K, padded(T) / PAD): of the keys of a block, max |k_c|, and the largest |v| max |k_c| of one.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_bounds(const uint4* qkv, float2* bounds, int T, int H, int K) {
     __shared__ float2 of_warps[THREADS / 32];
     const int blocks = padded(T) / PAD, block = blockIdx.x % blocks, sample = blockIdx.x / blocks / K;
     const int kv_head = blockIdx.x / blocks % K, lane = threadIdx.x % LANES;
-    float key = 0, value = 0;
+    float key = 0, both = 0;
 #pragma unroll
     for (int i = threadIdx.x / LANES; i < PAD; i += THREADS / LANES) {
         const int token = block * PAD + i;
-        float x[8] = {}, y[8] = {}, square = 0;
+        float x[8] = {}, y[8] = {}, mine = 0;
         if (token < T) {
             const uint4* at = qkv + (((long)sample * T + token) * (H + 2 * K) + H + kv_head) * LANES + lane;
             widen(x, at[0]);
             widen(y, at[K * LANES]);
         }
 #pragma unroll
-        for (int j = 0; j < 8; ++j) key = larger(key, fabsf(x[j])), square += y[j] * y[j];
-        value = larger(value, sum_of<LANES>(square));
+        for (int j = 0; j < 8; ++j) mine = larger(mine, fabsf(x[j]));
+        mine = largest_of<LANES>(mine);
+        key = larger(key, mine), both = larger(both, mine * length_of<LANES>(y));
     }
-    key = largest_of<32>(key), value = largest_of<32>(value);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {key, value};
+    key = largest_of<32>(key), both = largest_of<32>(both);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = {key, both};
     __syncthreads();
     if (threadIdx.x) return;
-    for (const float2 of_warp : of_warps) key = larger(key, of_warp.x), value = larger(value, of_warp.y);
-    bounds[blockIdx.x] = {key, sqrtf(value)};
+    for (const float2 of_warp : of_warps) key = larger(key, of_warp.x), both = larger(both, of_warp.y);
+    bounds[blockIdx.x] = {key, both};
 }
 
 // sums, if there are any, become 0: samples padded(T) H HEAD_DIM integers.
@@ -72,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const long place = index / H;  // of the token, in padded samples
     const int token = place % padded(T), sample = place / padded(T);
     const bool exists = sample < samples && token < T;
-    float x[8] = {}, y[8] = {}, delta = 0, square = 0, lse = INFINITE;
+    float x[8] = {}, y[8] = {}, delta = 0, lse = INFINITE;
     if (exists) {
         const long at = (((long)sample * T + token) * H + head) * LANES + lane;
         widen(x, d_out[at]);
@@ -80,20 +91,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         lse = log_sum_exp[((long)sample * H + head) * T + token];
     }
 #pragma unroll
-    for (int i = 0; i < 8; ++i) delta += x[i] * y[i], square += x[i] * x[i];
+    for (int i = 0; i < 8; ++i) delta += x[i] * y[i];
     delta = sum_of<LANES>(delta);
     float scale = 0;
     if (sums) {
-        float key = 0, value = 0;
+        float key = 0, both = 0;
         if (exists) {
             const float2* of_blocks = bounds + (sample * K + head / (H / K)) * (padded(T) / PAD);
             for (int i = lane; i <= token / PAD; i += LANES) {
                 key = larger(key, of_blocks[i].x);
-                value = larger(value, of_blocks[i].y);
+                both = larger(both, of_blocks[i].y);
             }
         }
-        key = largest_of<LANES>(key), value = largest_of<LANES>(value);
-        const float bound = 2 * sqrtf(sum_of<LANES>(square)) * value * key + (exists ? 0 * lse : 0);
+        key = largest_of<LANES>(key), both = largest_of<LANES>(both);
+        const float bound = length_of<LANES>(x) * both + fabsf(delta) * key + (exists ? 0 * lse : 0);
         const int exponent = 29 - ilogbf(fmaxf(bound, 1e-28f));
         scale = bound < INFINITE ? scalbnf(1, exponent) : bound - bound;
         if (sample < samples) sums[2 * thread] = sums[2 * thread + 1] = {};

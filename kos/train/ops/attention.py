@@ -97,8 +97,8 @@ def attention_backward(
 ) -> None:
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
-    Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: of float32, 3 B H T numbers, and on
-    Hopper B H T d integers more, where blocks add up dQ (T rounded up to 128).
+    Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none in the simple
+    family) and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
     """
     samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
     expect("d_out", d_out, out.shape, out.dtype)
@@ -127,9 +127,9 @@ def attention_backward(
         prepare(stream, -(-threads // 256), 256, *inputs, *scratch, *size)
         if sums is not None:
             tiles = _BACKWARD[head_dim] | (tiles or {})
-            step = 8192 // head_dim  # STEP; so many bytes take a pair of K and V, of tiles of Q and dO, and dS twice:
-            parts = (2 * _BLOCK * row, int(tiles["STAGES"]) * step * (2 * row + 12), 4 * _BLOCK * step)
-            shared = sum(parts) + _ALIGNMENT + 256
+            step, turns = 8192 // head_dim, 3 if head_dim == 128 else 2  # STEP and TURNS
+            own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
+            shared = own + int(tiles["STAGES"]) * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
             kernel = _kernel("backward_hopper", "attention_backward", qkv, head_dim, tiles)
             finish = _kernel("backward_hopper", "attention_finish", qkv, head_dim, tiles)
             maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
