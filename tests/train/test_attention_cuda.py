@@ -104,8 +104,10 @@ def make_case(rng: np.random.Generator, shape: tuple[int, ...], dtype: str, spre
 
 
 def expect(
-    qkv: np.ndarray, d_out: np.ndarray, samples: int, length: int, heads: int, kv_heads: int
-) -> dict[str, np.ndarray]:
+    qkv: np.ndarray, d_out: np.ndarray, samples: int, length: int, heads: int, kv_heads: int,
+    out: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """``out``: what the backward pass is given, unless it is the forward's of here, rounded."""
     arena = Arena()
     x, dy, y, dx = (reference.empty_columns(arena, len(qkv), n, np.float64)
                     for n in (qkv.shape[1], d_out.shape[1], d_out.shape[1], qkv.shape[1]))  # fmt: skip
@@ -113,7 +115,7 @@ def expect(
     log_sum_exp = np.empty((samples, heads, length))
     reference.attention(x, heads, kv_heads, y, log_sum_exp, arena)
     stored = reference.empty_columns(arena, *y.shape, np.float64)
-    stored[...] = y.astype(qkv.dtype)  # what the backward pass is given
+    stored[...] = y.astype(qkv.dtype) if out is None else out
     reference.attention_backward(dy, x, stored, log_sum_exp, heads, kv_heads, dx, arena)
     return {"out": y, "log_sum_exp": log_sum_exp, "d_qkv": dx}
 
@@ -263,8 +265,9 @@ def test_a_token_unlike_the_others(
     qkv[0, 6 * d :] *= value
     qkv = qkv.astype(DTYPES["bfloat16"].numpy)
     case.qkv.copy_from(qkv, stream)
-    case.expected = expect(qkv, case.d_out.numpy(stream), 1, 1500, 4, 2)
-    results, lse = case.run(stream, device_arena(), family=family), case.expected["log_sum_exp"]
+    results = case.run(stream, device_arena(), family=family)
+    case.expected = expect(qkv, case.d_out.numpy(stream), 1, 1500, 4, 2, results["out"])  # one rounding is much in dQ
+    lse = case.expected["log_sum_exp"]
     np.testing.assert_allclose(results["log_sum_exp"], lse, rtol=1e-5, atol=1e-4)  # scores are larger than elsewhere
     assert_close(case, {**results, "log_sum_exp": lse}, "bfloat16", d)
 

@@ -10,8 +10,8 @@
 //
 // Blocks add to dQ in any order and yet get the same bits each time: they add integers.  attention_statistics has given
 // each query a power of two that takes the largest sum there can be to 2^30, and a tile's share is rounded by 2^-31 of
-// that at most.  For numbers of one size, and 4096 keys, that is a hundredth of what rounding to bfloat16 is; a key of 30
-// times the size of others, with a value as large, makes it as much, for the queries that come after it.
+// that at most.  For numbers of one size, and 4096 keys, that is a two-hundredth of what rounding to bfloat16 is.  (A key and
+// a value of 20 times the size of all others, which no later query attends to, would make it as much.)
 //
 // The first warpgroup's first thread issues all TMA loads.
 #include "attention_hopper.cuh"
