@@ -154,7 +154,8 @@ class Trainer:
             lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
             self._held.callback(lock.close)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not (self.config.profile and (self.out / "config.json").exists()):  # a profile is a guest there
+            guest = self.config.profile or self.start >= self.config.steps  # which trains nothing there
+            if not (guest and (self.out / "config.json").exists()):
                 checkpoint.write_json(self.out / "config.json", self.description)
         except BlockingIOError as error:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
@@ -182,7 +183,7 @@ class Trainer:
         config = self.config
         try:
             if self.start:
-                done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps)
+                done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps and not config.profile)
                 self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))

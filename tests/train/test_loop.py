@@ -189,6 +189,9 @@ def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Pa
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
     assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 (nothing to do" in capsys.readouterr().out
     assert _weights(tmp_path / "b") == _weights(tmp_path / "a")
+    config = (tmp_path / "a/config.json").read_bytes()
+    _train(text, tmp_path / "a", steps=1, resume="auto")
+    assert (tmp_path / "a/config.json").read_bytes() == config  # of the run that trained there
 
 
 def test_resume_says_what_is_not_as_it_was(text: Path, tmp_path: Path, caplog: Any) -> None:
