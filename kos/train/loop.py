@@ -183,7 +183,8 @@ class Trainer:
         config = self.config
         try:
             if self.start:
-                done = " (nothing to do: more --steps go on from there)" * (self.start >= config.steps and not config.profile)
+                over = self.start >= config.steps and not config.profile
+                done = " (nothing to do: more --steps go on from there)" * over
                 self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
