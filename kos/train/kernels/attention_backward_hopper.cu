@@ -150,11 +150,12 @@ struct Worker {
         __syncwarp();
         if (lane == 0) barrier_arrive(&s.slopes_full[turn.stage]);
         multiply_add<STEP>(dk, narrow_slopes, s.q[i]);
-        if (AT_ONCE) multiply_queries<FIRST>(dq);
-        if (AT_ONCE)
+        if (AT_ONCE) {
+            multiply_queries<FIRST>(dq);
             wgmma_wait<1>();
-        else
+        } else {
             wgmma_wait<0>();
+        }
         hold(dk);
         hold(narrow_slopes);
         const float upper = statistics[piece()][2][row], lower = statistics[piece()][2][row + 8];
