@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from dataclasses import dataclass
@@ -287,8 +288,9 @@ def test_later_tokens_do_not_matter(rng: np.random.Generator, stream: Any, famil
 
 
 @pytest.mark.parametrize("family", families())
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("where", ["q", "k", "v", "d_out", "out"])
+@pytest.mark.parametrize(
+    ("where", "value"), [*itertools.product(["q", "k", "v", "d_out", "out"], [np.nan, np.inf]), ("log_sum_exp", np.nan)]
+)
 @pytest.mark.parametrize("d", [64, 128])
 def test_what_is_not_finite_stays_so(
     rng: np.random.Generator, stream: Any, family: str, where: str, value: float, d: int
@@ -296,14 +298,16 @@ def test_what_is_not_finite_stays_so(
     """In dQ too, which is added up in integers: of the queries that see it none is finite, of others all are."""
     length, at = 300, 200
     case = make_case(rng, (1, length, 2, 2, d), "bfloat16")
-    target = getattr(case, where if "out" in where else "qkv")
-    if where == "out":  # as the forward left it, but for this
+    target = case.qkv if where in "qkv" else getattr(case, where)
+    from_forward = where in ("out", "log_sum_exp")  # as it left them, but for this
+    if from_forward:
         case.run(stream, device_arena(), family=family)
     poisoned = target.numpy(stream)
-    poisoned[at, {"q": 0, "k": 2, "v": 4}.get(where, 0) * d + 3] = value
+    place = (0, 0, at) if where == "log_sum_exp" else (at, {"q": 0, "k": 2, "v": 4}.get(where, 0) * d + 3)
+    poisoned[place] = value
     target.copy_from(poisoned, stream)
     arena = device_arena()
-    if where != "out":
+    if not from_forward:
         ops.attention(case.qkv, 2, 2, case.out, case.log_sum_exp, stream, family=family)
     case.d_qkv.fill_bytes(0, stream)
     ops.attention_backward(
