@@ -43,9 +43,6 @@ class Checkpoint(NamedTuple):
     step: int
     config: Mapping[str, Any]
 
-    def tokenizer(self) -> Mapping[str, Any]:
-        return json.loads((self.path / TOKENIZER).read_text(encoding="utf-8"))
-
     def load_optimizer(self, optimizer: AdamW) -> None:
         """Fill both moments and the step count."""
         path = self.path / OPTIMIZER
@@ -148,6 +145,18 @@ def find(path: Path, without: str | None = None) -> Checkpoint:
     if found is None:
         raise CheckpointError(f"{path}: expected a checkpoint or a run with one under checkpoints/, got none")
     return found
+
+
+def read_tokenizer(folder: Path) -> Mapping[str, Any]:
+    """What ``tokenizer_from_json`` takes, from the ``kos_tokenizer.json`` of a checkpoint's folder."""
+    path = folder / TOKENIZER
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got {error}") from error
+    if not isinstance(values, dict) or "kind" not in values:
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got JSON without its kind")
+    return values
 
 
 def _named(folder: Path) -> list[tuple[int, Path]]:
