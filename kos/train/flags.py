@@ -135,11 +135,11 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
             continue
         expected = shape[name]
         if name in free:
-            shape[name] = got
+            del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
             raise ConfigError(f"{where}: expected {expected}, which the model in {folder} has, got {got}")
-    return str(folder), {"model": shape}
+    return str(folder / "config.json"), {"model": shape}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
