@@ -47,7 +47,7 @@ class TrainConfig(Section):
     """Everything a run needs to know.  Build one with ``parse`` or ``from_preset``."""
 
     preset: str = option("Run", f"starting point: {', '.join(PRESETS)}", "tiny")
-    steps: int = option("Run", "optimizer steps of the whole run", ge=1)
+    steps: int = option("Run", "optimizer steps of the whole run", ge=1, lt=2**63)
     seed: int = option("Run", "seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
     deterministic: bool = option("Run", "bit-identical for any number of ranks (slower)", False)
     out: Path | None = option(
@@ -85,7 +85,7 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "wsd", "constant"] = option(
         "Optimizer", "after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
     )
-    warmup_steps: int = option("Optimizer", "steps of linear warm-up", 0, ge=0)
+    warmup_steps: int = option("Optimizer", "steps of linear warm-up", 0, ge=0, lt=2**63)
     decay_fraction: float = option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
     weight_decay: float = option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
     beta1: float = option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
