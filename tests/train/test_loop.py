@@ -341,7 +341,7 @@ def test_recompute_and_outliers(text: Path, tmp_path: Path, capsys: Any) -> None
 def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
     """Also in the rows that are kept of a run that wrote them bare."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": NaN}\n')
+    path.write_text('{"step": 1, "loss": NaN}\n' + "[" * 100_000 + "\n")
     metrics = MetricsLog(path, after_step=1)
     metrics.write({"step": 2, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     metrics.close()
