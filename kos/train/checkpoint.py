@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import reprlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,9 +43,6 @@ class Checkpoint(NamedTuple):
     path: Path
     step: int
     config: Mapping[str, Any]
-
-    def tokenizer(self) -> Mapping[str, Any]:
-        return json.loads((self.path / TOKENIZER).read_text(encoding="utf-8"))
 
     def load_optimizer(self, optimizer: AdamW) -> None:
         """Fill both moments and the step count."""
@@ -101,21 +99,24 @@ def verify(path: Path, without: str | None = None) -> Checkpoint:
             raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
         if missing := FILES - set(manifest["files"]):
             raise CheckpointError(f"{path / MANIFEST}: expected the files {sorted(FILES)}, got no {min(missing)}")
+        step, config = manifest["step"], manifest["config"]
+        tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
+        if type(step) is not int or not tables or not all(isinstance(table, dict) for table in tables):
+            got = f"{step!r} and {reprlib.repr(config)}"
+            raise CheckpointError(f"{path / MANIFEST}: expected an integer step and a config, got {got}")
         named = _NAME.fullmatch(path.name)
-        if named and int(named[1]) != manifest["step"]:
-            raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {manifest['step']}")
+        if named and int(named[1]) != step:
+            raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
         for name, expected in manifest["files"].items():
             if name == without:
                 continue
-            got = _fingerprint(path / Path(name).name)
+            found = _fingerprint(path / Path(name).name)
             for key in ("bytes", "sha256"):
-                if got[key] != expected[key]:
-                    raise CheckpointError(f"{path / name}: expected {key} {expected[key]}, got {got[key]}")
-        if not isinstance(manifest["step"], int) or not isinstance(manifest["config"], dict):
-            raise CheckpointError(f"{path / MANIFEST}: expected an integer step and a config")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                if found[key] != expected[key]:
+                    raise CheckpointError(f"{path / name}: expected {key} {expected[key]}, got {found[key]}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
-    return Checkpoint(path, manifest["step"], manifest["config"])
+    return Checkpoint(path, step, config)
 
 
 def latest(folder: Path, without: str | None = None) -> Checkpoint | None:
@@ -142,19 +143,36 @@ def find(path: Path, without: str | None = None) -> Checkpoint:
 
     A file named by ``without`` is not looked at.
     """
-    if (path / MANIFEST).exists() or _NAME.fullmatch(path.name):
-        return verify(path, without)
-    found = latest(path / "checkpoints", without)
+    expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
+    try:
+        is_one = (path / MANIFEST).exists() or _NAME.fullmatch(path.name)
+    except OSError as error:
+        raise CheckpointError(f"{expected}, got {error}") from error
+    found = verify(path, without) if is_one else latest(path / "checkpoints", without)
     if found is None:
-        raise CheckpointError(f"{path}: expected a checkpoint or a run with one under checkpoints/, got none")
+        raise CheckpointError(f"{expected}, got none")
     return found
+
+
+def read_tokenizer(folder: Path) -> Mapping[str, Any]:
+    """What ``tokenizer_from_json`` takes, from the ``kos_tokenizer.json`` of a checkpoint's folder."""
+    path = folder / TOKENIZER
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got {error}") from error
+    if not isinstance(values, dict) or "kind" not in values:
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got JSON without its kind")
+    return values
 
 
 def _named(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of what is named like a checkpoint; of one step, what was to be replaced comes first."""
-    if not folder.is_dir():
-        return []
-    matches = ((_NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    try:
+        paths = list(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder}: expected a folder that can be read, got {error}") from error
+    matches = ((_NAME.fullmatch(path.name), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 

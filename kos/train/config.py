@@ -47,7 +47,7 @@ class TrainConfig(Section):
     """Everything a run needs to know.  Build one with ``parse`` or ``from_preset``."""
 
     preset: str = option("Run", f"starting point: {', '.join(PRESETS)}", "tiny")
-    steps: int = option("Run", "optimizer steps of the whole run", ge=1)
+    steps: int = option("Run", "optimizer steps of the whole run", ge=1, lt=2**63)
     seed: int = option("Run", "seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
     deterministic: bool = option("Run", "bit-identical for any number of ranks (slower)", False)
     out: Path | None = option(
@@ -85,7 +85,7 @@ class TrainConfig(Section):
     schedule: Literal["cosine", "wsd", "constant"] = option(
         "Optimizer", "after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
     )
-    warmup_steps: int = option("Optimizer", "steps of linear warm-up", 0, ge=0)
+    warmup_steps: int = option("Optimizer", "steps of linear warm-up", 0, ge=0, lt=2**63)
     decay_fraction: float = option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
     weight_decay: float = option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
     beta1: float = option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
@@ -222,9 +222,8 @@ class TrainConfig(Section):
     def model_config_for(self, vocab_size: int) -> LlamaConfig:
         """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
         if self.model.vocab_size is not None and self.model.vocab_size < vocab_size:
-            raise ConfigError(
-                f"--vocab-size: expected at least the tokenizer's {vocab_size}, got {self.model.vocab_size}"
-            )
+            where = "--vocab-size" if self.init_from is None else f"{Path(self.init_from, 'config.json')}: vocab_size"
+            raise ConfigError(f"{where}: expected at least the tokenizer's {vocab_size}, got {self.model.vocab_size}")
         return self.model.resolve(vocab_size, self.seq_len)
 
 
@@ -267,10 +266,13 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     """
     merged: dict[str, Any] = {}
     label: dict[str, str] = {}
+    origin: dict[str, str] = {}  # of a key in the midst of a sentence
     for source, values in layers:
         for key, value in flatten(source, values).items():
             merged[key] = value
             label[key] = flag_of(key) if source == "flags" else f"{source}: {key}"
+            told = source in ("flags", "argument") or source.startswith("preset")
+            origin[key.rpartition(".")[2]] = "" if told else f" of {source}"
     if merged.get("model.model_type") == "gpt2":
         for key in (f"model.{name}" for name in LLAMAS):
             if label.get(key, "").startswith("preset"):
@@ -284,7 +286,7 @@ def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
     except ValidationError as error:
         line = one_line(error, label)
         if error.errors()[0]["type"] == "value_error":
-            line = _FIELD.sub(lambda name: flag_of(name[0]), line)
+            line = _FIELD.sub(lambda name: flag_of(name[0]) + origin.get(name[0], ""), line)
         raise ConfigError(line) from None
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -119,7 +120,7 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
     Raises ConfigError where they say another; the initial weights and a LLaMA's context are theirs to say.
     """
     run = folder / "checkpoints"
-    if run.is_dir():
+    if os.path.isdir(run):  # else read_config says why not
         raise ConfigError(f"--init-from: expected a folder of weights, as {run / 'step-N'}, got the run {folder}")
     try:
         model = read_config(folder)
@@ -135,11 +136,11 @@ def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> t
             continue
         expected = shape[name]
         if name in free:
-            shape[name] = got
+            del shape[name]
         elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
             where = flag_of(key) if source == "flags" else f"{source}: {key}"
             raise ConfigError(f"{where}: expected {expected}, which the model in {folder} has, got {got}")
-    return str(folder), {"model": shape}
+    return str(folder / "config.json"), {"model": shape}
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class GPT2Config(LlamaConfig):
             ("rope_scaling", None),
         ):
             if (got := getattr(self, name)) != expected:
-                wanted = "none" if expected is None else f"{expected:g}"
+                wanted = "none" if expected is None else expected if isinstance(expected, bool) else f"{expected:g}"
                 raise ConfigError(f"{name}: expected {wanted} in a GPT-2, got {got}")
 
     @property

@@ -62,7 +62,7 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
 def from_huggingface(settings: Any, source: str = "config.json") -> LlamaConfig:
     """The model that a ``config.json`` describes; ``source`` names it in errors.  Raises CheckpointError."""
     kind = settings.get("model_type") if isinstance(settings, dict) else None
-    if kind not in _REQUIRED:
+    if not isinstance(kind, str) or kind not in _REQUIRED:
         raise CheckpointError(f"{source}: expected model_type 'llama' or 'gpt2', got {kind!r}")
     for key in _REQUIRED[kind]:
         if not isinstance(settings.get(key), int):
@@ -107,7 +107,7 @@ def read_config(directory: Path) -> LlamaConfig:
     path = directory / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a Hugging Face config.json, got {error}") from error
     return from_huggingface(settings, str(path))
 
@@ -127,7 +127,7 @@ def read_weights(directory: Path, weights: Parameters) -> None:
         if index.exists():
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         elsewhere = next((shard for shard in shards if Path(shard).name != shard), None)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: expected an index of safetensors, got {error}") from error
     if elsewhere is not None:
         raise CheckpointError(f"{index}: expected file names, got {elsewhere!r}")
@@ -153,7 +153,7 @@ def fill(targets: Mapping[str, np.ndarray], tensors: Iterable[tuple[str, np.ndar
             raise CheckpointError(f"{source}: expected the tensors of this model, got an unknown {name!r}")
         if tensor.shape != targets[name].shape:
             raise CheckpointError(f"{source}: {name}: expected shape {targets[name].shape}, got {tensor.shape}")
-        if tensor.dtype.kind in "biu":
+        if tensor.dtype.kind in "biuc":
             raise CheckpointError(f"{source}: {name}: expected floating-point numbers, got {tensor.dtype}")
         targets[name][...] = tensor
         missing.pop(name, None)
@@ -170,6 +170,12 @@ def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
             path.open("rb").close()  # whose errors say more
             with safe_open(path, framework="numpy") as file:
                 for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
-                    yield name, file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
+                    try:
+                        tensor = file.get_tensor(name)
+                    except AttributeError as error:
+                        got = file.get_slice(name).get_dtype()
+                        expected = "expected a dtype that NumPy has"
+                        raise CheckpointError(f"{path}: {name}: {expected}, got {got}") from error
+                    yield name, tensor
+        except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{path}: expected readable safetensors, got {error}") from error

@@ -113,6 +113,8 @@ class Trainer:
         self.engine.load(state)
 
     def _fill(self, state: AdamW, source: Path) -> None:
+        if (source / checkpoint.TOKENIZER).exists():  # kos wrote the folder
+            self._compare_tokenizers(source)
         if self._found is not None:
             self._compare_runs(self._found)
         _check_same_model(source, huggingface.read_config(source), self.model_config)
@@ -120,13 +122,16 @@ class Trainer:
             self._found.load_optimizer(state)
         huggingface.read_weights(source, state.weights)
 
-    def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
-        """Another tokenizer is refused; what else would break the promise to go on bit for bit is said."""
-        ours, theirs = self.data.tokenizer.to_json(), found.tokenizer()
+    def _compare_tokenizers(self, source: Path) -> None:
+        """Refuse weights of another tokenizer: token numbers would mean other text."""
+        ours, theirs = self.data.tokenizer.to_json(), checkpoint.read_tokenizer(source)
         if {**ours, "name": ""} != {**theirs, "name": ""}:  # which is its path
             name, other = self.data.tokenizer.name, theirs.get("name", theirs["kind"])
             got = f"{other} (see --tokenizer)" if other != name else "another of that name (--tokenizer, --data)"
-            raise CheckpointError(f"{found.path}: expected the tokenizer of this run, {name}, got {got}")
+            raise CheckpointError(f"{source}: expected the tokenizer of this run, {name}, got {got}")
+
+    def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
+        """Say what breaks the promise to go on bit for bit."""
         before, now = found.config, self.description
         asked = {"grad_dtype": "float32", **before.get("config", {})}
         theirs, ours = asked | before.get("derived", {}), now["config"] | now["derived"]

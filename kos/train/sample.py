@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = make_model(huggingface.read_config(found.path), numpy_ops)
         weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
         huggingface.read_weights(found.path, weights)
-        tokenizer = tokenizer_from_json(found.tokenizer())
+        tokenizer = tokenizer_from_json(checkpoint.read_tokenizer(found.path))
         text = sample_text(model, weights, tokenizer, arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -148,7 +149,10 @@ class HuggingFaceTokenizer(Tokenizer):
         return number
 
     def encode(self, text: str) -> NDArray[Any]:
-        encodings = self._tokenizer.encode_batch(_pieces(text), add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch(_pieces(text), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
         return np.concatenate([np.array(encoding.ids, self.dtype) for encoding in encodings])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -193,8 +197,11 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     try:
         named = {role: settings.get(f"{role}_token") for role in ("bos", "eos")}  # plain text, or with more about it
         special = {role: token["content"] if isinstance(token, dict) else token for role, token in named.items()}
-    except (AttributeError, KeyError) as error:
-        raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {error}") from None
+        wrong = [token for token in special.values() if not isinstance(token, str | None)]
+    except (AttributeError, KeyError):
+        wrong = [settings]
+    if wrong:
+        raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {reprlib.repr(wrong[0])}")
     return HuggingFaceTokenizer(tokenizer, str(path), **special)
 
 
@@ -204,5 +211,5 @@ def _read_json(path: Path) -> Any:
     except OSError as error:
         got = f"{str(path)!r}: {error.strerror}"
         raise DataError(f"--tokenizer: expected bytes, chars or the PATH of a tokenizer.json, got {got}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"--tokenizer {path}: expected JSON, got {error}") from None

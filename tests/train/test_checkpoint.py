@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from kos.train import checkpoint, huggingface
 from kos.train.optimizer import AdamW
 from kos.train.parameters import Parameters
 from tests.train.models import small
+from tests.train.refusal import refused
 
 MODEL = small(tie_word_embeddings=True)
 
@@ -32,7 +34,7 @@ def _state(seed: int) -> AdamW:
 
 def _save(folder: Path, step: int, seed: int = 0, keep: int = 99) -> Path:
     return checkpoint.save(
-        folder, step=step, optimizer=_state(seed), model=MODEL, tokenizer={"name": "bytes"}, config={"seed": seed},
+        folder, step=step, optimizer=_state(seed), model=MODEL, tokenizer={"kind": "bytes"}, config={"seed": seed},
         keep=keep, before=step,
     )  # fmt: skip
 
@@ -41,7 +43,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     _save(tmp_path, 7, seed=3)
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.config == {"seed": 3}
-    assert huggingface.read_config(found.path) == MODEL and found.tokenizer() == {"name": "bytes"}
+    assert huggingface.read_config(found.path) == MODEL and checkpoint.read_tokenizer(found.path) == {"kind": "bytes"}
     expected, got = _state(3), _state(4)
     huggingface.read_weights(found.path, got.weights)
     found.load_optimizer(got)
@@ -147,6 +149,31 @@ def test_find_names_what_is_missing(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path / "nowhere") is None
 
 
+def test_a_manifest_that_is_none(tmp_path: Path) -> None:
+    path = _save(tmp_path, 3) / "manifest.json"
+    whole = json.loads(path.read_text())
+    for change in ({"step": "3"}, {"step": True}, {"config": []}, {"config": {"config": [1]}}):
+        path.write_text(json.dumps({**whole, **change}))
+        with refused(CheckpointError, f"{path}: expected an integer step and a config, got"):
+            checkpoint.verify(path.parent)
+    path.write_text("[" * 100_000)
+    with refused(CheckpointError, f"{path.parent}: expected a whole checkpoint, got RecursionError"):
+        checkpoint.verify(path.parent)
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused(CheckpointError, f"{'x' * 300}: expected a checkpoint or a run with one under checkpoints/, got"):
+        checkpoint.find(Path("x" * 300))
+    (tmp_path / "checkpoints").mkdir()
+
+    def closed(path: Path) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with refused(CheckpointError, f"{tmp_path}/checkpoints: expected a folder that can be read, got", "denied"):
+        checkpoint.find(tmp_path)
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     found = checkpoint.verify(_save(tmp_path, 1))
     shapes = dict(MODEL.parameter_shapes())
@@ -178,6 +205,7 @@ def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:
 KILLED = """
 import sys; sys.path.insert(0, {tests!r})
 import os, itertools
+from collections.abc import Iterator
 from pathlib import Path
 from test_checkpoint import _save
 print("ready", flush=True)

@@ -49,17 +49,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _bad_input(text: Path, tmp_path: Path) -> dict[str, tuple[list[str | Path], str]]:
     """What every rank finds, or one alone; what the line says in other cases is tested where it is made."""
     (tmp_path / "file").write_text("")
+    (tmp_path / "config.json").write_text('{"model_type": ["llama"]}')
     data = ["--data", text]
     return {
         "flag": (["--stepz", "3"], "--steps"),
         "missing": (["--data", tmp_path / "nowhere.txt"], "nowhere.txt"),
         "batch": ([*data, "--batch-size", "7"], "expected a multiple of the 2 ranks, got 7"),
         "out": ([*data, "--out", tmp_path / "file" / "run"], "expected a folder that can be written"),
+        "init": ([*data, "--init-from", tmp_path], f"{tmp_path}/config.json: expected model_type"),
         "resume": ([*data, "--resume", tmp_path], "expected a checkpoint or a run"),
     }
 
 
-@pytest.mark.parametrize("case", ["flag", "missing", "batch", "out", "resume"])
+@pytest.mark.parametrize("case", ["flag", "missing", "batch", "out", "init", "resume"])
 def test_bad_input_is_one_line_and_ends_the_job(text: Path, tmp_path: Path, case: str) -> None:
     flags, expected = _bad_input(text, tmp_path)[case]
     done = _run("--out", tmp_path / "run", *flags)

@@ -145,6 +145,11 @@ def test_a_config_is_frozen() -> None:
         (["--preset", "huge"], ["--preset", "tiny, baby, 124m, gpt2-124m, 1b, 8b", "got 'huge'"]),
         (["--steps", "abc"], ["--steps", "integer", "got 'abc'"]),
         (["--steps", "1.5"], ["--steps", "integer", "got '1.5'"]),
+        (["--steps", f"{10**400}"], ["--steps", "a number less than 9223372036854775808", "got 1"]),
+        (["--warmup-steps", f"{10**400}"], ["--warmup-steps", "less than 9223372036854775808", "got 1"]),
+        (["--hidden-size", f"{10**400}"], ["--hidden-size", "less than 9223372036854775808", "got 1"]),
+        (["--num-hidden-layers", "100001"], ["--num-hidden-layers", "less than or equal to 100000", "got 100001"]),
+        (["--init-from", "x" * 5000], ["--init-from", "File name too long"]),
         (["--steps", "0"], ["--steps", "greater than or equal to 1", "got 0"]),
         (["--steps"], ["--steps", "one argument", "got none"]),
         (["--deterministic=yes"], ["--deterministic", "no value", "got 'yes'"]),
@@ -298,11 +303,18 @@ def test_init_from_refuses_what_the_model_is_not(tmp_path: Path) -> None:
         (["--hidden-size=96"], f"--hidden-size: expected 24, {has}, got 96"),
         (["--model-type=gpt2"], f"--model-type: expected llama, {has}, got gpt2"),
         (["--tie-word-embeddings"], f"--tie-word-embeddings: expected False, {has}, got True"),
-        (["--seq-len=600"], "--seq-len ≤ --max-position-embeddings, got 600 and 512"),
+        (["--seq-len=600"], f"--seq-len ≤ --max-position-embeddings of {folder}/config.json, got 600 and 512"),
+        (["--seq-len=9", "--max-position-embeddings=8"], "--seq-len ≤ --max-position-embeddings, got 9 and 8"),
+        (["--initializer-range=x"], "--initializer-range: expected a valid number, got 'x'"),
         (["--resume=run"], f"--init-from or --resume, got '{folder}' and 'run'"),
     ):
         with refused(ConfigError, said):
             parse(["--init-from", folder, *flags])
+    with refused(ConfigError, f"{folder}/config.json: vocab_size: expected at least the tokenizer's 999, got 37"):
+        parse(["--init-from", folder]).model_config_for(999)
+    file = write(tmp_path / "run.toml", "lr = 0.1\n")
+    with refused(ConfigError, f"expected --min-lr ≤ --lr of {file}, got 0.2 and 0.1"):
+        parse(["--config", file, "--min-lr", "0.2"])
     file = write(tmp_path / "run.toml", "[model.rope_scaling]\nfactor = 4.0\n")
     with refused(ConfigError, f"{file}: model.rope_scaling: expected", has, "got {'factor': 4.0}"):
         parse(["--config", file, "--init-from", folder])

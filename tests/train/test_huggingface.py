@@ -16,6 +16,7 @@ from kos.train.parameters import Parameters
 from tests.train.models import SCALING, small
 
 CONFIG = small(rope_theta=500_000.0, rope_scaling=SCALING)
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_positions": 8, "n_head": 4}
 V4 = ("rope_theta", "rope_scaling", "torch_dtype")
 V5 = ("rope_parameters", "dtype")
 
@@ -34,6 +35,8 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
     ("change", "message"),
     [
         ({"model_type": "opt"}, "expected model_type 'llama' or 'gpt2', got 'opt'"),
+        ({"model_type": ["llama"]}, r"expected model_type 'llama' or 'gpt2', got \['llama'\]"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers: expected a number less than or equal to 100000, got"),
         ({"hidden_act": "gelu"}, "expected hidden_act 'silu', got 'gelu'"),
         ({"attention_bias": True}, "expected attention_bias False"),
         ({"hidden_size": None}, "expected an integer hidden_size, got None"),
@@ -44,6 +47,7 @@ def test_both_spellings(config: LlamaConfig, dropped: tuple[str, ...]) -> None:
         ({"rope_theta": "big", "rope_parameters": None}, "rope_theta: expected a valid number, got 'big'"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads: expected a valid integer, got '2'"),
         ({"num_attention_heads": 0}, "num_attention_heads: expected a number greater than or equal to 1, got 0"),
+        ({**GPT2, "tie_word_embeddings": False}, "tie_word_embeddings: expected True in a GPT-2, got False"),
         ({"model_type": "gpt2", "n_embd": 9, "n_layer": 2, "n_positions": 8, "n_head": 5}, "hidden_size: .* 5, got 9"),
     ],
 )
@@ -52,7 +56,7 @@ def test_what_it_is_not(change: dict[str, object], message: str) -> None:
         from_huggingface({**to_huggingface(CONFIG), **change}, "here")
 
 
-@pytest.mark.parametrize("content", ["[1]", "null", "{", "3", ""])
+@pytest.mark.parametrize("content", ["[1]", "null", "{", "3", "", "[" * 100_000])
 def test_a_config_that_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json: expected (a Hugging Face config|model_type)"):
@@ -83,7 +87,7 @@ def test_sharded_weights(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": {"x": "../elsewhere.safetensors"}}))
     with pytest.raises(CheckpointError, match="expected file names"):
         read_weights(tmp_path, weights)
-    for broken in ("[]", "{}", '{"weight_map": ["x"]}', '{"weight_map": {"x": 7}}', "{"):
+    for broken in ("[]", "{}", '{"weight_map": ["x"]}', '{"weight_map": {"x": 7}}', "{", "[" * 100_000):
         index.write_text(broken)
         with pytest.raises(CheckpointError, match="expected an index of safetensors"):
             read_weights(tmp_path, weights)
@@ -91,6 +95,17 @@ def test_sharded_weights(tmp_path: Path) -> None:
     save_file({**tensors, "model.norm.weight": np.ones(CONFIG.hidden_size, int)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="model.norm.weight: expected floating-point numbers, got int64"):
         read_weights(tmp_path, weights)
+    save_file({**tensors, "model.norm.weight": np.ones(CONFIG.hidden_size, "c8")}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="model.norm.weight: expected floating-point numbers, got complex64"):
+        read_weights(tmp_path, weights)
+    header = b'{"model.norm.weight": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match=r"safetensors: model.norm.weight: expected .* NumPy has, got F8_E4M3"):
+        read_weights(tmp_path, weights)
+    index.write_text('{"weight_map": {"x": "nul\\u0000"}}')
+    with pytest.raises(CheckpointError, match="expected readable safetensors, got"):
+        read_weights(tmp_path, weights)
+    index.unlink()
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="expected readable safetensors"):
         read_weights(tmp_path, weights)

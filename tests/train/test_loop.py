@@ -282,6 +282,27 @@ def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
         _train(text, tmp_path / "third", 2, steps=2, init_from=str(source), model=model)
 
 
+def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None:
+    """One of as many characters would fit the weights; without the file it is the user's to know."""
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text().replace("b", "ß"))
+    _train(text, tmp_path / "first", steps=1, tokenizer="chars")
+    source = checkpoint.find(tmp_path / "first").path
+    saved, chars = source / "kos_tokenizer.json", {"tokenizer": "chars", "init_from": str(source), "steps": 1}
+    with pytest.raises(CheckpointError, match=f"{source}: .* of this run, chars, got another of .*--tokenizer, --data"):
+        _train(other, tmp_path / "second", 2, **chars)
+    assert not (tmp_path / "second").exists()
+    for content in ("{", "[]", "{}"):
+        saved.write_text(content)
+        with pytest.raises(CheckpointError, match=f"{saved}: expected a tokenizer that kos saved, got "):
+            _train(text, tmp_path / "second", **chars)
+    saved.write_text('{"kind": "bytes"}')
+    with pytest.raises(CheckpointError, match=rf"{source}: .* of this run, chars, got bytes \(see --tokenizer\)"):
+        _train(text, tmp_path / "second", **chars)
+    saved.unlink()
+    assert len(_train(other, tmp_path / "second", **chars)) == 1
+
+
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
@@ -320,7 +341,7 @@ def test_recompute_and_outliers(text: Path, tmp_path: Path, capsys: Any) -> None
 def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
     """Also in the rows that are kept of a run that wrote them bare."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": NaN}\n')
+    path.write_text('{"step": 1, "loss": NaN}\n' + "[" * 100_000 + "\n")
     metrics = MetricsLog(path, after_step=1)
     metrics.write({"step": 2, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
     metrics.close()

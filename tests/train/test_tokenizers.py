@@ -163,7 +163,7 @@ def test_missing_library_names_the_extra(huggingface_file: Path, monkeypatch: py
 def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
     with refused(DataError, "bytes, chars or the PATH", "'bites'", "No such file"):
         make_tokenizer("bites")
-    for content in (b"{}", b"\xff\xfe", b"[1"):
+    for content in (b"{}", b"\xff\xfe", b"[1", b"[" * 100_000):
         path = tmp_path / "tokenizer.json"
         path.write_bytes(content)
         with refused(DataError, str(path)):
@@ -176,6 +176,15 @@ def test_wrong_tokenizer_files(tmp_path: Path, huggingface_file: Path) -> None:
     path.with_name("tokenizer_config.json").write_text("{")
     with refused(DataError, "tokenizer_config.json", "JSON"):
         make_tokenizer(str(path))
+    for content in ('{"eos_token": 5}', '{"bos_token": {"content": 5}}', '{"bos_token": {}}', "[]", '"x"'):
+        path.with_name("tokenizer_config.json").write_text(content)
+        with refused(DataError, f"{path.with_name('tokenizer_config.json')}: expected", "bos_token and eos_token"):
+            make_tokenizer(str(path))
+    path.with_name("tokenizer_config.json").unlink()
+    words = {"type": "WordLevel", "vocab": {"the": 0}, "unk_token": "[UNK]"}
+    path.write_text(json.dumps({**dict.fromkeys(("pre_tokenizer", "decoder", "normalizer")), "model": words}))
+    with refused(DataError, f"{path}: expected a tokenizer that can spell the text, got", "[UNK]"):
+        make_tokenizer(str(path)).encode("the dog")
     assert HuggingFaceTokenizer(json.loads(source), "x").eos is None
 
 
