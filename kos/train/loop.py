@@ -35,6 +35,7 @@ from kos.train.optimizer import AdamW
 from kos.train.profile import profile_steps
 from kos.train.sample import sample_text
 from kos.train.stopping import Stop, Stopped
+from kos.train.tokenizers import NumberTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -123,8 +124,10 @@ class Trainer:
         huggingface.read_weights(source, state.weights)
 
     def _compare_tokenizers(self, source: Path) -> None:
-        """Refuse weights of another tokenizer: token numbers would mean other text."""
+        """Refuse weights of another tokenizer: token numbers would mean other text (alone they name none)."""
         ours, theirs = self.data.tokenizer.to_json(), checkpoint.read_tokenizer(source)
+        if ours["kind"] != theirs["kind"] and NumberTokenizer.kind in (ours["kind"], theirs["kind"]):
+            return
         if {**ours, "name": ""} != {**theirs, "name": ""}:  # which is its path
             name, other = self.data.tokenizer.name, theirs.get("name", theirs["kind"])
             got = f"{other} (see --tokenizer)" if other != name else "another of that name (--tokenizer, --data)"
