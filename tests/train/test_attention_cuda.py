@@ -158,6 +158,15 @@ def test_tensor_cores(rng: np.random.Generator, stream: Any, family: str, dtype:
     assert_close(case, case.run(stream, device_arena(), family=family), dtype, shape[-1])
 
 
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("family", families())
+def test_random_shapes(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+    kv_heads, group = (int(x) for x in rng.integers(1, 5, 2))
+    shape = (int(rng.integers(1, 4)), int(rng.integers(1, 900)), kv_heads * group, kv_heads, d)
+    print(shape)
+    test_tensor_cores(rng, stream, family, "bfloat16", shape)
+
+
 @pytest.mark.skipif("hopper" not in families(), reason="needs a Hopper GPU")
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_blocks_that_stay(rng: np.random.Generator, stream: Any, consumers: int) -> None:

@@ -50,6 +50,14 @@ def test_embedding(ops, side, rng, arena):
     on_ops.test_embedding(ops, side, rng, arena, 1100, 1500, 24 if side.dtype == "bfloat16" else 7)
 
 
+@pytest.mark.parametrize(
+    "check", [on_ops.test_embedding, on_ops.test_rms_norm, on_ops.test_layer_norm, on_ops.test_swiglu, on_ops.test_gelu]
+)
+def test_random_shapes(ops, side, rng, arena, check):
+    sizes = 3 if check is on_ops.test_embedding else 2
+    on_ops.test_random_shapes(ops, side, rng, arena, check, lambda draw: [draw(20, 90) for _ in range(sizes)])
+
+
 def test_embedding_of_one_token_only(ops, side, arena):
     for n in (1, 32, 33, 1025):
         on_ops.test_embedding_of_one_token_only(ops, side, arena, n)

@@ -299,7 +299,7 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None
     saved.write_text('{"kind": "bytes"}')
     with pytest.raises(CheckpointError, match=rf"{source}: .* of this run, chars, got bytes \(see --tokenizer\)"):
         _train(text, tmp_path / "second", **chars)
-    saved.write_text('{"kind": "numbers", "vocab_size": 9}')  # of token files alone: what they mean is the user's to know
+    saved.write_text('{"kind": "numbers", "vocab_size": 9}')  # which tell of no text
     assert len(_train(text, tmp_path / "second", **chars)) == 1
     saved.unlink()
     assert len(_train(other, tmp_path / "third", **chars)) == 1

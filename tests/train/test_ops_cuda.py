@@ -387,6 +387,32 @@ def test_small_things(ops, side, rng, shape):
     assert not side.get(out).any()
 
 
+def _attention_shape(draw):
+    kv_heads = draw(1, 4)
+    return draw(1, 4), draw(1, 300), kv_heads * draw(1, 5), kv_heads, 2 * draw(1, 100)
+
+
+@pytest.mark.parametrize(
+    ("check", "shape"),
+    [
+        (test_embedding, lambda draw: (draw(1, 5000), draw(2, 9000), draw(1, 300))),
+        (test_linear, lambda draw: (draw(1, 700), draw(8, 700), draw(8, 700))),
+        (test_rms_norm, lambda draw: (draw(8, 1500), draw(8, 5000))),
+        (test_layer_norm, lambda draw: (draw(8, 1500), draw(8, 4100))),
+        (test_sum_rows, lambda draw: (draw(8, 5000), draw(8, 2000))),
+        (test_rope, lambda draw: (2 * draw(4, 128), draw(1, 20), draw(1, 6), draw(1, 200))),
+        (test_attention, _attention_shape),
+        (test_swiglu, lambda draw: (draw(20, 400), draw(20, 3000))),
+        (test_gelu, lambda draw: (draw(20, 400), draw(20, 3000))),
+    ],
+    ids=lambda x: x.__name__ if x.__name__.startswith("test") else "",
+)
+def test_random_shapes(ops, side, rng, arena, check, shape):
+    drawn = shape(lambda low, high: int(rng.integers(low, high)))
+    print(drawn)
+    check(ops, side, rng, arena, *drawn)
+
+
 def test_views_at_odd_addresses(ops, side, rng, arena):
     """Rows of an odd length start where wide accesses may not."""
     whole, whole64 = side.put(rng.normal(size=(9, 24)))
