@@ -107,9 +107,7 @@ def test_small_things(ops, side, rng):
     on_ops.test_small_things(ops, side, rng, (64, 40))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [("odd", "bfloat16"), ("odd gpt2", "float32"), ("gpt2", "bfloat16")]
-)
+@pytest.mark.parametrize(("shape", "dtype"), [("odd", "bfloat16"), ("odd gpt2", "float32"), ("gpt2", "bfloat16")])
 def test_model(ops, shape, dtype):
     """The model's file on the cuda dialect: loss and every gradient, twice with the same bits in a fixed arena."""
     config = replace((on_models.SHAPES | on_models.GPT2)[shape], num_hidden_layers=2 if shape == "odd" else 1)
