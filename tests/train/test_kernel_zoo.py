@@ -78,4 +78,4 @@ def test_both_versions_of_every_operation(zoo, monkeypatch, dtype, shape, seq_le
         errors = runner.check(of_shape, name)
         assert ("fast" in errors) == ("repeat_kv" not in name)
         assert ("naive" in errors) == ((name, dtype) != ("adamw", "float32"))
-        assert max(errors.values()) < UNITS[dtype], (name, errors)
+        assert all(error < UNITS[dtype] for error in errors.values()), (name, errors)  # NaN is not
