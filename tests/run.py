@@ -30,6 +30,7 @@ EMULATED = (
     "tests/comm/test_nccl_kernels.py",
     "tests/comm/test_peer_logic.py",
     "tests/train/test_engine_on_host.py",
+    "tests/train/test_kernel_zoo.py",
     "tests/train/test_kernels_on_host.py",
 )
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")

@@ -5,25 +5,19 @@ The checks are those of ``test_ops_cuda`` and ``test_model_cuda``, on few shapes
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
-from kos.memory.array import Array
-from kos.train.model_section import ModelSection
 from kos.train.ops.adamw import CHUNK, CudaAdamW
 from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from kos.train.parameters import Parameters, Shard
-from kos.train.presets import PRESETS
-from tests.host_compiler import COMPILER, compiled
+from tests.host_compiler import COMPILER
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
 from tests.train.host_kernels import emulator
-from tests.train.host_kernels.engine import on_host
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
@@ -214,52 +208,3 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
 def test_adamw_without_master_weights(ops):
     on_models.test_adamw_without_master_weights(ops)
     on_models.test_weights_are_rounded_at_random(ops)
-
-
-def test_the_naive_kernels_of_the_zoo(monkeypatch):
-    """As ``benchmarks.kernels`` checks them on a GPU, on few tokens."""
-    torch, dtype = pytest.importorskip("torch"), "bfloat16"
-    zoo = importlib.import_module("benchmarks.kernels")
-    seed = int(np.random.default_rng().integers(1 << 31))
-    print(f"{seed = }")
-    torch.manual_seed(seed)
-    source, types = emulator.to_host_source(zoo.NAIVE)
-    added = "static float atomicAdd(float* p, float x) { *p += x; return 0; }"
-    code = compiled({"kernels.cc": source.replace("\n", f"\n{added}\n", 1)}, [f"-DDTYPE={dtype}"])
-
-    def load_kernel(path, name, device, DTYPE):
-        assert (path, DTYPE) == (zoo.NAIVE, dtype)
-
-        def run(stream, grid, block, *values):
-            plain = (value.item() if isinstance(value, np.generic) else value for value in values)
-            getattr(code, f"run_{name}")(grid, 1, block, *(kind(x) for kind, x in zip(types[name], plain, strict=True)))
-
-        return run
-
-    def borrow(tensor):
-        return Array(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 0, owner=tensor)
-
-    class Ops(emulator.HostOps):
-        def __init__(self, device):
-            super().__init__()
-            self.stream = SimpleNamespace(handle=0)
-
-    emulator.host_memory(monkeypatch)
-    for name, value in {"DEVICE": "cpu", "CudaOps": Ops, "load_kernel": load_kernel}.items():
-        monkeypatch.setattr(zoo, name, value)
-    monkeypatch.setattr(Array, "from_dlpack", borrow)
-    monkeypatch.setattr(torch, "from_dlpack", lambda array: torch.from_numpy(on_host(array)))
-    for name in ("synchronize", "ExternalStream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-    shape = ModelSection(**PRESETS["tiny"].values["model"], vocab_size=301)
-    checked = []
-    for name in zoo.OPERATIONS:
-        case = getattr(zoo.Zoo(shape, 16, getattr(torch, dtype)), name)(32)
-        if case.naive is not None:
-            expected = case.expected()
-            case.naive()
-            for got, right in zip(case.writes, expected, strict=True):
-                error = np.linalg.norm(got.double().numpy() - right) / np.linalg.norm(right) / zoo.UNIT[got.dtype]
-                assert error < 8, (name, error)
-            checked.append(name)
-    assert len(checked) == 9

@@ -1,0 +1,171 @@
+"""Cases: RoPE, repeated K and V, causal attention with grouped queries."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks.kernels.zoo import Case, Zoo, as_array, backward_of, in_order, size_of, to_host
+from kos.memory.arena import Arena
+from kos.train.ops import numpy as reference
+
+
+def rope(zoo: Zoo, n: int, backward: bool = False) -> Case:
+    """In place, of q and k; torch's version writes to another array."""
+    heads, d, length = zoo.heads + zoo.kv_heads, zoo.head_dim, min(n, 1024)
+    qkv = zoo.random(n, (heads + zoo.kv_heads) * d)
+    frequencies = [10_000.0 ** (-i / (d // 2)) for i in range(d // 2)]
+    tables = zoo.ops.rope_tables(frequencies, range(length), None)
+    cos, sin = (torch.tensor(zoo.ops.to_host(t), device=qkv.device)[:, None].repeat(1, 1, 2) for t in tables)
+    turned = qkv[:, : heads * d].view(-1, length, heads, d)
+    name = "rope_backward" if backward else "rope"
+
+    def expected() -> list[np.ndarray]:
+        x, tables64 = to_host(qkv, columns=True), reference.rope_tables(frequencies, range(length), np.float64)
+        getattr(reference, name)(x, tables64, d, heads, Arena())
+        return [x]
+
+    leaf = turned.detach().requires_grad_(backward)
+    theirs = functools.partial(zoo.functions["rope"], leaf, cos, sin)
+    row, items, sign = qkv.shape[1], turned.numel() // 2, -1 if backward else 1
+    return zoo.case(
+        name, qkv, tables, d, heads, zoo.arena, writes=[qkv], expected=expected, nbytes=2 * size_of(turned),
+        naive=zoo.naive("rope", items, qkv, np.float32(10_000), length, d // 2, heads, row, sign, items),
+        torch=backward_of(theirs(), [leaf], turned) if backward else theirs,
+    )  # fmt: skip
+
+
+def rope_backward(zoo: Zoo, n: int) -> Case:
+    return rope(zoo, n, backward=True)
+
+
+def repeat_kv(zoo: Zoo, n: int) -> Case:
+    """K and V once for every query head."""
+    group, qkv, kv = zoo.heads // zoo.kv_heads, *_packed(zoo, zoo.random, n)
+    repeated = zoo.empty(n, 2 * zoo.heads, zoo.head_dim)
+    return Case(
+        nbytes=size_of(kv, repeated),
+        naive=_repeat(zoo, qkv, repeated),
+        torch=lambda: zoo.functions["repeat_kv"](kv, group),
+        writes=[repeated],
+        expected=lambda: [np.repeat(to_host(kv), group, axis=1)],
+    )
+
+
+def repeat_kv_backward(zoo: Zoo, n: int) -> Case:
+    """The sum over the query heads of a group, in float32 as atomics leave them."""
+    group, d_qkv, d_kv = zoo.heads // zoo.kv_heads, *_packed(zoo, zoo.empty, n)
+    d_repeated = zoo.random(n, 2 * zoo.heads, zoo.head_dim, dtype=torch.float32)
+    return Case(
+        nbytes=size_of(d_repeated, d_kv),
+        naive=_repeat_backward(zoo, d_repeated, d_qkv),
+        torch=lambda: zoo.functions["repeat_kv_backward"](d_repeated, group, zoo.dtype),
+        writes=[d_kv],
+        expected=lambda: [to_host(d_repeated).reshape(n, -1, group, zoo.head_dim).sum(2)],
+    )
+
+
+def attention(zoo: Zoo, n: int, backward: bool = False, by_cudnn: bool = False) -> Case:
+    """Causal, of samples as long as the preset's."""
+    heads, kv_heads, d, length = zoo.heads, zoo.kv_heads, zoo.head_dim, min(n, zoo.seq_len)
+    qkv, d_out = zoo.random(n, (heads + 2 * kv_heads) * d), zoo.random(n, heads * d)
+    out, d_qkv = zoo.empty(*d_out.shape), zoo.empty(*qkv.shape)
+    lse = zoo.empty(n // length, heads, length, dtype=torch.float32)
+    a_qkv, a_d_out, a_out, a_d_qkv, a_lse = map(as_array, (qkv, d_out, out, d_qkv, lse))
+
+    def run(backward: bool) -> None:
+        zoo.ops.cudnn = zoo.cudnn if by_cudnn else None
+        if backward:
+            zoo.ops.attention_backward(a_d_out, a_qkv, a_out, a_lse, heads, kv_heads, a_d_qkv, zoo.arena)
+        else:
+            zoo.ops.attention(a_qkv, heads, kv_heads, a_out, a_lse, zoo.arena)
+
+    def expected() -> list[np.ndarray]:
+        x, dy = to_host(qkv, columns=True), to_host(d_out, columns=True)
+        y, dx, lse64 = np.empty_like(dy), np.empty_like(x), np.empty(lse.shape)
+        reference.attention(x, heads, kv_heads, y, lse64, Arena())
+        reference.attention_backward(dy, x, y, lse64, heads, kv_heads, dx, Arena())
+        return [dx] if backward else [y, lse64]
+
+    if backward:
+        torch.cuda.synchronize()
+        run(False)
+        torch.cuda.synchronize()
+    parts = qkv.view(-1, length, heads + 2 * kv_heads, d).transpose(1, 2).split([heads, kv_heads, kv_heads], 1)
+    leaves = [part.detach().requires_grad_(backward) for part in parts]
+    theirs = functools.partial(F.scaled_dot_product_attention, *leaves, is_causal=True, enable_gqa=True)
+    naive = None if by_cudnn else (_attention_backward if backward else _attention)
+    tensors = (d_out, qkv, out, lse, d_qkv) if backward else (qkv, out, lse)
+    return Case(
+        nbytes=size_of(*tensors),
+        fast=lambda: run(backward),
+        naive=naive and naive(zoo, length, *tensors),
+        torch=backward_of(theirs(), leaves, d_out.view(-1, length, heads, d).transpose(1, 2)) if backward else theirs,
+        writes=[d_qkv] if backward else [out, lse],
+        expected=expected,
+        flops=2.0 * n * length * heads * d * (2.5 if backward else 1),
+    )
+
+
+def attention_backward(zoo: Zoo, n: int) -> Case:
+    return attention(zoo, n, backward=True)
+
+
+def attention_cudnn(zoo: Zoo, n: int) -> Case:
+    return attention(zoo, n, by_cudnn=True)
+
+
+def attention_cudnn_backward(zoo: Zoo, n: int) -> Case:
+    return attention(zoo, n, backward=True, by_cudnn=True)
+
+
+# --- the naive versions ------------------------------------------------------------------------------
+
+
+def _packed(zoo: Zoo, make: Callable[..., torch.Tensor], n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """qkv (N, W), and in it the heads of k and v (N, 2K, d)."""
+    qkv = make(n, (zoo.heads + 2 * zoo.kv_heads) * zoo.head_dim)
+    return qkv, qkv.view(n, -1, zoo.head_dim)[:, zoo.heads :]
+
+
+def _repeat(zoo: Zoo, qkv: torch.Tensor, repeated: torch.Tensor) -> Callable[[], None]:
+    items = repeated.numel()
+    return zoo.naive("repeat_kv", items, qkv, repeated, zoo.heads, zoo.kv_heads, zoo.head_dim, items)
+
+
+def _repeat_backward(zoo: Zoo, d_repeated: torch.Tensor, d_qkv: torch.Tensor) -> Callable[[], None]:
+    items = len(d_qkv) * 2 * zoo.kv_heads * zoo.head_dim
+    return zoo.naive("repeat_kv_backward", items, d_repeated, d_qkv, zoo.heads, zoo.kv_heads, zoo.head_dim, items)
+
+
+def _attention(zoo: Zoo, length: int, qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Callable[[], None]:
+    """On repeated K and V."""
+    repeated = zoo.empty(len(qkv), 2 * zoo.heads, zoo.head_dim)
+    tensors, sizes = (qkv, repeated, out, lse), (length, zoo.heads, zoo.kv_heads, zoo.head_dim)
+    return in_order(_repeat(zoo, qkv, repeated), _by_query(zoo, "attention", *tensors, *sizes))
+
+
+def _attention_backward(
+    zoo: Zoo, length: int, d_out: torch.Tensor, qkv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
+    d_qkv: torch.Tensor,
+) -> Callable[[], None]:  # fmt: skip
+    """dK and dV by atomics, for every query head, then summed over groups."""
+    repeated = zoo.empty(len(qkv), 2 * zoo.heads, zoo.head_dim)
+    d_repeated = zoo.empty(*repeated.shape, dtype=torch.float32)
+    tensors = (d_out, qkv, repeated, out, lse, d_qkv, d_repeated)
+    sizes = (length, zoo.heads, zoo.kv_heads, zoo.head_dim)
+    return in_order(
+        _repeat(zoo, qkv, repeated),
+        functools.partial(zoo.ops.zero, as_array(d_repeated)),
+        _by_query(zoo, "attention_backward", *tensors, *sizes),
+        _repeat_backward(zoo, d_repeated, d_qkv),
+    )
+
+
+def _by_query(zoo: Zoo, name: str, first: torch.Tensor, *more: torch.Tensor | int) -> Callable[[], None]:
+    """A block for each head of each query, of whole warps."""
+    return zoo.naive(name, len(first) * zoo.heads, first, *more, block=-(-zoo.head_dim // 32) * 32)

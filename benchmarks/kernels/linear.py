@@ -1,0 +1,48 @@
+"""Cases: matrix products of the MLP, by cuBLASLt's first choice; their limit is arithmetic."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.kernels.zoo import Case, Zoo, in_order, size_of
+
+NAIVE_TOKENS = 512
+
+
+def linear(zoo: Zoo, n: int) -> Case:
+    """The first product."""
+    d, f, some = zoo.hidden, 2 * zoo.intermediate, min(n, NAIVE_TOKENS)
+    x, w, out = zoo.random(n, d), zoo.random(f, d), zoo.empty(n, f)
+    return zoo.case(
+        "linear", x, w, out, writes=[out], nbytes=size_of(x, w, out), flops=2.0 * n * d * f,
+        naive=zoo.naive("matmul", some * f, x, w, 0, out, some, f, d, d, 1, 1, d), naive_share=some / n,
+        torch=lambda: torch.mm(x, w.T, out=out),
+    )  # fmt: skip
+
+
+def linear_residual(zoo: Zoo, n: int) -> Case:
+    """The last product and the residual stream, which it adds."""
+    d, f, some = zoo.hidden, zoo.intermediate, min(n, NAIVE_TOKENS)
+    x, w, residual, out = zoo.random(n, f), zoo.random(d, f), zoo.random(n, d), zoo.empty(n, d)
+    return zoo.case(
+        "linear", x, w, out, residual, writes=[out], nbytes=size_of(x, w, residual, out), flops=2.0 * n * d * f,
+        naive=zoo.naive("matmul", some * d, x, w, residual, out, some, d, f, f, 1, 1, f), naive_share=some / n,
+        torch=lambda: torch.addmm(residual, x, w.T, out=out),
+    )  # fmt: skip
+
+
+def linear_backward(zoo: Zoo, n: int) -> Case:
+    """Of the first product: both gradients in the dtype."""
+    d, f, some = zoo.hidden, 2 * zoo.intermediate, min(n, NAIVE_TOKENS)
+    d_out, x, w = zoo.random(n, f), zoo.random(n, d), zoo.random(f, d)
+    dx, dw = zoo.empty(n, d), zoo.empty(f, d)
+    naive = in_order(
+        zoo.naive("matmul", some * d, d_out, w, 0, dx, some, d, f, f, 1, d, 1),
+        zoo.naive("matmul", f * d, d_out, x, 0, dw, f, d, some, 1, f, d, 1),
+    )
+    return zoo.case(
+        "linear_backward", d_out, x, w, dx, dw, False, zoo.arena, writes=[dx, dw],
+        nbytes=2 * size_of(d_out) + 2 * size_of(w) + size_of(x, dx), flops=4.0 * n * d * f,
+        naive=naive, naive_share=some / n,
+        torch=lambda: (torch.mm(d_out, w, out=dx), torch.mm(d_out.T, x, out=dw)),
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+"""The kernel zoo without a GPU: both versions of every operation, run by the emulator, against float64."""
+
+from __future__ import annotations
+
+import importlib
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks import kernels
+from kos.memory.array import Array
+from kos.train.model_section import ModelSection
+from kos.train.presets import PRESETS
+from tests.host_compiler import COMPILER, compiled
+from tests.train.host_kernels import emulator
+from tests.train.host_kernels.engine import on_host
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+
+TINY = ModelSection(**PRESETS["tiny"].values["model"], vocab_size=301)
+ODD = ModelSection(
+    hidden_size=126, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1, intermediate_size=35,
+    vocab_size=301,
+)  # fmt: skip
+UNITS = {"bfloat16": 8, "float32": 24}  # of rounding: sums of up to 768 products are the worst
+
+
+@pytest.fixture
+def zoo(monkeypatch):
+    """The module, on the CPU."""
+    zoo = importlib.import_module("benchmarks.kernels.zoo")
+    source, types = emulator.to_host_source(zoo.NAIVE)
+    added = "template <class V> static void atomicAdd(V* p, V x) { *p += x; }"
+    source = source.replace("\n", f"\n{added}\n", 1)
+
+    def load_kernel(path, name, device, DTYPE):
+        assert path == zoo.NAIVE
+        code = compiled({"kernels.cc": source}, [f"-DDTYPE={DTYPE}"])
+
+        def run(stream, grid, block, *values):
+            plain = (value.item() if isinstance(value, np.generic) else value for value in values)
+            getattr(code, f"run_{name}")(grid, 1, block, *(kind(x) for kind, x in zip(types[name], plain, strict=True)))
+
+        return run
+
+    def borrow(tensor):
+        return Array(tensor.data_ptr(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 0, owner=tensor)
+
+    class Ops(emulator.HostOps):
+        def __init__(self, device):
+            super().__init__()
+            self.stream = SimpleNamespace(handle=0)
+
+    emulator.host_memory(monkeypatch)
+    for name, value in {"DEVICE": "cpu", "CudaOps": Ops, "load_kernel": load_kernel}.items():
+        monkeypatch.setattr(zoo, name, value)
+    monkeypatch.setattr(Array, "from_dlpack", borrow)
+    monkeypatch.setattr(torch, "from_dlpack", lambda array: torch.from_numpy(on_host(array)))
+    for name in ("synchronize", "ExternalStream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    return zoo
+
+
+@pytest.mark.parametrize(("shape", "seq_len", "tokens"), [(TINY, 16, 32), (ODD, 11, 33)], ids=["tiny", "odd"])
+@pytest.mark.parametrize("dtype", UNITS)
+def test_both_versions_of_every_operation(zoo, monkeypatch, dtype, shape, seq_len, tokens):
+    """As ``benchmarks.kernels`` checks them on a GPU."""
+    runner = importlib.import_module("benchmarks.kernels.runner")
+    monkeypatch.setattr(runner, "CHECKED_TOKENS", tokens)
+    seed = int(np.random.default_rng().integers(1 << 31))
+    print(f"{seed = }")
+    torch.manual_seed(seed)
+    of_shape = zoo.Zoo(shape, seq_len, getattr(torch, dtype))
+    for name in chain.from_iterable(kernels.OPERATIONS.values()):
+        errors = runner.check(of_shape, name)
+        assert ("fast" in errors) == ("repeat_kv" not in name)
+        assert ("naive" in errors) == ((name, dtype) != ("adamw", "float32"))
+        assert all(error < UNITS[dtype] for error in errors.values()), (name, errors)  # NaN is not
