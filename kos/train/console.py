@@ -21,7 +21,7 @@ _SHOWN = {
     "lr": "lr {lr:.2e}",
     "tokens_per_second": "{tokens_per_second:,.0f} tokens/s",
     "tokens_per_second_per_gpu": "{tokens_per_second_per_gpu:,.0f} a GPU",
-    "mfu_causal": "MFU {mfu_causal:.1%}/{mfu_non_causal:.1%}",
+    "mfu_causal": "MFU {mfu_causal:.1%}/{mfu_noncausal:.1%}",
     "memory_bytes": "{gib:.1f} GiB",
 }
 

@@ -53,7 +53,7 @@ class FlopsPerToken(NamedTuple):
     """Forward and backward, by the two conventions of the field."""
 
     causal: float
-    non_causal: float
+    noncausal: float
 
 
 class LayerNames(NamedTuple):

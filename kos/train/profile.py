@@ -1,7 +1,8 @@
-"""Where a step's time goes: ``--profile N`` leaves a table by operation and a trace of N steps for Perfetto.
+"""Where a step's time goes: ``--profile N`` leaves a table of operations and kernels, and a trace for Perfetto.
 
 Every operation of the model, every kernel of the optimizer and every collective is timed: on a GPU by a pair of
-events on its own stream, which a captured step holds too, so that the steps are those of a training run.  Bytes and
+events on its own stream, which a captured step holds too, so that the steps are those of a training run.  Where an
+operation queues several kernels, an event between them tells their times apart: a quarter more events.  Bytes and
 flops follow from shapes; the limit is the longer of what they take at the speed of a large copy and of the
 hardware's arithmetic (of a large product, where that is not known).
 """
@@ -9,6 +10,7 @@ hardware's arithmetic (of a large product, where that is not known).
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import time
@@ -38,7 +40,7 @@ IN_PLACE = {"cross_entropy": 0, "cross_entropy_with_gradient": 0,
 
 
 class Span(NamedTuple):
-    """One operation, from mark to mark; in a report from microsecond to microsecond."""
+    """An operation, or one of several kernels ``of`` it, from mark to mark; in a report in microseconds."""
 
     name: str
     lane: int
@@ -46,6 +48,7 @@ class Span(NamedTuple):
     end: Any
     nbytes: int = 0
     flops: float = 0.0
+    of: str = ""
 
 
 class Marks:
@@ -106,11 +109,26 @@ def cost(name: str, arguments: tuple[Any, ...], different: Callable[[int], int] 
     return nbytes, flops
 
 
+def launched(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, int, float]:
+    """A kernel by its name, a product by its gradient and M x N x K; its bytes and flops, 0 where not known."""
+    if name == "launch":
+        return str(arguments[1]), 0, 0.0
+    if name == "zero":
+        return name, int(arguments[0].nbytes), 0.0
+    a, b, out = arguments
+    transposed = options.get("transpose_a", False)
+    (m, n), k = out.shape, a.shape[not transposed]
+    arrays = [x for x in (a, b, out, options.get("c")) if x is not None]
+    label = f"{'d_weight' if transposed else 'd_input'} {m} x {n} x {k}"
+    return label, sum(int(x.nbytes) for x in arrays), 2.0 * m * n * k
+
+
 class Profiler:
     """Watches an engine's model, optimizer and communicator from here on."""
 
     def __init__(self, engine: Any, comm: Communicator) -> None:
         self.engine, self.comm, self.spans = engine, comm, list[Span]()
+        self.kernels: list[Span] | None = None  # of the operation under way
         self.on_host = not hasattr(engine, "ops")
         self.ops = engine.model.ops if self.on_host else engine.ops
         self.marks = Marks(None if self.on_host else self.ops.stream)
@@ -122,6 +140,7 @@ class Profiler:
             engine.optimizer.step = self.timed("optimizer", engine.optimizer.step, (engine.weights.flat,) * 7)
         else:
             engine.optimizer.ops = watched
+            self._watch_kernels(self.ops)
             engine._queue_step = self._alone(engine._queue_step)
         for part in getattr(comm.backend, "gpus", (comm.backend,)):
             if isinstance(part, DeviceBackend):
@@ -131,17 +150,37 @@ class Profiler:
         """``function``, noting its time; its cost is that of ``known`` or of its arguments."""
 
         def run(*arguments: Any, **options: Any) -> Any:
-            begin = self.marks.mark()
+            begin, self.kernels = self.marks.mark(), []
             result = function(*arguments, **options)
-            end = self.marks.mark()
-            kernel = str(arguments[1]) if name == "launch" else name
-            moved = cost(kernel, arguments if known is None else known, self.different)
-            weight = {"linear": 1, "linear_backward": 2}.get(name)
-            label = kernel if weight is None else f"{name} {len(arguments[0])} x {arguments[weight].shape}"
+            end, kernels, self.kernels = self.marks.mark(), self.kernels, None
+            label = str(arguments[1]) if name == "launch" else name
+            moved = cost(label, arguments if known is None else known, self.different)
+            if name.startswith("linear"):
+                shape = len(arguments[0]), *arguments[2 if name == "linear_backward" else 1].shape
+                label += f" {' x '.join(map(str, shape))}"
             self.spans.append(Span(label, COMPUTE, begin, end, *moved))
+            if len(kernels) > 1:
+                marks = itertools.pairwise([begin, *(each.begin for each in kernels[1:]), end])
+                self.spans += [k._replace(begin=b, end=e, of=label) for k, (b, e) in zip(kernels, marks, strict=True)]
             return result
 
         return run
+
+    def _watch_kernels(self, ops: Any) -> None:
+        """Each but the first of an operation marks where it begins, and so where the one before it ends."""
+
+        def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*arguments: Any, **options: Any) -> Any:
+                if self.kernels is not None:
+                    label, nbytes, flops = launched(name, arguments, options)
+                    begin = self.marks.mark() if self.kernels else None
+                    self.kernels.append(Span(label, COMPUTE, begin, None, nbytes, flops))
+                return function(*arguments, **options)
+
+            return run
+
+        for name in ("launch", "matmul", "zero"):
+            setattr(ops, name, watch(name, getattr(ops, name)))
 
     def _different(self, tokens: int) -> int:
         """How many of so many tokens are different, in the data of a step like those that are profiled."""
@@ -222,20 +261,22 @@ class Profiler:
         return spans
 
     def table(self, lasted: list[float], spans: list[Span]) -> str:
-        """Means of a step, the longest operation first."""
-        rows: dict[tuple[int, str], list[Span]] = defaultdict(list)
+        """Means of a step, the longest operation first; below it, in order, the kernels of one that has several."""
+        rows: dict[tuple[int, str, str], list[Span]] = defaultdict(list)
         for span in spans:
-            rows[span.lane, span.name].append(span)
+            rows[span.lane, span.of or span.name, span.of and span.name].append(span)
+        times = {key: covered(each) for key, each in rows.items()}
         steps, whole = len(lasted), sum(lasted)
         lines = [f"{'operation':<44}{'calls':>7}{'ms':>10}{'of step':>9}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>9}"]
-        for us, (lane, name) in sorted(((covered(each), key) for key, each in rows.items()), reverse=True):
-            each = rows[lane, name]
+        for lane, name, kernel in sorted(rows, key=lambda row: (-times[row[0], row[1], ""], row[:2])):
+            each, us = rows[lane, name, kernel], times[lane, name, kernel]
             nbytes, flops = sum(s.nbytes for s in each), sum(s.flops for s in each)
             limit = 1e6 * max(nbytes / self.bandwidth, flops / self.arithmetic) if lane == COMPUTE else 0.0
-            lines.append(
-                f"{name + ', collective' * lane:<44}{len(each) / steps:>7.0f}{us / steps / 1e3:>10.3f}"
-                f"{us / whole:>9.1%}{nbytes / us / 1e3:>9.1f}{flops / us / 1e6:>9.3f}{limit / us:>9.0%}"
-            )
+            per_us = 1 / us if us else 0.0
+            figures = (nbytes * per_us / 1e3, ".1f"), (flops * per_us / 1e6, ".3f"), (limit * per_us, ".0%")
+            shown = "".join(f"{x:>9{form}}" if x else f"{'-':>9}" for x, form in figures)
+            label = f"  {kernel}" if kernel else name + ", collective" * lane
+            lines.append(f"{label:<44}{len(each) / steps:>7.0f}{us / steps / 1e3:>10.3f}{us / whole:>9.1%}{shown}")
         busy = covered([span for span in spans if span.lane == COMPUTE])
         lines.append(f"{'a step':<51}{whole / steps / 1e3:>10.3f}, {1 - busy / whole:.1%} of it outside of operations")
         lines.append("over 100%: what mostly reads is faster than a copy, as is what finds its arrays in a cache")
@@ -263,14 +304,18 @@ def covered(spans: list[Span]) -> float:
 
 
 def to_trace(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Spans in the Trace Event Format: a process for each rank, a thread for each lane."""
+    """Spans in the Trace Event Format: a process for each rank, a thread for each lane, kernels within operations.
+
+    Times are multiples of 1/8: whole nanoseconds, so that no kernel ends after its operation.
+    """
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(ranks):
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
         for lane, name in enumerate(("compute", "communication")):
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
         for s in spans:
-            place = {"pid": rank, "tid": s["lane"], "ts": s["begin"], "dur": s["end"] - s["begin"]}
+            begin, end = (round(8 * s[at]) / 8 for at in ("begin", "end"))
+            place = {"pid": rank, "tid": s["lane"], "ts": begin, "dur": end - begin}
             figures = {"bytes": s["nbytes"], "flops": s["flops"]}
             events.append({"ph": "X", "name": s["name"], **place, "args": figures})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

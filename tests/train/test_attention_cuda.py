@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import attention as ops
 from kos.train.ops import numpy as reference
+from kos.train.ops.cuda import CudaOps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +56,11 @@ def stream() -> Any:
     return cuda.create_stream(0)
 
 
+def launcher(stream: Any) -> Callable[..., None]:
+    """CudaOps's, which makes nothing that a captured stream may not."""
+    return partial(CudaOps.launch, SimpleNamespace(device=0, stream=stream, _kernels={}))
+
+
 @dataclass
 class Case:
     """Random operands on the device, and what they should give, from float64."""
@@ -73,10 +82,10 @@ class Case:
         return self.results(stream)
 
     def launch(self, stream: Any, arena: Arena, **options: Any) -> None:
-        operands = (self.qkv, self.heads, self.kv_heads, self.out, self.log_sum_exp)
-        ops.attention(*operands, stream, **options)
+        operands, launch = (self.qkv, self.heads, self.kv_heads, self.out, self.log_sum_exp), launcher(stream)
+        ops.attention(*operands, launch, **options)
         ops.attention_backward(
-            self.d_out, self.qkv, self.out, self.log_sum_exp, self.heads, self.kv_heads, self.d_qkv, arena, stream,
+            self.d_out, self.qkv, self.out, self.log_sum_exp, self.heads, self.kv_heads, self.d_qkv, arena, launch,
             **options,
         )  # fmt: skip
 
@@ -174,7 +183,7 @@ def test_blocks_that_stay(rng: np.random.Generator, stream: Any, consumers: int)
     case = make_case(rng, (3, 300, 32, 4, 64), "bfloat16")
     for array in (case.out, case.log_sum_exp):
         array.fill_bytes(255, stream)
-    operands = (case.qkv, case.heads, case.kv_heads, case.out, case.log_sum_exp, stream)
+    operands = (case.qkv, case.heads, case.kv_heads, case.out, case.log_sum_exp, launcher(stream))
     ops.attention(*operands, family="hopper", tiles={"CONSUMERS": consumers})
     assert_close(case, {**case.results(stream), "d_qkv": case.expected["d_qkv"]}, "bfloat16", 64)
 
@@ -317,10 +326,10 @@ def test_what_is_not_finite_stays_so(
     target.copy_from(poisoned, stream)
     arena = device_arena()
     if not from_forward:
-        ops.attention(case.qkv, 2, 2, case.out, case.log_sum_exp, stream, family=family)
+        ops.attention(case.qkv, 2, 2, case.out, case.log_sum_exp, launcher(stream), family=family)
     case.d_qkv.fill_bytes(0, stream)
     ops.attention_backward(
-        case.d_out, case.qkv, case.out, case.log_sum_exp, 2, 2, case.d_qkv, arena, stream, family=family
+        case.d_out, case.qkv, case.out, case.log_sum_exp, 2, 2, case.d_qkv, arena, launcher(stream), family=family
     )
     finite = np.isfinite(case.d_qkv.numpy(stream).astype(np.float32))
     sees = np.arange(length) >= at if where in "kv" else np.arange(length) == at
@@ -331,6 +340,6 @@ def test_what_is_not_finite_stays_so(
 def test_operands_are_checked(rng: np.random.Generator, stream: Any) -> None:
     case = make_case(rng, (1, 8, 4, 2, 64), "bfloat16")
     with pytest.raises(InvalidArgument, match="multiple of kv_heads, got 4 and 3"):
-        ops.attention(case.qkv, 4, 3, case.out, case.log_sum_exp, stream)
+        ops.attention(case.qkv, 4, 3, case.out, case.log_sum_exp, launcher(stream))
     with pytest.raises(InvalidArgument, match="expected out bfloat16"):
-        ops.attention(case.qkv, 4, 2, case.qkv, case.log_sum_exp, stream)
+        ops.attention(case.qkv, 4, 2, case.qkv, case.log_sum_exp, launcher(stream))

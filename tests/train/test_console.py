@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.train import ROW_KEYS
 from kos.train.console import Console, describe
+from kos.train.llama_config import FlopsPerToken
 from tests.launcher import MPIRUN, needs_mpirun
 from tests.train.test_cli import ENVIRONMENT
 
@@ -142,6 +144,11 @@ def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
     assert counts == sorted(counts) and counts[-1] == 9
     for expected in ("step 5: loss", "step 9: loss", "a sample", "step-9", "--resume auto"):
         assert expected in said, expected
+
+
+def test_both_mfus_by_the_names_of_results() -> None:
+    columns = {f"mfu_{name}": share for name, share in zip(FlopsPerToken._fields, (0.486, 0.52), strict=True)}
+    assert describe(ROW | columns).endswith("MFU 48.6%/52.0%") and columns.keys() < set(ROW_KEYS)
 
 
 def test_the_other_ranks_say_nothing(capfd: Any) -> None:

@@ -16,8 +16,12 @@ from kos.testing import spawn
 from kos.train import loop, profile
 from kos.train.config import TrainConfig
 from kos.train.loop import Trainer
-from kos.train.profile import Marks, Profiler, Span, cost
+from kos.train.ops import attention
+from kos.train.ops.cuda import CudaOps
+from kos.train.profile import Marks, Profiler, Span, cost, to_trace
 from tests.comm.fake_nccl import Group, communicator, no_gpu
+from tests.train.host_kernels import emulator
+from tests.train.host_kernels.emulator import HostOps
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device
 from tests.train.test_engine_on_host import SMALL
 
@@ -78,7 +82,7 @@ def test_on_the_cpu(tmp_path, capsys):
         assert found[0, "attention"] == 2 * 2 * 2 and found[0, "optimizer"] == 2
         assert found[1, "all_reduce"] == 2
         assert found[1, "all_gather"] == 2 * 2  # what a step came to; before the second micro-batch whether to stop
-    flops = {span["name"]: span["args"] for span in spans}["linear 16 x (58, 24)"]
+    flops = {span["name"]: span["args"] for span in spans}["linear 16 x 58 x 24"]
     assert flops == {"bytes": 4 * (16 * 24 + 58 * 24 + 16 * 58), "flops": 2.0 * 16 * 58 * 24}
     width, (looked, added) = 24, ([s["args"]["bytes"] for s in spans if s["name"] == name] for name in LOOKUPS)
     letters = looked[0] / 4 - 16 * (1 + width)  # of the rows of at most 13
@@ -111,8 +115,97 @@ def test_no_share_of_a_step_is_more_than_all():
     profiler = SimpleNamespace(bandwidth=1e6, arithmetic=1e6)
     table = [line.split() for line in Profiler.table(profiler, [5.0, 5.0], spans).splitlines()]
     shares = {row[0]: row[-4:] for row in table[1:3]}
-    assert shares["all_reduce,"][0] == "90.0%" and shares["linear"] == ["80.0%", "0.0", "0.000", "250%"], table
+    assert shares["all_reduce,"] == ["90.0%", "0.0", "-", "-"], table
+    assert shares["linear"] == ["80.0%", "0.0", "0.000", "250%"], table
     assert table[3][:4] == ["a", "step", "0.005,", "20.0%"]
+
+
+def watched(monkeypatch, ops):
+    """A profiler whose marks are 0, 1, …, and ``ops`` as it lets the model see them."""
+    emulator.host_memory(monkeypatch)
+    profiler = object.__new__(Profiler)
+    profiler.ops, profiler.spans, profiler.kernels, profiler.different = ops, [], None, int
+    profiler.marks = SimpleNamespace(mark=itertools.count().__next__)
+    profiler._watch_kernels(ops)
+    return profiler, profile._Watched(profiler)
+
+
+def zeros(*shape, dtype="float32"):
+    array = Array.empty(shape, dtype, 0)
+    array.fill_bytes(0)
+    return array
+
+
+def places(profiler, first=0):
+    """Operations and kernels: of what, from which mark to which."""
+    return [(span.name, span.of, span.begin, span.end) for span in profiler.spans[first:]]
+
+
+def test_products_of_an_operation(monkeypatch):
+    profiler, ops = watched(monkeypatch, HostOps())
+    x, weight, dx, d_weight = zeros(6, 4), zeros(5, 4), zeros(6, 4), zeros(5, 4)
+    ops.linear_backward(zeros(6, 5), x, weight, dx, d_weight, True, ops.make_arena())
+    whole = "linear_backward 6 x 5 x 4"
+    parts = [("d_weight 5 x 4 x 6", whole, 0, 1), ("d_input 6 x 4 x 5", whole, 1, 2)]
+    assert places(profiler) == [(whole, "", 0, 2), *parts]
+    costs = [(span.nbytes, span.flops) for span in profiler.spans[1:]]
+    assert costs == [(4 * (30 + 24 + 2 * 20), 240.0), (4 * (30 + 20 + 24), 240.0)]
+    profiler.bandwidth, profiler.arithmetic = 1e9, 1e12
+    table = [line.split() for line in profiler.table([4.0], profiler.spans).splitlines()]
+    assert [(row[0], row[-5], row[-1]) for row in table[1:4]] == [
+        ("linear_backward", "0.002", "24%"), ("d_weight", "0.001", "38%"), ("d_input", "0.001", "30%"),
+    ]  # fmt: skip
+    assert table[4][:4] == ["a", "step", "0.004,", "50.0%"]
+    ops.linear(x, weight, zeros(6, 5))
+    assert places(profiler, 3) == [("linear 6 x 5 x 4", "", 3, 4)]  # one product: nothing to tell apart
+
+
+def test_kernels_of_an_operation(monkeypatch):
+    profiler, ops = watched(monkeypatch, HostOps())
+    arena = ops.make_arena()
+    ops.embedding_backward(zeros(6, 4), zeros(6, dtype="int32"), zeros(9, 4), False, arena)
+    names = "zero", "digit_counts", "scan", "scatter", "sum_runs", "join_runs"
+    parts = [(name, "embedding_backward", at, at + 1) for at, name in enumerate(names)]
+    assert places(profiler) == [("embedding_backward", "", 0, 6), *parts]
+    profiler.ops.zero(zeros(3))  # of no operation
+    ops.rms_norm_backward(*(zeros(*shape) for shape in ((6, 4), (6, 4), (4,), (6,), (6, 4), (4,))), False, arena)
+    assert [span.name for span in profiler.spans[7:]] == ["rms_norm_backward", "norm_backward", "sum_partials"]
+    profiler.bandwidth = profiler.arithmetic = 1e9
+    rows = {line.split()[0]: line.split() for line in profiler.table([9.0], profiler.spans).splitlines()}
+    assert rows["scan"][-3:] == rows["sum_partials"][-3:] == ["-", "-", "-"] and rows["zero"][-1] == "14%"
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("hopper", ["attention_bounds", "attention_statistics", "attention_backward", "attention_finish"]),
+        ("mma", ["attention_statistics", "attention_backward_kv", "attention_backward_q"]),
+        ("simple", ["attention_backward_q", "attention_backward_kv"]),
+    ],
+)
+def test_kernels_of_attention(monkeypatch, family, kernels):
+    ops = CudaOps.__new__(CudaOps)
+    ops.device, ops.stream, ops.launch, ops.matmul = 0, None, lambda *arguments, **options: None, None
+    profiler, ops = watched(monkeypatch, ops)
+    for name, fake in {"family_for": family, "_map": 0, "device_info": SimpleNamespace(multiprocessors=2)}.items():
+        monkeypatch.setattr(attention, name, lambda *arguments, fake=fake: fake)
+    qkv, out, lse = (
+        zeros(*shape, dtype=t) for shape, t in (((9, 256), "bfloat16"), ((9, 128), "bfloat16"), ((1, 2, 9), "float32"))
+    )
+    ops.attention(qkv, 2, 1, out, lse, None)
+    ops.attention_backward(out, qkv, out, lse, 2, 1, qkv, ops._ops.make_arena())
+    assert [span.name for span in profiler.spans] == ["attention", "attention_backward", *kernels]
+
+
+def test_kernels_end_within_their_operation():
+    """In a trace: to the nanosecond, in which Perfetto counts."""
+    marks = np.sort(np.random.default_rng(7).uniform(0, 1e6, 999)).tolist()
+    spans = [Span("a", 0, marks[0], marks[-1]), *(Span("k", 0, *pair, of="a") for pair in itertools.pairwise(marks))]
+    events = [e for e in to_trace([[s._asdict() for s in spans]])["traceEvents"] if e["ph"] == "X"]
+    begins = [int(1000 * e["ts"]) for e in events]
+    ends = [begin + int(1000 * e["dur"]) for begin, e in zip(begins, events, strict=True)]
+    assert all(end <= begin for end, begin in zip(ends[1:], begins[2:], strict=False)), "kernels overlap"
+    assert begins[0] == begins[1] and ends[-1] == ends[0] and events[0]["name"] == "a", "an operation comes first"
 
 
 @pytest.mark.parametrize("graph", [True, False])

@@ -9,6 +9,10 @@
 // are under way: each thread keeps the sums of d_weight (and d_bias) of its columns in registers.  The groups of a
 // block are added in shared memory, the blocks by `sum_partials` of sums.cu, always in the same order.
 //
+// No kernel adds the residual and norms the sum: the product before adds it as it writes (`linear(residual=)`, cuBLASLt's
+// C), and the backward adds to dx in place.  Product and norm so read two arrays and write two; with such a kernel they
+// would read as many and write three, the product's output being one of them.
+//
 // -DDTYPE -DWIDTH -DCOLUMNS (D) -DTHREADS -DROWS -DCENTERED
 #include "vectors.cuh"
 

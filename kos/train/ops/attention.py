@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kos.cuda.devices import device_info
-from kos.cuda.kernels import Define, Kernel, load_kernel
+from kos.cuda.kernels import Define
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
@@ -46,7 +47,7 @@ def attention(
     kv_heads: int,
     out: Array,
     log_sum_exp: Array,
-    stream: Any,
+    launch: Callable[..., None],
     *,
     family: str | None = None,
     tiles: Tiles | None = None,
@@ -54,14 +55,15 @@ def attention(
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
     ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
-    fp32, of the scaled scores, is kept for the backward.  ``family`` and ``tiles`` are for measurements.
+    fp32, of the scaled scores, is kept for the backward.  ``launch`` is that of CudaOps; ``family`` and ``tiles`` are
+    for measurements.
     """
     samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
-    size = (samples, length, heads, kv_heads)
+    size, defines = (samples, length, heads, kv_heads), macros(qkv.dtype.name, head_dim)
     if family == "simple":
-        kernel = _kernel("simple", "attention_forward", qkv, head_dim, {})
-        kernel(stream, _rows(samples * length * heads), 256, qkv.pointer, out.pointer, log_sum_exp.pointer, *size)
+        rows = _rows(samples * length * heads)
+        launch("attention_simple.cu", "attention_forward", rows, 256, qkv, out, log_sum_exp, *size, **defines)
         return
     tiles = _FORWARD[head_dim] | (tiles or {}) if family == "hopper" else tiles or {}
     keys, row = int(tiles.get("KEYS", 64)), head_dim * 2
@@ -69,16 +71,18 @@ def attention(
     grid = samples * heads * -(-length // rows)
     section = _section(samples * heads, heads // kv_heads, length, head_dim)
     if family == "mma":
-        kernel = _kernel("mma", "attention_forward", qkv, head_dim, tiles)
-        shared = (_BLOCK + 4 * keys) * row
-        pointers = (qkv.pointer, out.pointer, log_sum_exp.pointer)
-        kernel(stream, grid, 256, *pointers, *size, section, shared=shared)
+        launch(
+            "attention_mma.cu", "attention_forward", grid, 256, qkv, out, log_sum_exp, *size, section,
+            shared=(_BLOCK + 4 * keys) * row, **defines, **tiles,
+        )  # fmt: skip
         return
-    kernel = _kernel("forward_hopper", "attention_forward", qkv, head_dim, tiles)
     shared = (2 * rows + 2 * int(tiles["STAGES"]) * keys) * row + _ALIGNMENT + 256
     maps = (_map(qkv, samples, length), _map(out, samples, length))
     staying = min(grid, device_info(qkv.device).multiprocessors)
-    kernel(stream, staying, 128 + 2 * rows, *maps, log_sum_exp.pointer, *size, section, shared=shared)
+    launch(
+        "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows, *maps, log_sum_exp, *size, section,
+        shared=shared, **defines, **tiles,
+    )  # fmt: skip
 
 
 def attention_backward(
@@ -90,7 +94,7 @@ def attention_backward(
     kv_heads: int,
     d_qkv: Array,
     arena: Arena,
-    stream: Any,
+    launch: Callable[..., None],
     *,
     family: str | None = None,
     tiles: Tiles | None = None,
@@ -104,13 +108,11 @@ def attention_backward(
     expect("d_out", d_out, out.shape, out.dtype)
     expect("d_qkv", d_qkv, qkv.shape, qkv.dtype)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
-    size = (samples, length, heads, kv_heads)
+    size, defines = (samples, length, heads, kv_heads), macros(qkv.dtype.name, head_dim)
     if family == "simple":
-        addresses = (x.pointer for x in (qkv, d_out, out, log_sum_exp, d_qkv))
-        arguments = (*addresses, *size)
+        arguments = (qkv, d_out, out, log_sum_exp, d_qkv, *size)
         for name, of in (("attention_backward_q", heads), ("attention_backward_kv", kv_heads)):
-            kernel = _kernel("simple", name, qkv, head_dim, {})
-            kernel(stream, _rows(samples * length * of), 256, *arguments)
+            launch("attention_simple.cu", name, _rows(samples * length * of), 256, *arguments, **defines)
         return
     padded, row = -(-length // _PAD) * _PAD, head_dim * 2
     blocks, group = -(-length // _BLOCK), heads // kv_heads
@@ -119,32 +121,38 @@ def attention_backward(
     with arena.scope():
         statistics, bounds, sums = take_scratch(log_sum_exp, kv_heads, head_dim, family, arena)
         if bounds is not None:
-            find = _kernel("statistics", "attention_bounds", qkv, head_dim, {})
-            find(stream, bounds.size // 2, 256, qkv.pointer, bounds.pointer, length, heads, kv_heads)
-        prepare = _kernel("statistics", "attention_statistics", qkv, head_dim, {})
-        inputs = (d_out.pointer, out.pointer, log_sum_exp.pointer)
-        scratch = (statistics.pointer, *(0 if x is None else x.pointer for x in (bounds, sums)))
-        prepare(stream, -(-threads // 256), 256, *inputs, *scratch, *size)
+            launch(
+                "attention_statistics.cu", "attention_bounds", bounds.size // 2, 256, qkv, bounds, length, heads,
+                kv_heads, **defines,
+            )  # fmt: skip
+        scratch = (statistics, *(0 if x is None else x for x in (bounds, sums)))
+        launch(
+            "attention_statistics.cu", "attention_statistics", -(-threads // 256), 256, d_out, out, log_sum_exp,
+            *scratch, *size, **defines,
+        )  # fmt: skip
         if sums is not None:
-            tiles = _BACKWARD[head_dim] | (tiles or {})
+            defines |= _BACKWARD[head_dim] | (tiles or {})
             step, turns = 8192 // head_dim, 3 if head_dim == 128 else 2  # STEP and TURNS
             own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
-            shared = own + int(tiles["STAGES"]) * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
-            kernel = _kernel("backward_hopper", "attention_backward", qkv, head_dim, tiles)
-            finish = _kernel("backward_hopper", "attention_finish", qkv, head_dim, tiles)
+            shared = own + int(defines["STAGES"]) * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
             maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
-            operands = (*maps, statistics.pointer, sums.pointer, *size, section_kv)
-            kernel(stream, samples * kv_heads * blocks, 384, *operands, shared=shared)
-            pieces = sums.size // 4096
-            finish(stream, pieces, 256, sums.pointer, statistics.pointer, d_qkv.pointer, length, heads, qkv.shape[1])
+            launch(
+                "attention_backward_hopper.cu", "attention_backward", samples * kv_heads * blocks, 384,
+                *maps, statistics, sums, *size, section_kv, shared=shared, **defines,
+            )  # fmt: skip
+            launch(
+                "attention_backward_hopper.cu", "attention_finish", sums.size // 4096, 256,
+                sums, statistics, d_qkv, length, heads, qkv.shape[1], **defines,
+            )  # fmt: skip
             return
+        defines |= tiles or {}
         section_q = _section(samples * heads, group, length, head_dim)
-        kernel_kv = _kernel("mma", "attention_backward_kv", qkv, head_dim, tiles or {})
-        kernel_q = _kernel("mma", "attention_backward_q", qkv, head_dim, tiles or {})
-        pointers = (qkv.pointer, d_out.pointer, d_qkv.pointer, statistics.pointer)
+        operands = (qkv, d_out, d_qkv, statistics, *size)
         shared = (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * row
-        kernel_kv(stream, samples * kv_heads * blocks, 256, *pointers, *size, section_kv, shared=shared)
-        kernel_q(stream, samples * heads * blocks, 256, *pointers, *size, section_q, shared=shared)
+        for name, of, section in (
+            ("attention_backward_kv", kv_heads, section_kv), ("attention_backward_q", heads, section_q),
+        ):  # fmt: skip
+            launch("attention_mma.cu", name, samples * of * blocks, 256, *operands, section, shared=shared, **defines)
 
 
 def take_scratch(
@@ -204,17 +212,6 @@ def _section(heads: int, group: int, length: int, head_dim: int) -> int:
     """How many heads to work on at once: whole groups, whose other side fits the cache."""
     groups = max(1, _CACHED // (4 * length * head_dim))
     return min(heads, group * groups)
-
-
-def _kernel(file: str, name: str, qkv: Array, head_dim: int, tiles: Tiles) -> Kernel:
-    return _load(file, name, qkv.device, qkv.dtype.name, head_dim, tuple(tiles.items()))
-
-
-@functools.cache
-def _load(
-    file: str, name: str, device: int, dtype: str, head_dim: int, tiles: tuple[tuple[str, Define], ...]
-) -> Kernel:
-    return load_kernel(KERNELS / f"attention_{file}.cu", name, device, **macros(dtype, head_dim), **dict(tiles))
 
 
 def macros(dtype: str, head_dim: int) -> dict[str, Define]:

@@ -340,7 +340,7 @@ class CudaOps:
         if self.cudnn is not None:
             self.cudnn.forward(qkv, heads, kv_heads, out, log_sum_exp, arena)
         else:
-            attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.stream)
+            attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch)
 
     def attention_backward(
         self,
@@ -357,7 +357,7 @@ class CudaOps:
         if self.cudnn is not None:
             self.cudnn.backward(*operands)
         else:
-            attention.attention_backward(*operands, self.stream)
+            attention.attention_backward(*operands, self.launch)
 
     # --- cross_entropy -------------------------------------------------------------------------------
 
