@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,6 +189,39 @@ def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
     made.clear()
     train(text, tmp_path / "other", steps=1, save_every=0)
     assert len(made) - 1 == 2
+
+
+def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, caplog, monkeypatch):
+    """Where the cache cannot be written, too; a GPU of another kind is searched for on its own."""
+    (tmp_path / "file").write_text("where a folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(cublaslt, "stored_algorithms", lambda device: cublaslt.Stored("matmul", "host"))
+    searched, given = [], []
+
+    def make(device, stream=None, algorithms=None, search=False):
+        if search:
+            searched.append(algorithms)
+            algorithms["a shape"] = f"by search {len(searched)}"
+        elif algorithms is not None:
+            given.append(algorithms)
+        return QueuedOps()
+
+    monkeypatch.setattr(engine_module, "CudaOps", make)
+    train(text, tmp_path / "alike", ranks=2, steps=1, save_every=0)
+    assert len(searched) == 1 and given == [{"a shape": "by search 1"}] * 2
+    (line,) = (record.getMessage() for record in caplog.records if "cache" in record.getMessage())
+    assert "host.json cannot be used" in line
+    searched.clear(), given.clear()
+    names = iter(["one", "other", "one"])
+    own = threading.local()
+
+    def about(device):
+        own.name = getattr(own, "name", None) or next(names)
+        return SimpleNamespace(name=own.name, uuid=own.name)
+
+    monkeypatch.setattr(engine_module, "device_info", about)
+    train(text, tmp_path / "mixed", ranks=3, steps=1, save_every=0, batch_size=6)
+    assert len(searched) == 2 and sorted(x["a shape"][-1] for x in given) in (["1", "1", "2"], ["1", "2", "2"])
 
 
 @pytest.mark.parametrize(
