@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
 import threading
 from types import SimpleNamespace
@@ -125,6 +126,40 @@ def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
     np.testing.assert_allclose(column(back), column(whole)[2:], rtol=1e-5)
     forth = train(text, tmp_path / "forth", resume=str(tmp_path / "back"), steps=6)
     assert column(forth, "step") == [5, 6]
+
+
+def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):
+    """Attention as it was chosen, the GPU, and what may sum gradients otherwise; nothing of what is not known."""
+    about, chosen, real = {"gpus": ["A", "A"], "backend": "peer"}, ["flash"], loop.provenance
+    monkeypatch.setattr(loop, "provenance", lambda comm: real(comm) | about)
+    monkeypatch.setattr(engine_module.cudnn, "choose", lambda *arguments: f"{chosen[0]} (the faster)")
+
+    def resumed(before, ranks=2, asked="auto", takes="flash", gpus=("A",), backend="peer", **changes):
+        caplog.clear()
+        chosen[0], about["gpus"], about["backend"] = takes, list(gpus), backend
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        train(text, out, ranks=ranks, resume=str(tmp_path / before), steps=2, attention=asked, **changes)
+        said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("resuming")]
+        return [line.removeprefix("resuming with another ").partition(":")[0] for line in said]
+
+    all_else = {"takes": "cuDNN 9", "gpus": ("A", "B"), "backend": "nccl", "zero": 1}
+    train(text, tmp_path / "new", ranks=2, steps=1, attention="auto")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["derived"]["attention"] == "flash"
+    assert resumed("new") == resumed("new", asked="flash") == []
+    assert resumed("new", **all_else) == ["attention, GPU, zero, backend"]
+    assert resumed("new", ranks=1, backend="single") == ["number of ranks"]
+    train(text, tmp_path / "fixed", ranks=2, steps=1, attention="auto", deterministic=True)
+    assert resumed("fixed", **{**all_else, "deterministic": True}) == ["attention, GPU"]
+    assert resumed("fixed", backend="nccl", zero=1, deterministic=True) == []
+    (manifest,) = (tmp_path / "new" / "checkpoints").glob("*/manifest.json")
+    old = json.loads(manifest.read_text())
+    del old["config"]["derived"]["attention"], old["config"]["config"]["zero"]
+    del old["config"]["gpus"], old["config"]["backend"]
+    for asked in ("auto", "cudnn"):
+        old["config"]["config"]["attention"] = asked
+        manifest.write_text(json.dumps(old))
+        assert resumed("new", asked=asked, **all_else) == []
+    assert resumed("new", asked="flash") == ["attention"]
 
 
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])

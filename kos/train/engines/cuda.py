@@ -97,6 +97,7 @@ class CudaEngine:
         shape = cudnn.Shape(config.micro_batch_size, config.seq_len, *heads, config.dtype)
         asked = config.attention.replace("auto", "flash") if config.deterministic else config.attention  # not by time
         self.attention = cudnn.choose(asked, shape, ops, comm, plan)
+        self.chosen = {"attention": self.attention.partition(" (")[0]}
         pool_of(ops.device).trim()  # what was measured
         self.plan = together(comm, plan)
         self.ops = ops if config.deterministic else self._search(ops, model, len(rounds))

@@ -146,7 +146,7 @@ class Matmul:
         if known is not None and self._usable(plan, known):
             return plan._replace(algorithm=known)
         candidates = self._candidates(plan, a, b, out if c is None else c, out)
-        if not self.search or len(candidates) == 1:
+        if len(candidates) == 1:  # all that is asked for without ``search``
             return plan._replace(algorithm=candidates[0])
         best = self._fastest(plan, candidates, a, b, c, out)
         self.algorithms[name] = best.tobytes().hex()
