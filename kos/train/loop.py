@@ -142,8 +142,15 @@ class Trainer:
         if other_ranks:  # from which these follow where they were not asked for
             same = (name for name in ("micro_batch_size", "grad_dtype") if asked.get(name) == self._asked[name])
             ours |= {name: theirs.get(name) for name in same}
+        if theirs.get("attention") in ("auto", "cudnn"):  # what that came to was not noted once, nor is it on CPUs
+            ours["attention"] = self._asked["attention"]
         changed = [name for name in EXACT if theirs.get(name) != ours[name]]
         changed += ["data"] * (before.get("data_fingerprint") != now["data_fingerprint"])
+        if ours["device"] == "cuda" and set(before.get("gpus") or now["gpus"]) != set(now["gpus"]):
+            changed.append("GPU")
+        if self.comm.size > 1 and not other_ranks and not self.config.deterministic:  # what may add in another order
+            changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
+            changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
         if changed:
             _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))
         elif other_ranks and not self.config.deterministic:
@@ -178,7 +185,8 @@ class Trainer:
     @cached_property
     def description(self) -> dict[str, Any]:
         """What was asked, what followed from it and where it ran, for config.json and the checkpoints."""
-        derived = {name: value for name, value in self.config.to_json().items() if value != self._asked[name]}
+        used = self.config.to_json() | self.engine.chosen
+        derived = {name: value for name, value in used.items() if value != self._asked[name]}
         config = {**self._asked, "out": str(self.out)}
         about = {"data_fingerprint": self.data.fingerprint, **provenance(self.comm)}
         return {"config": config, "derived": derived, **about}

@@ -1,15 +1,21 @@
-"""Which algorithm of a matrix product the search chooses, on a GPU whose clock a power limit holds down."""
+"""Matrix products' algorithms: what is chosen on a GPU whose clock a power limit holds down, and what is kept."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import json
+import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from kos.dtypes import DTYPES
 from kos.train.ops import cublaslt
-from kos.train.ops.cublaslt import Matmul
+from kos.train.ops.cublaslt import ALGORITHM_BYTES, Matmul, Stored
 
 
 class Gpu:
@@ -66,3 +72,108 @@ def test_a_search_takes_less_than_a_second(search):
     assert took < 1000
     which, took = search([9.0, 1.0, 2.0], [9.0, 5.0, 2.0])
     assert which == 1 and took == 12 * (1 + cublaslt.REPEATS)
+
+
+RESULT = np.dtype([("algo", np.uint8, ALGORITHM_BYTES), ("workspace", np.uint64), ("state", np.int32), ("rest", "V20")])
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """cuBLASLt, whose algorithms are known by their first byte: it suggests 1, 2, 3, … and refuses 99."""
+
+    def suggest(*arguments):
+        *_, asked, found, count = arguments
+        results = np.zeros(asked, RESULT)
+        results["algo"][:, 0] = 1 + np.arange(asked)
+        ctypes.memmove(found, results.ctypes.data, results.nbytes)
+        ctypes.memmove(count, np.array([asked], np.int32).ctypes.data, 4)
+
+    def check(*arguments):
+        if ctypes.c_uint8.from_address(arguments[-2]).value == 99:
+            raise RuntimeError("not supported")
+
+    library = MagicMock(matmul_heuristic_result_dtype=RESULT, cuBLASLtError=RuntimeError)
+    library.matmul_algo_get_heuristic.side_effect, library.matmul_algo_check.side_effect = suggest, check
+    monkeypatch.setattr(cublaslt, "_library", lambda: library)
+    monkeypatch.setattr(cublaslt, "driver", SimpleNamespace(on_device=lambda device: nullcontext()))
+    monkeypatch.setattr(cublaslt, "streams", SimpleNamespace(handle=lambda stream: 0))
+    monkeypatch.setattr(cublaslt, "Array", SimpleNamespace(empty=lambda *_, **__: SimpleNamespace(pointer=0)))
+    return library
+
+
+def taken(matmul, size):
+    """The algorithm of a product of such matrices."""
+    matmul(*(SimpleNamespace(shape=(size, size), size=size**2, dtype=DTYPES["float32"], pointer=256) for _ in range(3)))
+    return list(matmul._plans.values())[-1].algorithm[0]
+
+
+def test_only_a_search_times(library, monkeypatch):
+    """Others take what is in its table, and for what is not cuBLASLt's first suggestion; or where it is refused."""
+    timed = []
+    monkeypatch.setattr(Matmul, "_fastest", lambda self, plan, candidates, *_: timed.append(1) or candidates[2])
+    table: dict[str, str] = {}
+    first = Matmul(0, None, algorithms=table, search=True)
+    assert [taken(first, size) for size in (8, 8, 16)] == [3, 3, 3] and len(timed) == len(table) == 2
+    assert taken(Matmul(0, None, algorithms=dict(table), search=True), 8) == 3
+    other = Matmul(0, None, algorithms=json.loads(json.dumps(table)))
+    assert [taken(other, size) for size in (8, 16, 24)] == [3, 3, 1] and taken(Matmul(0, None), 8) == 1
+    (name, _), (damaged, _) = table.items()
+    refused = Matmul(0, None, algorithms={name: bytes([99] * ALGORITHM_BYTES).hex(), damaged: "no hex"})
+    assert [taken(refused, size) for size in (8, 16)] == [1, 1] and len(timed) == 2 and len(refused.algorithms) == 2
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    """Where the file of a GPU is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "kos" / "kind" / "Some_GPU.json"
+
+
+def kept():
+    return Stored("kind", "Some GPU")
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_was_found_is_kept(path, caplog):
+    """What two processes find at a time, too."""
+    mine, other = kept(), kept()
+    mine.keep({"a": "1"})
+    other.keep({"b": "2"})
+    mine.keep({"a": "3"})
+    assert json.loads(path.read_text()) == kept().known == mine.known == {"a": "3", "b": "2"} and not warnings(caplog)
+
+
+@pytest.mark.parametrize("content", [b'{"a": "1"', b"[1, 2]", b"\xff"], ids=["cut", "a list", "no text"])
+def test_a_damaged_file_is_told_of_once_and_replaced(path, caplog, content):
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    damaged = kept()
+    assert damaged.known == kept().known == {}
+    damaged.keep({"a": "2"})
+    assert kept().known == {"a": "2"}
+    (line,) = warnings(caplog)
+    assert f"cache: {path} cannot be used" in line
+
+
+def test_a_place_that_cannot_be_written_is_told_of_once(path, caplog):
+    path.parents[1].write_text("where a folder would be")
+    for number in range(3):
+        kept().keep({str(number): "1"})
+    (line,) = warnings(caplog)
+    assert "another run may choose otherwise, with other bits" in line
+
+
+def test_one_file_for_each_gpu_and_version(library, path, monkeypatch):
+    """What another cuBLASLt has found, or another GPU, is not looked at."""
+    gpu = SimpleNamespace(name="Some GPU")
+    monkeypatch.setattr(cublaslt, "device_info", lambda device: gpu)
+    library.get_version.return_value = 130000
+    cublaslt.stored_algorithms(0).keep({"a": "1"})
+    assert cublaslt.stored_algorithms(0).known == {"a": "1"}
+    library.get_version.return_value = 130100
+    assert cublaslt.stored_algorithms(0).known == {}
+    library.get_version.return_value, gpu.name = 130000, "Other GPU"
+    assert cublaslt.stored_algorithms(0).known == {}

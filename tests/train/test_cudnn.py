@@ -65,7 +65,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(cudnn, "driver", SimpleNamespace(on_device=lambda device: nullcontext()))
     monkeypatch.setattr(cudnn, "library", lambda: (fake_cudnn(), "9.19.0"))
     monkeypatch.setattr(cudnn, "device_info", lambda device: SimpleNamespace(name="Some GPU"))
-    monkeypatch.setattr(engine_module, "CudaOps", lambda device, stream=None, search=False: CudnnOps())
+    monkeypatch.setattr(engine_module, "CudaOps", lambda device, stream=None, **options: CudnnOps())
     monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return clock

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -126,6 +128,40 @@ def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
     assert column(forth, "step") == [5, 6]
 
 
+def test_resuming_says_what_changes_bits(emulated, text, tmp_path, caplog, monkeypatch):
+    """Attention as it was chosen, the GPU, and what may sum gradients otherwise; nothing of what is not known."""
+    about, chosen, real = {"gpus": ["A", "A"], "backend": "peer"}, ["flash"], loop.provenance
+    monkeypatch.setattr(loop, "provenance", lambda comm: real(comm) | about)
+    monkeypatch.setattr(engine_module.cudnn, "choose", lambda *arguments: f"{chosen[0]} (the faster)")
+
+    def resumed(before, ranks=2, asked="auto", takes="flash", gpus=("A",), backend="peer", **changes):
+        caplog.clear()
+        chosen[0], about["gpus"], about["backend"] = takes, list(gpus), backend
+        out = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        train(text, out, ranks=ranks, resume=str(tmp_path / before), steps=2, attention=asked, **changes)
+        said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("resuming")]
+        return [line.removeprefix("resuming with another ").partition(":")[0] for line in said]
+
+    all_else = {"takes": "cuDNN 9", "gpus": ("A", "B"), "backend": "nccl", "zero": 1}
+    train(text, tmp_path / "new", ranks=2, steps=1, attention="auto")
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["derived"]["attention"] == "flash"
+    assert resumed("new") == resumed("new", asked="flash") == []
+    assert resumed("new", **all_else) == ["attention, GPU, zero, backend"]
+    assert resumed("new", ranks=1, backend="single") == ["number of ranks"]
+    train(text, tmp_path / "fixed", ranks=2, steps=1, attention="auto", deterministic=True)
+    assert resumed("fixed", **{**all_else, "deterministic": True}) == ["attention, GPU"]
+    assert resumed("fixed", backend="nccl", zero=1, deterministic=True) == []
+    (manifest,) = (tmp_path / "new" / "checkpoints").glob("*/manifest.json")
+    old = json.loads(manifest.read_text())
+    del old["config"]["derived"]["attention"], old["config"]["config"]["zero"]
+    del old["config"]["gpus"], old["config"]["backend"]
+    for asked in ("auto", "cudnn"):
+        old["config"]["config"]["attention"] = asked
+        manifest.write_text(json.dumps(old))
+        assert resumed("new", asked=asked, **all_else) == []
+    assert resumed("new", asked="flash") == ["attention"]
+
+
 @pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (4, "float32"), (2, "bfloat16")])
 def test_ranks(emulated, text, tmp_path, ranks, dtype, monkeypatch):
     """Buckets and shards of several sizes: the losses of one rank, and ZeRO-1 resumed, on other ranks too."""
@@ -188,6 +224,39 @@ def test_algorithms_are_searched_once(emulated, text, tmp_path, monkeypatch):
     made.clear()
     train(text, tmp_path / "other", steps=1, save_every=0)
     assert len(made) - 1 == 2
+
+
+def test_one_rank_searches_and_all_take_what_it_found(emulated, text, tmp_path, caplog, monkeypatch):
+    """Where the cache cannot be written, too; a GPU of another kind is searched for on its own."""
+    (tmp_path / "file").write_text("where a folder would be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(cublaslt, "stored_algorithms", lambda device: cublaslt.Stored("matmul", "host"))
+    searched, given = [], []
+
+    def make(device, stream=None, algorithms=None, search=False):
+        if search:
+            searched.append(algorithms)
+            algorithms["a shape"] = f"by search {len(searched)}"
+        elif algorithms is not None:
+            given.append(algorithms)
+        return QueuedOps()
+
+    monkeypatch.setattr(engine_module, "CudaOps", make)
+    train(text, tmp_path / "alike", ranks=2, steps=1, save_every=0)
+    assert len(searched) == 1 and given == [{"a shape": "by search 1"}] * 2
+    (line,) = (record.getMessage() for record in caplog.records if "cache" in record.getMessage())
+    assert "host.json cannot be used" in line
+    searched.clear(), given.clear()
+    names = iter(["one", "other", "one"])
+    own = threading.local()
+
+    def about(device):
+        own.name = getattr(own, "name", None) or next(names)
+        return SimpleNamespace(name=own.name, uuid=own.name)
+
+    monkeypatch.setattr(engine_module, "device_info", about)
+    train(text, tmp_path / "mixed", ranks=3, steps=1, save_every=0, batch_size=6)
+    assert len(searched) == 2 and sorted(x["a shape"][-1] for x in given) in (["1", "1", "2"], ["1", "2", "2"])
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,9 @@ class Engine(Protocol):
     lag: int
     """How many steps may be started before the first of them is finished, so that the device never waits."""
 
+    chosen: dict[str, str]
+    """Settings that it chose itself, and their values."""
+
     def describe(self) -> str:
         """Lines for the log: where it computes, and with how much memory."""
 

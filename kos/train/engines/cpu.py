@@ -66,6 +66,7 @@ class CpuEngine:
         self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator, between: Between
     ) -> None:
         self.config, self.data, self.comm, self.between = config, data, comm, between
+        self.chosen: dict[str, str] = {}
         self.plan = together(comm, plan_memory(config, model, comm).check)
         self.model = make_model(model, numpy_ops, recompute=config.recompute)
         self.weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import math
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.communicator import Communicator
+from kos.comm.rendezvous import host_id
 from kos.cuda import driver
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
@@ -95,10 +97,10 @@ class CudaEngine:
         shape = cudnn.Shape(config.micro_batch_size, config.seq_len, *heads, config.dtype)
         asked = config.attention.replace("auto", "flash") if config.deterministic else config.attention  # not by time
         self.attention = cudnn.choose(asked, shape, ops, comm, plan)
+        self.chosen = {"attention": self.attention.partition(" (")[0]}
         pool_of(ops.device).trim()  # what was measured
         self.plan = together(comm, plan)
         self.ops = ops if config.deterministic else self._search(ops, model, len(rounds))
-        self.ops.cudnn = ops.cudnn
         ops = self.ops
         self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
         self.model.arena.reserve(self.plan.arena)
@@ -147,11 +149,12 @@ class CudaEngine:
 
         Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need; where
         this very code has made them before, with these shapes, all is found already.  They compute with numbers like
-        those of a first step: the power that a product draws, and with it its time, depends on them.
+        those of a first step: the power that a product draws, and with it its time, depends on them.  What they do not
+        meet takes cuBLASLt's first suggestion: nothing is timed later, on any rank.
         """
         config, model = self.config, dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
 
-        def passes() -> CudaOps | None:
+        def passes() -> dict[str, str]:
             sizes = {len(piece) for piece in self._pieces(self.data.val_batches()[0]()[0])}
             chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
@@ -159,9 +162,10 @@ class CudaEngine:
             for path in sorted(code):
                 about.update(path.read_bytes())
             stored = cublaslt.stored_algorithms(ops.device)
-            if stored.get(about.hexdigest()):
-                return None
-            trying = CudaOps(ops.device, ops.stream, search=True)
+            found = dict(stored.known)
+            if about.hexdigest() in found:
+                return found
+            trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
             trying.cudnn = ops.cudnn
             trial = make_model(model, trying, head_rows=HEAD_ROWS, recompute=config.recompute)
             trial.arena.reserve(self.plan.arena)
@@ -176,12 +180,17 @@ class CudaEngine:
                     trial.queue_loss_and_gradients(weights, tokens, tokens, gradients, loss, accumulate=accumulate)
             for size in sizes:
                 trial.loss(weights, tokens[:size], tokens[:size])
-            stored.put(about.hexdigest(), "all were searched")
-            return trying
+            stored.keep({**found, about.hexdigest(): "all were searched"})
+            return found
 
-        found = together(self.comm, lambda: passes() if self.comm.local_rank == 0 else None)
+        places = self.comm.all_gather_bytes(f"{host_id()} {device_info(ops.device).name}".encode())
+        first = places.index(places[self.comm.rank])  # of the ranks with such a GPU on this machine
+        found = together(self.comm, lambda: passes() if first == self.comm.rank else {})
         pool_of(ops.device).trim()  # pieces of other sizes than those that follow
-        return found or CudaOps(ops.device, ops.stream, search=True)
+        tables = self.comm.all_gather_bytes(json.dumps(found).encode())
+        chosen = CudaOps(ops.device, ops.stream, algorithms=json.loads(tables[first]))
+        chosen.cudnn = ops.cudnn
+        return chosen
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
         """Cut into micro-batches."""

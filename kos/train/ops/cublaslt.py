@@ -1,10 +1,10 @@
 """Matrix products by cuBLASLt: row-major operands, any transposition, added to what is there if asked.
 
 A plan is made once per shape: descriptors, and the algorithm.  That is cuBLASLt's first suggestion, or with
-``search`` the fastest of the first ``CANDIDATES``, timed on the real operands and kept on disk for every
-later process: timing is not reproducible, a stored choice is.  Large products run at the GPU's power limit, its
-clock as low as their energy demands, which depends on the algorithm and on the operands' bits.  So those that are
-about as fast in brief are compared when each has run until the clock has settled.
+``search`` the fastest of the first ``CANDIDATES``, timed on the real operands.  Timing is not reproducible, a table
+of what it chose is: it goes to every rank, and to disk for every later process.  Large products run at the GPU's
+power limit, its clock as low as their energy demands, which depends on the algorithm and on the operands' bits.  So
+those that are about as fast in brief are compared when each has run until the clock has settled.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import functools
 import json
 import logging
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from kos.comm.backends.device import is_captured
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.errors import BackendUnavailable, InvalidArgument
@@ -47,12 +48,17 @@ class Plan(NamedTuple):
 
 
 class Matmul:
-    """out (M, N) = op(a) op(b) + c + bias, in the order of one stream; fp32 inside, whatever the operands are."""
+    """out (M, N) = op(a) op(b) + c + bias, in the order of one stream; fp32 inside, whatever the operands are.
 
-    def __init__(self, device: int, stream: Any, *, search: bool = False) -> None:
+    ``algorithms`` holds those to take, by shape; with ``search`` what it lacks is timed and added to it.
+    """
+
+    def __init__(
+        self, device: int, stream: Any, *, algorithms: dict[str, str] | None = None, search: bool = False
+    ) -> None:
         self.device = device
         self.stream = streams.handle(stream)
-        self.search = search
+        self.algorithms, self.search = {} if algorithms is None else algorithms, search
         self.lt = _library()
         with driver.on_device(device):
             self._handle = self.lt.create()
@@ -60,7 +66,6 @@ class Matmul:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._constants = np.array([0, 1], np.float32)
         self._zero, self._one = (self._constants.ctypes.data + 4 * i for i in range(2))
-        self._stored = stored_algorithms(device) if search else None
 
     def __call__(
         self,
@@ -137,14 +142,14 @@ class Matmul:
         )
         plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
         name = " ".join(map(str, key))
-        stored = _algorithm(self._stored.get(name)) if self._stored else None
-        if stored is not None and self._usable(plan, stored):
-            return plan._replace(algorithm=stored)
+        known = _algorithm(self.algorithms.get(name))
+        if known is not None and self._usable(plan, known):
+            return plan._replace(algorithm=known)
         candidates = self._candidates(plan, a, b, out if c is None else c, out)
-        if self._stored is None or len(candidates) == 1 or is_captured(self.stream):
+        if len(candidates) == 1:  # all that is asked for without ``search``
             return plan._replace(algorithm=candidates[0])
         best = self._fastest(plan, candidates, a, b, c, out)
-        self._stored.put(name, best.tobytes().hex())
+        self.algorithms[name] = best.tobytes().hex()
         return plan._replace(algorithm=best)
 
     def _candidates(self, plan: Plan, a: Array, b: Array, c: Array, out: Array) -> list[np.ndarray[Any, Any]]:
@@ -242,20 +247,34 @@ def stored_algorithms(device: int) -> Stored:
     return Stored("matmul-lasting", f"{device_info(device).name}-{_library().get_version()}")
 
 
-def _algorithm(stored: str | None) -> np.ndarray[Any, Any] | None:
+def _algorithm(text: str | None) -> np.ndarray[Any, Any] | None:
     try:
-        algorithm = np.frombuffer(bytes.fromhex(stored or ""), np.uint8).copy()
+        algorithm = np.frombuffer(bytes.fromhex(text or ""), np.uint8).copy()
     except ValueError:
         return None
     return algorithm if algorithm.size == ALGORITHM_BYTES else None
 
 
 class Stored:
-    """What was measured, by shape: one JSON file per GPU model and versions, shared by the user's processes."""
+    """What was measured, by shape: one JSON file per GPU model and versions, shared by the user's processes.
+
+    One that cannot be read or written is told of once, by a warning.
+    """
+
+    _told_of: ClassVar[set[Path]] = set()
 
     def __init__(self, kind: str, name: str) -> None:
         self._path = cache_folder() / kind / f"{name.replace(' ', '_')}.json"
-        self._known = self._read()
+        self.known = self._read()
+
+    def keep(self, found: Mapping[str, str]) -> None:
+        """Add to ``known`` and to the file; what other processes have stored meanwhile stays."""
+        self.known = {**self.known, **self._read(), **found}
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, json.dumps(self.known).encode())
+        except OSError as error:
+            self._warn(error)
 
     def _read(self) -> dict[str, str]:
         try:
@@ -263,17 +282,13 @@ class Stored:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, AttributeError) as error:
-            log.warning("cache: %s cannot be read, measuring anew: %s", self._path, error)
+            self._warn(error)
             return {}
 
-    def get(self, key: str) -> str | None:
-        return self._known.get(key)
-
-    def put(self, key: str, value: str) -> None:
-        """Keep the choice; what other processes have stored meanwhile stays."""
-        self._known = {**self._known, **self._read(), key: value}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self._path, json.dumps(self._known).encode())
-        except OSError as error:
-            log.warning("cache: %s cannot be written: %s", self._path, error)
+    def _warn(self, error: Exception) -> None:
+        if self._path not in self._told_of:
+            log.warning(
+                "cache: %s cannot be used, measuring anew: another run may choose otherwise, with other bits: %s",
+                self._path, error,
+            )  # fmt: skip
+            self._told_of.add(self._path)

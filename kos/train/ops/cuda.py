@@ -38,17 +38,19 @@ FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
-    ``search`` lets matrix products be timed for their fastest algorithm on first use.  Attention is cuDNN's where
-    ``cudnn`` is set.
+    Matrix products take their ``algorithms``; ``search`` times those that are missing on first use, and adds them.
+    Attention is cuDNN's where ``cudnn`` is set.
     """
 
     cudnn: CudnnAttention | None = None
 
-    def __init__(self, device: int, stream: Any = None, *, search: bool = False) -> None:
+    def __init__(
+        self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False
+    ) -> None:
         driver.set_device(device)
         self.device = device
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
-        self.matmul = Matmul(device, self.stream, search=search)
+        self.matmul = Matmul(device, self.stream, algorithms=algorithms, search=search)
         self.multiprocessors = device_info(device).multiprocessors
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes

@@ -197,7 +197,7 @@ def _stored(device: int) -> Stored:
 
 def _known(shape: Shape, device: int) -> tuple[list[float] | None, str]:
     """The ``_times`` of a run before, if there was one, and cuDNN's version."""
-    known = _stored(device).get(" ".join(map(str, shape))) or ""
+    known = _stored(device).known.get(" ".join(map(str, shape))) or ""
     sound = re.fullmatch(r"\d+\.\d+ \d+\.\d+", known)
     return [float(word) for word in known.split()] if sound else None, library()[1]
 
@@ -227,5 +227,5 @@ def _times(shape: Shape, ops: Any) -> list[float]:
             least[turn % 2] = min(least[turn % 2], took)
     ops.cudnn = cudnn
     times = [round(each, 4) for each in least]  # as they are stored, so that later runs choose alike
-    _stored(ops.device).put(" ".join(map(str, shape)), "{:.4f} {:.4f}".format(*times))
+    _stored(ops.device).keep({" ".join(map(str, shape)): "{:.4f} {:.4f}".format(*times)})
     return times

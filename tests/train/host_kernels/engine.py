@@ -321,9 +321,9 @@ def host_engine(monkeypatch) -> None:
         (engine_module, "pool_of"): lambda device: SimpleNamespace(trim=lambda: None),
         (engine_module, "driver"): SimpleNamespace(set_device=lambda device: None),
         (engine_module, "device_info"): lambda device: about,
-        (engine_module, "CudaOps"): lambda device, stream=None, search=False: QueuedOps(),
+        (engine_module, "CudaOps"): lambda device, stream=None, **options: QueuedOps(),
         (engine_module.cublaslt, "stored_algorithms"): lambda device: SimpleNamespace(
-            get=algorithms.get, put=algorithms.__setitem__
+            known=algorithms, keep=algorithms.update
         ),
         (memory_plan, "cu"): driver,
         (memory_plan.attention, "family_for"): lambda device, dtype, head_dim: "hopper",
