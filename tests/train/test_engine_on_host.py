@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +14,14 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos.cuda import unavailable
-from kos.errors import ConfigError, RankLost, TrainingError
+from kos.errors import BackendUnavailable, ConfigError, CudaError, KosError, RankLost, TrainingError
 from kos.testing import spawn
 from kos.train import checkpoint, engines, llama_config, loop
 from kos.train.config import TrainConfig, parse
 from kos.train.engines import choose_device, memory_plan
 from kos.train.engines import cuda as engine_module
 from kos.train.engines.cuda import CudaEngine
+from kos.train.engines.feed import Feed
 from kos.train.engines.memory_plan import GIB, plan_memory
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
@@ -26,6 +29,7 @@ from kos.train.model import Llama
 from kos.train.ops import cublaslt
 from kos.train.ops.adamw import CHUNK
 from kos.train.ops.cuda import CudaOps
+from kos.train.parallel.data import DataParallel
 from kos.train.parameters import Parameters
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
 
@@ -287,19 +291,27 @@ def test_asked_to_stop(emulated, text, tmp_path, ranks, monkeypatch):
     assert column(train(text, tmp_path / "run", ranks=ranks, resume="auto", **settings)) == column(whole)
 
 
-def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, monkeypatch):
-    queue = CudaEngine._queue_gradients
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 0), (2, 1)])
+def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks, zero, monkeypatch):
+    """What the backward of one rank breaks all name, with ZeRO-1 too, where a rank has a part of each gradient."""
+    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * ranks * CHUNK)
+    now, take, ready, how = threading.local(), Feed.take, DataParallel.gradient_ready, {"ranks": ranks, "zero": zero}
 
-    def poisoned(self):
-        queue(self)
-        gradient, bad = self.gradients["model.layers.1.mlp.up_proj.weight"], self.data.batch(2)[0][:2]
-        on_device(lambda: on_host(gradient).fill(np.nan) if (on_host(self.feed.batch)[0, 0] == bad).all() else None)
+    def taken(self, step):
+        now.step = step
+        take(self, step)
 
-    monkeypatch.setattr(CudaEngine, "_queue_gradients", poisoned)
+    def poisoned(self, name):
+        if name == "model.layers.1.mlp.up_proj.weight" and self.comm.rank == ranks - 1:
+            on_device(lambda: on_host(self.gradients[name]).fill(np.nan) if now.step == 2 else None)
+        ready(self, name)
+
+    monkeypatch.setattr(Feed, "take", taken)
+    monkeypatch.setattr(DataParallel, "gradient_ready", poisoned)
     with pytest.raises(TrainingError, match=r"step 3: .* gradient norm, got nan \(first in .*layers.1.mlp.up_proj"):
-        train(text, tmp_path / "stops")
+        train(text, tmp_path / "stops", **how)
     assert checkpoint.find(tmp_path / "stops").step == 2
-    rows = train(text, tmp_path / "skips", skip_outliers=1e6)
+    rows = train(text, tmp_path / "skips", skip_outliers=1e6, **how)
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[2]["grad_norm"] is None
     assert np.isfinite(rows[3]["loss"]) and [row.get("skipped") for row in rows] == [None, None, True, None]
 
@@ -320,6 +332,51 @@ def test_a_step_whose_collectives_failed_is_none(emulated, text, tmp_path, monke
         train(text, tmp_path, ranks=2)
     assert column(read_metrics(tmp_path / "metrics.jsonl"), "step") == [1, 2, 3]
     assert checkpoint.find(tmp_path).step == 2
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkeypatch):
+    """Learned of where the host waits, or queues: an error that names step, GPU and checkpoint; nothing after it."""
+    settings = {"steps": 8, "save_every": 3, "ranks": ranks, "graph": graph}
+    whole = train(text, tmp_path / "whole", **settings)
+    error, rank, said = "cuX failed: CUDA_ERROR_ECC (why)", threading.local(), {}
+    start_step, run = CudaEngine.start_step, Trainer.run
+
+    def start(self, step, stop):
+        rank.broken = getattr(rank, "broken", False) or (step + 1 == fault and self.comm.rank == ranks - 1)
+        start_step(self, step, stop)
+
+    def broken(*arguments, **options):
+        if getattr(rank, "broken", False):
+            raise CudaError(error)
+        return works(*arguments, **options)
+
+    def heard(self):
+        try:
+            run(self)
+        except KosError as failure:
+            said[self.comm.rank] = failure
+            raise
+
+    where, name = (Event, "done") if graph else (QueuedOps, "launch")
+    works = getattr(where, name)
+    with monkeypatch.context() as patch:
+        for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", heard)):
+            patch.setattr(owner, method, fake)
+        good = re.escape(f"the last checkpoint, of step 6, is good: --out {tmp_path}/7 --resume auto goes on from it")
+        for fault, left in ((7, good), (1, "there is no checkpoint yet")):
+            out = tmp_path / str(fault)
+            with pytest.raises(CudaError):
+                train(text, out, **settings)
+            mine = re.escape(f"after step {fault - 1} on cuda:0 (host): {error}; ") + left
+            assert type(said[ranks - 1]) is CudaError and re.fullmatch(mine, str(said[ranks - 1]))
+            theirs = rf"after step ({fault - 1}|{fault}): .*rank 1 is gone: CudaError: {mine}; {left}"
+            assert ranks == 1 or (type(said[0]) is RankLost and re.fullmatch(theirs, str(said[0])))
+            rows = read_metrics(out / "metrics.jsonl")  # rank 0 may have finished the step in which it lost rank 1
+            assert len(rows) in (fault - 1, fault - 2 + ranks) and column(rows) == column(whole)[: len(rows)]
+    assert checkpoint.find(tmp_path / "7").step == 6 and not (tmp_path / "1" / "checkpoints").exists()
+    assert column(train(text, tmp_path / "7", **settings, resume="auto")) == column(whole)
 
 
 def test_too_large_is_refused_with_the_plan(emulated, text, tmp_path):
