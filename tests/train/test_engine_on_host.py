@@ -470,10 +470,13 @@ def test_which_gpus_do(monkeypatch, caplog):
     why = "the CUDA packages are not installed: pip install 'kos[cuda]'"
     monkeypatch.setattr(engines, "unavailable", lambda: why)
     monkeypatch.setattr(engines, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
-    for driver_is_there in (False, True):
+    for driver_is_there, visible in ((False, None), (True, None), (True, "0"), (True, "")):
         caplog.clear()
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         monkeypatch.setattr(head_start, "DRIVER", SimpleNamespace(exists=lambda there=driver_is_there: there))
         assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
-        assert caplog.messages == [f"training on the CPU, not on this machine's GPUs: {why}"] * driver_is_there
+        assert caplog.messages == [f"training on the CPU, not on this machine's GPUs: {why}"] * (driver_is_there and visible != "")
     with pytest.raises(ConfigError, match="device: expected the same on all ranks, got auto on rank 0 and cpu"):
         spawn(lambda comm: choose_device("cpu" if comm.rank else "auto", comm), 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -110,7 +111,8 @@ def choose_device(asked: str, comm: Communicator) -> str:
     rank, reason = reasons[0] if reasons else (0, "ranks share a GPU")
     if asked == "cuda":
         raise ConfigError(f"--device cuda: expected a GPU for every rank, got none for rank {rank}: {reason}")
-    if comm.rank == 0 and (unavailable() is None or head_start.DRIVER.exists()):
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
+    if comm.rank == 0 and (unavailable() is None or (head_start.DRIVER.exists() and not hidden)):
         _log.warning("training on the CPU, not on this machine's GPUs: %s", reason)
     return "cpu"
 
