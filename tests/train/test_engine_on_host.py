@@ -477,6 +477,7 @@ def test_which_gpus_do(monkeypatch, caplog):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         monkeypatch.setattr(head_start, "DRIVER", SimpleNamespace(exists=lambda there=driver_is_there: there))
         assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
-        assert caplog.messages == [f"training on the CPU, not on this machine's GPUs: {why}"] * (driver_is_there and visible != "")
+        warned = [f"training on the CPU, not on this machine's GPUs: {why}"]
+        assert caplog.messages == warned * (driver_is_there and visible != "")
     with pytest.raises(ConfigError, match="device: expected the same on all ranks, got auto on rank 0 and cpu"):
         spawn(lambda comm: choose_device("cpu" if comm.rank else "auto", comm), 2)
