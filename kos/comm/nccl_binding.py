@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from kos.dtypes import DTYPES, DType
-from kos.errors import BackendUnavailable, CollectiveError, InvalidArgument, KosError, RankLost
+from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, RankLost
 
-_INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = 4, 5, 6, 7
+_CUDA_ERROR, _INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = 1, 4, 5, 6, 7
 _NO_COLOR = -1
 _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
@@ -155,6 +155,8 @@ def error_of(error: Exception, what: str) -> KosError | None:
     kind: type[KosError] = CollectiveError
     if status == _REMOTE_ERROR:
         kind = RankLost
+    elif status == _CUDA_ERROR:
+        kind = CudaError
     elif status in (_INVALID_ARGUMENT, _INVALID_USAGE):
         kind = InvalidArgument
     return kind(f"{what}: NCCL {version()}: {error}; set NCCL_DEBUG=WARN for more")

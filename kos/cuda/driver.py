@@ -90,6 +90,12 @@ def error_of(name: str, status: Any) -> CudaError:
     return CudaError(f"{name} failed: {_describe(status)}")
 
 
+def library_error(what: str, error: Exception) -> CudaError:
+    """The exception for a failed call of cuBLASLt or cuDNN, with the driver's word where the context is broken."""
+    status, *_ = cu.cuMemGetInfo()  # it tells what went wrong before, and may be asked while a graph is captured
+    return CudaError(f"{what} failed: {error}{f'; {_describe(status)}' if status else ''}")
+
+
 def _describe(status: Any) -> str:
     _, text = cu.cuGetErrorString(status)
     return f"{status.name} ({(text or b'unknown').decode()})"

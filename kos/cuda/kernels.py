@@ -24,7 +24,7 @@ import numpy as np
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
-from kos.errors import BackendUnavailable, CompileError, InvalidArgument
+from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument
 from kos.files import cache_folder, replace_file
 
 log = logging.getLogger(__name__)
@@ -253,7 +253,12 @@ class Kernel:
         config = self._configs.get((grid, block, shared, cooperative))
         if config is None:
             config = self._configs[grid, block, shared, cooperative] = self._config(grid, block, shared, cooperative)
-        self._launch(streams.as_stream(None) if stream is None else stream, config, self.handle, *arguments)
+        try:
+            self._launch(streams.as_stream(None) if stream is None else stream, config, self.handle, *arguments)
+        except Exception as error:
+            if type(error).__name__ != "CUDAError":  # to which cuda.core gives no public name
+                raise
+            raise CudaError(f"launch of {self.name} failed: {error}") from error
 
     def bind(
         self,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, ConfigError, TrainingError
+from kos.errors import CheckpointError, CollectiveError, ConfigError, CudaError, KosError, TrainingError
 from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.console import Console
@@ -196,7 +196,7 @@ class Trainer:
 
         Raises ``Stopped`` where that is before the first step is over: there is nothing to save.
         """
-        config = self.config
+        config, step = self.config, self.start
         try:
             if self.start:
                 over = self.start >= config.steps and not config.profile
@@ -208,8 +208,7 @@ class Trainer:
             if untrained is not None:
                 self.console.say(f"validation loss before training: {untrained:.4f}")
             stop_together(self.comm, self.stop)
-            step = started = self.start
-            stopped = False
+            started, stopped = step, False
             while step < started or (step < config.steps and not stopped):
                 try:
                     while not stopped and started < min(step + 1 + self.engine.lag, self._next_pause(step)):
@@ -240,8 +239,23 @@ class Trainer:
             self._save(step)
             self.console.close()
             self._conclude(step, stopped)
+        except (CudaError, CollectiveError) as error:
+            raise self._interrupted(error, step) from error
         finally:
             self._held.close()
+
+    def _interrupted(self, error: KosError, step: int) -> KosError:
+        """The error of a GPU or of other ranks, with how far this run came and what is left of it."""
+        where = f" on {self.engine.place}" if isinstance(error, CudaError) else ""
+        left = "there is no checkpoint yet"
+        if self.saved_step > 0:
+            out = shlex.quote(str(self.out))
+            left = f"the last checkpoint, of step {self.saved_step}, is good: --out {out} --resume auto goes on from it"
+        elif self.start > 0:
+            left = f"there is no checkpoint yet but the one that it began from, {self.source}"
+        failure = type(error)(f"after step {step}{where}: {error}; {left}")
+        failure.on_every_rank = error.on_every_rank
+        return failure
 
     def _next_pause(self, step: int) -> int:
         """The next step after which the weights are looked at: none is started before that is done."""
@@ -255,7 +269,8 @@ class Trainer:
         for name, value in (("loss", result.loss), ("gradient norm", result.norm)):
             if not math.isfinite(value) and not config.skip_outliers:
                 tensor = engine.not_finite(step)
-                where = f" (first in the gradient of {tensor})" if tensor else ""
+                forward = ", but what the forward breaks is in all" if name == "loss" else ""
+                where = f" (first in the gradient of {tensor}{forward})" if tensor else ""
                 good = "the checkpoints before it are good, " if max(self.start, self.saved_step) > 0 else ""
                 error = TrainingError(
                     f"step {step + 1}: expected a finite {name}, got {value}{where}; {good}a lower --lr or --grad-clip "

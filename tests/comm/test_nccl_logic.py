@@ -20,7 +20,7 @@ from kos.comm.backends.nccl import NCCLBackend
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
 from kos.comm.shared.segment import PID
 from kos.cuda import driver, streams
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, InvalidArgument, RankLost
 from kos.memory.array import Array
 from tests.comm import test_nccl
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, communicator, no_gpu
@@ -554,6 +554,10 @@ def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.Mo
         monkeypatch.setattr(fake, "mem_alloc", lambda nbytes: 4096)
         with pytest.raises(RankLost, match=r"^nccl: window: NCCL 2.28.9: RemoteError"):
             gpu.comm.allocate(1000, np.int16)
+        monkeypatch.setattr(NCCLError, "status", 1)
+        with pytest.raises(CudaError, match=r"^nccl: window: NCCL 2.28.9"):
+            gpu.comm.allocate(1000, np.int16)
+        monkeypatch.setattr(NCCLError, "status", 6)
         with pytest.raises(RankLost, match=r"broadcast #0 .*NCCL 2.28.9: RemoteError"):
             gpu.comm.broadcast(Array.zeros(3, np.int8, 0))
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,13 +17,22 @@ import numpy as np
 import pytest
 
 from kos import PremulSum, ReduceOp
+from kos.comm.backends import device
 from kos.comm.backends import peer as peer_backend
 from kos.comm.launches import Launch, Launches
 from kos.comm.operation import Operation
 from kos.comm.peer import PeerEngine
 from kos.comm.reduction import resolve
 from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
+from kos.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CudaError,
+    InvalidArgument,
+    KosError,
+    RankLost,
+)
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm import test_conformance as conformance
@@ -316,9 +326,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(ranks: 
     ranks.run_bare(body)
 
 
-def test_addresses_mean_nothing_once_their_window_is_freed(
-    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_mean_nothing_once_their_window_is_freed(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not either where the memory that was asked for then is not to be had."""
 
     def body(gpu: Any) -> None:
@@ -481,3 +489,26 @@ def test_launches_are_bound_where_a_capture_allows_it(ranks: ThreadRanks, monkey
         comm.all_to_all(x, y)
 
     ranks.run(body)
+
+
+def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the others; nothing that ends it raises anything more, on whatever thread."""
+    told: list[KosError] = []
+    more: list[Any] = []
+
+    def broken(device: int) -> None:
+        raise CudaError("cuCtxSynchronize failed")
+
+    monkeypatch.setattr(threading, "excepthook", more.append)
+    monkeypatch.setattr(peer_backend.driver, "synchronize", broken)
+    backend = object.__new__(peer_backend.PeerBackend)
+    backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
+    engine = SimpleNamespace(abort=lambda: None)
+    calls = SimpleNamespace(check=lambda o: None, fail=lambda error, sequence: told.append(error))
+    monkeypatch.setattr(backend, "_engine", engine, raising=False)
+    monkeypatch.setattr(backend, "_calls", calls, raising=False)
+    monkeypatch.setattr(device, "record_failure", lambda o, error: None)
+    error = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)")
+    assert backend.failed(Operation("all_reduce", 1, sequence=7), error) is error
+    assert type(backend.broken) is CudaError and not more
+    assert [(type(each), str(each)) for each in told] == [(RankLost, f"rank 1 is gone: {error}")]

@@ -293,6 +293,29 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
         bound(5)
 
 
+def test_a_launch_that_fails_is_an_error_of_kos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not cuda.core's, which no caller knows; what is wrong with the arguments stays what it is."""
+    monkeypatch.setattr(kernels.streams, "as_stream", lambda stream: stream)
+    kernel = object.__new__(kernels.Kernel)
+    kernel.name, kernel.handle, kernel._configs = "scale", None, {(1, 32, 0, False): object()}
+    CUDAError = type("CUDAError", (Exception,), {})
+    for raised, expected, said in (
+        (
+            CUDAError("CUDA_ERROR_ILLEGAL_ADDRESS: why"),
+            CudaError,
+            "^launch of scale failed: CUDA_ERROR_ILLEGAL_ADDRESS",
+        ),
+        (TypeError("the arguments"), TypeError, "^the arguments$"),
+    ):
+
+        def launch(*arguments: Any, raised: Exception = raised) -> None:
+            raise raised
+
+        kernel._launch = launch
+        with pytest.raises(expected, match=said):
+            kernel(object(), 1, 32)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("how", ["called", "bound", "bound to a handle"])
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 
+from kos.cuda import driver
 from kos.dtypes import DTYPES
+from kos.errors import CudaError
 from kos.train.ops import cublaslt
 from kos.train.ops.cublaslt import ALGORITHM_BYTES, Matmul, Stored
 
@@ -177,3 +179,23 @@ def test_one_file_for_each_gpu_and_version(library, path, monkeypatch):
     assert cublaslt.stored_algorithms(0).known == {}
     library.get_version.return_value, gpu.name = 130000, "Other GPU"
     assert cublaslt.stored_algorithms(0).known == {}
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_what_fails_is_an_error_of_kos(monkeypatch, planned):
+    """With the driver's word for it, where it has one."""
+    cuBLASLtError = type("cuBLASLtError", (Exception,), {})
+
+    def fail(*arguments):
+        raise cuBLASLtError("EXECUTION_FAILED (13)")
+
+    matmul = object.__new__(Matmul)
+    matmul.lt, matmul._plans, matmul._run = SimpleNamespace(cuBLASLtError=cuBLASLtError), {}, fail
+    matmul._plan = (lambda *arguments: SimpleNamespace(algorithm=np.zeros(1))) if planned else fail
+    x = SimpleNamespace(size=4, shape=(2, 2), dtype=DTYPES["float32"], pointer=256)
+    broken = SimpleNamespace(name="CUDA_ERROR_ILLEGAL_ADDRESS")
+    for status, said in ((0, r"EXECUTION_FAILED \(13\)$"), (broken, r"\(13\); CUDA_ERROR_ILLEGAL_ADDRESS \(why\)$")):
+        cu = SimpleNamespace(cuMemGetInfo=lambda s=status: (s, 0, 0), cuGetErrorString=lambda status: (0, b"why"))
+        monkeypatch.setattr(driver, "cu", cu)
+        with pytest.raises(CudaError, match=f"^a matrix product by cuBLASLt failed: .*{said}"):
+            matmul(x, x, x)

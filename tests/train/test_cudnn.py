@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kos.cuda import driver
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, ConfigError, InvalidArgument, OutOfMemory
+from kos.errors import BackendUnavailable, ConfigError, CudaError, InvalidArgument, OutOfMemory
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.testing import spawn
@@ -116,6 +117,22 @@ def test_our_arrays_by_their_strides(clock, rng, shape, dtype):
         ops.attention_backward(*backward)
     with pytest.raises(InvalidArgument, match="expected d_out"):
         ops.attention_backward(a_qkv, *backward[1:])
+
+
+def test_what_fails_is_an_error_of_kos(clock, monkeypatch):
+    def fail(self, *arguments, **options):
+        raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+
+    attention, cu = cudnn.CudnnAttention(0, None), SimpleNamespace(cuMemGetInfo=lambda: (0, 0, 0))
+    monkeypatch.setattr(Graph, "execute", fail)
+    monkeypatch.setattr(driver, "cu", cu)
+    monkeypatch.setattr(cudnn, "driver", driver)
+    ops = QueuedOps()
+    qkv, out, lse = (
+        ops.zeros(s, d) for s, d in (((10, 64), "bfloat16"), ((10, 32), "bfloat16"), ((2, 4, 5), "float32"))
+    )
+    with pytest.raises(CudaError, match="^attention by cuDNN failed: CUDNN_STATUS_EXECUTION_FAILED$"):
+        attention.forward(qkv, 4, 2, out, lse, ops.make_arena())
 
 
 def test_what_cannot_be_had_says_why(clock, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,13 @@ MODEL = """
 --batch-size 16 --seq-len 64 --lr 3e-3 --warmup-steps 10 --eval-batches 2 --eval-every 10 --sample-tokens 0
 --steps 20 --save-every 10 --timeout 30
 """.split()  # noqa: SIM905 (as it is typed)
+
+TAKEN = """
+from kos.cuda import driver
+driver.set_device(0)
+free, total = driver.call(driver.cu.cuMemGetInfo)
+print(total - free)
+"""  # bytes that are taken where a process has a context there and nothing else
 
 pytestmark = [
     pytest.mark.gpu,
@@ -153,6 +161,17 @@ def test_bfloat16_gradients(text, tmp_path):
         run(text, tmp_path / name, *flags, "--grad-dtype", "bfloat16", *more)
         assert column(tmp_path / name) == column(tmp_path / "bf16")[10 * (name == "rest") :], name
         assert state(tmp_path / name) == state(tmp_path / "bf16"), name
+
+
+def test_memory_is_within_the_plan(text, tmp_path):
+    """That of the first step, over what was taken before the run, which is alone on its GPU."""
+    model = ["--hidden-size", 1024, "--num-hidden-layers", 8, "--intermediate-size", 4096, "--seq-len", 512]
+    taken = subprocess.run([sys.executable, "-c", TAKEN], capture_output=True, text=True, check=True)
+    said = run(text, tmp_path, "--device", "cuda", *model, "--micro-batch-size", 4, "--steps", 2, "--eval-every", 0)
+    planned = float(re.search(r"total +([\d.]+) GiB of", said)[1]) * 2**30
+    grown = column(tmp_path, "memory_bytes")[0] - int(taken.stdout)
+    print(f"grown by {grown / 2**30:.2f} GiB, planned {planned / 2**30:.2f}")
+    assert planned / 2 < grown <= planned + 0.005 * 2**30  # as it is rounded
 
 
 def test_what_is_refused(text, tmp_path):

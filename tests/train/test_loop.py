@@ -138,7 +138,8 @@ def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: 
         start_step(self, step, stop)
 
     monkeypatch.setattr(CpuEngine, "start_step", poisoned)
-    finite = r"step 8: expected a finite loss, got nan \(first in the gradient of [\w.]+\); "
+    finite = r"step 8: expected a finite loss, got nan \(first in the gradient of [\w.]+, but what the forward breaks "
+    finite += r"is in all\); "
     with pytest.raises(TrainingError, match=finite + "the checkpoints before it are good, a lower --lr"):
         _train(text, tmp_path / "saved", ranks, save_every=5)
     assert checkpoint.find(tmp_path / "saved").step == 5

@@ -18,7 +18,7 @@ from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.shared import Calls, SharedCollectives, open_segment
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import CollectiveError, KosError, RankLost
+from kos.errors import CollectiveError, CudaError, KosError, RankLost
 
 
 class HostBackend(Backend):
@@ -92,10 +92,13 @@ class HostBackend(Backend):
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
         first, failure = self.broken is None, super().failed(operation, error)
         sequence = operation.sequence if operation.collective else self.begun
+        told = failure
+        if isinstance(failure, CudaError):  # no error of the others: this rank is of no more use to them
+            told = RankLost(f"rank {self.rank} is gone: {failure}")
         if self._calls is not None:
-            self._calls.fail(failure, sequence)
+            self._calls.fail(told, sequence)
         if first:
-            self.tell(failure, sequence)
+            self.tell(told, sequence)
         return failure
 
     def tell(self, failure: KosError, sequence: int) -> None:

@@ -33,7 +33,7 @@ from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.rendezvous import Rendezvous
 from kos.cuda import driver
 from kos.dtypes import DTYPES, DType
-from kos.errors import BackendUnavailable, CollectiveTimeout, KosError
+from kos.errors import BackendUnavailable, CollectiveTimeout, CudaError, KosError
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.windows import Window
 
@@ -197,7 +197,8 @@ class NCCLBackend(DeviceBackend):
         except CollectiveTimeout:
             log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
         except Exception as error:
-            log.warning("rank %d: %s of NCCL: %s", self.rank, function.__name__, error)
+            if not isinstance(self.broken, CudaError):  # of which this follows
+                log.warning("rank %d: %s of NCCL: %s", self.rank, function.__name__, error)
         else:
             return True
         return False

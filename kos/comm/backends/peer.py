@@ -15,6 +15,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -35,7 +36,7 @@ from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.buffer import Buffer
 from kos.memory.symmetric import SymmetricMemory
@@ -197,11 +198,15 @@ class PeerBackend(DeviceBackend):
 
     def halt(self) -> None:
         self.let_go()
-        waits = threading.Thread(target=driver.synchronize, args=(self.device,), daemon=True)
+        waits = threading.Thread(target=self._drain, daemon=True)
         waits.start()
         waits.join(_HALT_SECONDS)
         if waits.is_alive():
             log.error("rank %d: the GPU did not end its work within %g s", self.rank, _HALT_SECONDS)
+
+    def _drain(self) -> None:
+        with suppress(CudaError):  # of a broken context, which runs nothing any more
+            driver.synchronize(self.device)
 
     def inspect(self, o: Operation) -> None:
         if self._engine.failed:

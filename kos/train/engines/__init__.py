@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from kos.comm.communicator import Communicator
 from kos.cuda import device_info, require, unavailable
+from kos.cuda.kernels import nvrtc_version
 from kos.errors import ConfigError, KosError
+from kos.train import head_start
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset
 from kos.train.failures import same_on_all
@@ -40,6 +43,9 @@ class Engine(Protocol):
 
     chosen: dict[str, str]
     """Settings that it chose itself, and their values."""
+
+    place: str
+    """What it computes on, for errors."""
 
     def describe(self) -> str:
         """Lines for the log: where it computes, and with how much memory."""
@@ -108,7 +114,8 @@ def choose_device(asked: str, comm: Communicator) -> str:
     rank, reason = reasons[0] if reasons else (0, "ranks share a GPU")
     if asked == "cuda":
         raise ConfigError(f"--device cuda: expected a GPU for every rank, got none for rank {rank}: {reason}")
-    if unavailable() is None and comm.rank == 0:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
+    if comm.rank == 0 and (unavailable() is None or (head_start.DRIVER.exists() and not hidden)):
         _log.warning("training on the CPU, not on this machine's GPUs: %s", reason)
     return "cpu"
 
@@ -127,6 +134,7 @@ def _usable_gpu(comm: Communicator) -> str:
             return f"\nexpected compute capability {least}, got {got} ({device.name})"
         from kos.train.ops import cublaslt
 
+        nvrtc_version()
         cublaslt._library()
         importlib.import_module("cuda.core")
     except ImportError as error:

@@ -60,7 +60,7 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, comm: Communicator) -> 
 class CpuEngine:
     """Weights and moments are fp32 arrays of the host, on every rank."""
 
-    lag = 0
+    lag, place = 0, "the CPU"
 
     def __init__(
         self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator, between: Between

@@ -67,6 +67,7 @@ class CudaEngine:
         self.config, self.data, self.comm = config, data, comm
         device = comm.device or 0
         driver.set_device(device)
+        self.place = f"cuda:{device} ({device_info(device).name})"
         self._shares = model.shares(comm.size)
         self._draw = partial(head_start.weights, model, config.seed, comm.rank, comm.size)
         wanted = config.resume is None and config.init_from is None  # then beside what follows, if not begun already

@@ -46,10 +46,10 @@ class MemoryPlan(NamedTuple):
         rest = self.total - self.arena
         fits = rest - sum(self.knobs.values()) < self.free
         helpful = [knob for knob, saved in self.knobs.items() if fits and (saved or rest < self.free)]
-        largest = sorted(self.uses.items(), key=lambda use: -use[1])[:4]
+        uses = sorted(self.uses.items(), key=lambda use: -use[1])
         raise ConfigError(
             f"memory: expected at most {self.free / GIB:.2f} GiB, which are free on {self.device}, "
-            f"got {self.total / GIB:.2f} GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in largest)}; "
+            f"got {self.total / GIB:.2f} GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in uses)}; "
             f"less takes {' or '.join([*helpful, 'a smaller model'])}"
         )
 

@@ -88,11 +88,14 @@ class Matmul:
                *(_alignment(x) for x in (a, b, out if c is None else c, out)),
                *(() if bias is None else ("bias",)))  # fmt: skip
         plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c, bias)
-        elif bias is not None:
-            self._set(plan.operation, "BIAS_POINTER", bias.pointer, np.uint64)
-        self._run(plan, plan.algorithm.ctypes.data, a, b, c, out)
+        try:
+            if plan is None:
+                plan = self._plans[key] = self._plan(key, a, b, out, transpose_a, transpose_b, c, bias)
+            elif bias is not None:
+                self._set(plan.operation, "BIAS_POINTER", bias.pointer, np.uint64)
+            self._run(plan, plan.algorithm.ctypes.data, a, b, c, out)
+        except self.lt.cuBLASLtError as error:
+            raise driver.library_error("a matrix product by cuBLASLt", error) from error
 
     def _run(self, plan: Plan, algorithm: int, a: Array, b: Array, c: Array | None, out: Array) -> None:
         # Row-major out is column-major out^T = op(b)^T op(a)^T: the operands change places, nothing is moved.

@@ -79,7 +79,10 @@ class CudnnAttention:
         with arena.scope():
             workspace = arena.take((nbytes,), np.uint8)
             if not dry:
-                graph.execute(dict(enumerate(pointers, Q)), workspace.pointer, handle=self._handle)
+                try:
+                    graph.execute(dict(enumerate(pointers, Q)), workspace.pointer, handle=self._handle)
+                except (self._library.cudnnGraphNotSupportedError, RuntimeError) as error:
+                    raise driver.library_error("attention by cuDNN", error) from error
 
     def graph(self, shape: Shape, backward: bool) -> tuple[Any, int]:
         """The graph of a shape and its workspace in bytes; BackendUnavailable, with the reason, where it has none."""

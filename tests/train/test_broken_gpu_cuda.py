@@ -1,0 +1,92 @@
+"""A kernel writes out of bounds amid a run, and its GPU is lost: one error, a good checkpoint, and on from it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kos import cuda
+from kos.train import checkpoint
+from kos.train.metrics import read_metrics
+from tests.launcher import MPIRUN, OUTSIDE, SECONDS
+
+AT = 5  # steps, after which there is a checkpoint
+TIMEOUT = 8  # seconds that a rank waits for the others
+FLAGS = f"""
+--preset tiny --device cuda --steps 10 --schedule constant --eval-every 0 --eval-batches 1 --save-every {AT}
+--sample-tokens 0 --timeout {TIMEOUT} --hidden-size 256 --intermediate-size 512 --num-hidden-layers 2 --vocab-size 512
+--num-attention-heads 4 --batch-size 8 --seq-len 64 --lr 5e-4 --warmup-steps 5
+""".split()
+GPUS = len(cuda.visible_devices())
+
+FAULTY = """
+import sys
+from kos.train.__main__ import main
+
+def faulty():
+    from kos.cuda import load_kernel
+    from kos.train.engines.cuda import CudaEngine
+
+    start_step = CudaEngine.start_step
+
+    def start(self, step, stop):
+        if (step, self.comm.rank) == (int(sys.argv[2]), int(sys.argv[3])):
+            load_kernel(sys.argv[1], "astray", self.ops.device)(self.ops.stream, 1, 1, 8)
+        start_step(self, step, stop)
+
+    CudaEngine.start_step = start
+
+faulty()
+sys.exit(main(sys.argv[4:]))
+"""
+KERNEL = 'extern "C" __global__ void astray(int* nowhere) { *nowhere = 1; }\n'
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(cuda.unavailable() is not None, reason=f"needs a GPU: {cuda.unavailable()}"),
+]
+
+
+def train(folder: Path, ranks: int, *flags: str, victim: int = -1) -> tuple[int, str, float]:
+    """Exit code, what it said on stderr, and seconds, of a run in which a kernel of ``victim`` goes astray."""
+    (folder / "astray.cu").write_text(KERNEL)
+    (folder / "faulty.py").write_text(FAULTY)
+    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    job = [sys.executable, folder / "faulty.py", folder / "astray.cu", AT, victim, *FLAGS]
+    job += ["--data", folder / "text.txt", "--out", folder / "run", *flags]
+    launcher = [MPIRUN, "-n", ranks] if ranks > 1 else []
+    began = time.monotonic()
+    done = subprocess.run(
+        list(map(str, [*launcher, *job])), env=OUTSIDE, capture_output=True, text=True, timeout=SECONDS
+    )
+    return done.returncode, done.stderr, time.monotonic() - began
+
+
+@pytest.mark.timeout(3 * SECONDS)
+@pytest.mark.parametrize("how", [(), ("--no-graph",)], ids=["graph", "eager"])
+@pytest.mark.parametrize(
+    ("ranks", "victim", "backend"),
+    [(1, 0, "auto"), (2, 0, "peer"), (2, 1, "peer"), (2, 0, "auto"), (2, 1, "auto"), (2, 1, "nccl")],
+)
+def test_a_kernel_goes_astray(tmp_path: Path, ranks: int, victim: int, backend: str, how: tuple[str, ...]) -> None:
+    if ranks > 1 and not MPIRUN:
+        pytest.skip("needs mpirun")
+    if backend != "peer" and ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs, has {GPUS}")
+    code, said, took = train(tmp_path, ranks, "--backend", backend, *how, victim=victim)
+    print(f"over after {took:.1f} s: {said}")
+    errors = [line for line in said.splitlines() if line.startswith("kos: error:")]
+    assert code == 1 and len(errors) == 1 and "Traceback" not in said and "Exception ignored" not in said, said
+    where = rf"kos: error: rank {victim}: after step {AT} on cuda:\d+ \([^)]+\): .*ILLEGAL_ADDRESS.*"
+    assert re.fullmatch(where + rf"; the last checkpoint, of step {AT}, is good: --out .* --resume auto .*", errors[0])
+    found = checkpoint.latest(tmp_path / "run" / "checkpoints")
+    assert found is not None and found.step == AT
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, AT + 1))
+    code, said, _ = train(tmp_path, ranks, "--backend", backend, *how, "--resume", "auto")
+    assert code == 0, said
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 11))
