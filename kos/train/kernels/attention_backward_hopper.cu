@@ -145,6 +145,8 @@ struct Worker {
         wgmma_wait<0>();
         hold(dv);
         hold(probabilities);
+        // The fence below is of these reads too: TMA may write the next tile's over them once all warps have arrived.
+        const float upper = statistics[piece()][2][row], lower = statistics[piece()][2][row + 8];
         store_slopes(s.slopes[turn.stage], narrow_slopes, group * 64 + row / 16 * 16);
         fence_async();
         __syncwarp();
@@ -158,7 +160,6 @@ struct Worker {
         }
         hold(dk);
         hold(narrow_slopes);
-        const float upper = statistics[piece()][2][row], lower = statistics[piece()][2][row + 8];
         __syncwarp();
         if (lane == 0) barrier_arrive(&s.empty[i]);
         if (AT_ONCE) {
@@ -205,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap d_out,
                        const __grid_constant__ TensorMap d_qkv, const float* statistics, int* sums, int samples, int T, int H,
                        int K, int section) {
-    Shared& s = *(Shared*)(((u64)raw + 1023) & ~1023ull);
+    Shared& s = *(Shared*)(raw + (0 - shared_address(raw) & 1023));
     const Place at = place(blockIdx.x, samples * K, (T + OWN - 1) / OWN, section);
     const int sample = at.head / K, kv_head = at.head % K, first = at.block * OWN;
     if (threadIdx.x == 0) {

@@ -186,7 +186,7 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_forward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap out, float* log_sum_exp,
                       int samples, int T, int H, int K, int section) {
-    Shared& s = *(Shared*)(((u64)raw + 1023) & ~1023ull);
+    Shared& s = *(Shared*)(raw + (0 - shared_address(raw) & 1023));
     const Tiles work(samples, T, H, K, section);
     if (threadIdx.x == 0) {
         prefetch_map(qkv);
