@@ -111,6 +111,9 @@ struct Worker {
         }
         wgmma_wait<1>();
         hold(scores);
+        // All statistics are read before the fence below: TMA writes the next tile's over them once all warps have arrived,
+        // which does not wait for reads.
+        const float upper = statistics[piece()][2][row], lower = statistics[piece()][2][row + 8];
 #pragma unroll
         for (int j = 0; j < STEP / 2; j += 4) {
             const int query = j * 2 + lane % 4 * 2;
@@ -145,8 +148,6 @@ struct Worker {
         wgmma_wait<0>();
         hold(dv);
         hold(probabilities);
-        // The fence below is of these reads too: TMA may write the next tile's over them once all warps have arrived.
-        const float upper = statistics[piece()][2][row], lower = statistics[piece()][2][row + 8];
         store_slopes(s.slopes[turn.stage], narrow_slopes, group * 64 + row / 16 * 16);
         fence_async();
         __syncwarp();
