@@ -396,7 +396,7 @@ def _attention_shape(draw):
     ("check", "shape"),
     [
         (test_embedding, lambda draw: (draw(1, 5000), draw(2, 9000), draw(1, 300))),
-        (test_linear, lambda draw: (draw(1, 250), draw(8, 250), draw(8, 250))),
+        (test_linear, lambda draw: (draw(1, 130), draw(8, 130), draw(8, 130))),
         (test_rms_norm, lambda draw: (draw(8, 1500), draw(8, 5000))),
         (test_layer_norm, lambda draw: (draw(8, 1500), draw(8, 4100))),
         (test_sum_rows, lambda draw: (draw(8, 5000), draw(8, 2000))),
