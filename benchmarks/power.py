@@ -5,7 +5,7 @@ usage: python -m benchmarks.power -- python -m kos.train --preset 1b --batch-siz
 
 Samples of nvidia-smi, one each 100 ms, of which those count in which the GPU took over half of its power limit.
 ``--product`` runs out (M, N) = x (M, K) w (N, K)^T in bfloat16, of normal numbers, for some seconds: its TFLOP/s while
-the GPU is cool, and at last.  A row a command, added to FILE's.
+the GPU is cool, and at last (its samples are also of the search for its algorithm).  A row a command, added to FILE's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -31,13 +33,13 @@ from kos.memory.array import Array
 from kos.train.ops.cuda import CudaOps
 
 QUERY = ("clocks.sm", "power.draw.instant", "power.limit", "clocks_event_reasons.sw_power_cap")
-SMI = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", "-lms", "100", "-i", "0"]
+SMI = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits", "-lms", "100"]
 REST, SECONDS, BATCH = 3.0, 4.0, 10.0  # seconds before a product and of it; milliseconds timed together
 
 
 def summarize(lines: list[str]) -> dict[str, Any]:
     """Of nvidia-smi's lines: percentiles 5, 50 and 95 of power and clock, and how often power was the limit."""
-    rows = [line.split(", ") for line in lines if line.count(",") == len(QUERY) - 1]
+    rows = [line.split(", ") for line in lines if line.count(",") == len(QUERY) - 1 and "[" not in line]
     busy = [row for row in rows if float(row[1]) > float(row[2]) / 2]
     if not busy:
         return {"samples": 0}
@@ -92,10 +94,13 @@ def main() -> int:
         parser.error("expected either --product M N K or a COMMAND after --")
     if why := cuda.unavailable():
         raise SystemExit(f"kos: error: benchmarks.power: expected a GPU, got none: {why}")
+    before: list[Any] = []
     if arguments.json:
         check_writable(arguments.json)
+        before = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
     header = report.provenance("benchmarks.power", 0, 1)
-    with subprocess.Popen(SMI, stdout=subprocess.PIPE, text=True) as sampler:
+    gpu = f"GPU-{UUID(cuda.device_info(0).uuid)}"  # nvidia-smi's numbers are not CUDA's
+    with tempfile.TemporaryFile("w+") as samples, subprocess.Popen([*SMI, "-i", gpu], stdout=samples) as sampler:
         try:
             row: dict[str, Any] = {"command": shlex.join(theirs), "exit": 0}
             if theirs:
@@ -104,10 +109,11 @@ def main() -> int:
                 row = {"product": arguments.product, "exit": 0, **product(*arguments.product)}
         finally:
             sampler.terminate()
-        row |= summarize(sampler.communicate()[0].splitlines())
+            sampler.wait()
+        samples.seek(0)
+        row |= {"commit": header["commit"], **summarize(samples.read().splitlines())}
     print(json.dumps(row))
     if arguments.json:
-        before = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
         replace_file(arguments.json, report.to_json({**header, "rows": [*before, row]}).encode())
     return int(row["exit"])
 

@@ -91,9 +91,15 @@ def error_of(name: str, status: Any) -> CudaError:
 
 
 def library_error(what: str, error: Exception) -> CudaError:
-    """The exception for a failed call of cuBLASLt or cuDNN, with the driver's word where the context is broken."""
-    status, *_ = cu.cuMemGetInfo()  # it tells what went wrong before, and may be asked while a graph is captured
+    """The exception for a failed call of a library, with the driver's word where the context is broken."""
+    status = broken()
     return CudaError(f"{what} failed: {error}{f'; {_describe(status)}' if status else ''}")
+
+
+def broken() -> Any:
+    """The error that has made this thread's context of no more use, whatever is asked of it; or None."""
+    status, *_ = cu.cuMemGetInfo()  # it tells what went wrong before, and may be asked while a graph is captured
+    return status if status and status.name != "CUDA_ERROR_INVALID_CONTEXT" else None
 
 
 def _describe(status: Any) -> str:

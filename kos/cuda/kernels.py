@@ -235,6 +235,8 @@ class Kernel:
             try:
                 self.handle = ObjectCode.from_cubin(cubin).get_kernel(name)
             except Exception as error:  # cuda.core gives its CUDAError no public name
+                if driver.broken():
+                    raise driver.library_error(f"loading kernel {name!r}", error) from error
                 raise InvalidArgument(f"kernel {name!r} does not load on cuda:{device}: {error}") from error
         self.name = name
         self.device = device
@@ -250,10 +252,12 @@ class Kernel:
         ``grid`` and ``block`` are int or tuple, ``shared`` the dynamic shared memory of a block in bytes.
         ``cooperative`` guarantees that all blocks run at once, or refuses.
         """
-        config = self._configs.get((grid, block, shared, cooperative))
-        if config is None:
-            config = self._configs[grid, block, shared, cooperative] = self._config(grid, block, shared, cooperative)
         try:
+            config = self._configs.get((grid, block, shared, cooperative))
+            if config is None:
+                config = self._configs[grid, block, shared, cooperative] = self._config(
+                    grid, block, shared, cooperative
+                )
             self._launch(streams.as_stream(None) if stream is None else stream, config, self.handle, *arguments)
         except Exception as error:
             if type(error).__name__ != "CUDAError":  # to which cuda.core gives no public name

@@ -101,7 +101,9 @@ def verify(path: Path, without: str | None = None) -> Checkpoint:
             raise CheckpointError(f"{path / MANIFEST}: expected the files {sorted(FILES)}, got no {min(missing)}")
         step, config = manifest["step"], manifest["config"]
         tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
-        if type(step) is not int or not tables or not all(isinstance(table, dict) for table in tables):
+        names = config.get("gpus", []) if tables else []
+        sound = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if type(step) is not int or not tables or not all(isinstance(table, dict) for table in tables) or not sound:
             got = f"{step!r} and {reprlib.repr(config)}"
             raise CheckpointError(f"{path / MANIFEST}: expected an integer step and a config, got {got}")
         named = _NAME.fullmatch(path.name)
@@ -161,7 +163,7 @@ def read_tokenizer(folder: Path) -> Mapping[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got {error}") from error
-    if not isinstance(values, dict) or "kind" not in values:
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
         raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got JSON without its kind")
     return values
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, CollectiveError, ConfigError, CudaError, KosError, TrainingError
+from kos.errors import CheckpointError, CollectiveError, CompileError, ConfigError, CudaError, KosError, TrainingError
 from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.console import Console
@@ -239,6 +239,8 @@ class Trainer:
             self._save(step)
             self.console.close()
             self._conclude(step, stopped)
+        except CompileError:
+            raise
         except (CudaError, CollectiveError) as error:
             raise self._interrupted(error, step) from error
         finally:

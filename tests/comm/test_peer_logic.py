@@ -8,9 +8,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +29,7 @@ from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    CompileError,
     CudaError,
     InvalidArgument,
     KosError,
@@ -504,7 +506,10 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     backend = object.__new__(peer_backend.PeerBackend)
     backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
     engine = SimpleNamespace(abort=lambda: None)
-    calls = SimpleNamespace(check=lambda o: None, fail=lambda error, sequence: told.append(error))
+    late = CollectiveTimeout("ranks [1] did not arrive")
+    calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: told.append(error))
+    monkeypatch.setattr(device.driver, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(device.driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
     monkeypatch.setattr(backend, "_engine", engine, raising=False)
     monkeypatch.setattr(backend, "_calls", calls, raising=False)
     monkeypatch.setattr(device, "record_failure", lambda o, error: None)
@@ -512,3 +517,10 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     assert backend.failed(Operation("all_reduce", 1, sequence=7), error) is error
     assert type(backend.broken) is CudaError and not more
     assert [(type(each), str(each)) for each in told] == [(RankLost, f"rank 1 is gone: {error}")]
+    monkeypatch.setattr(device.driver, "broken", lambda: None)  # who does not go, and hears what others know
+    told.clear()
+    for known in (None, late):
+        calls.check.side_effect, backend.broken = known, None
+        refused = CompileError("sum.cu:3: undefined")
+        assert backend.failed(Operation("all_reduce", 1, sequence=7), refused) is (known or refused)
+    assert [type(each) for each in told] == [CompileError, CollectiveTimeout]

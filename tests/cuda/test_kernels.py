@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import ml_dtypes
 import numpy as np
@@ -291,6 +292,20 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
     assert launched == [(handle, 0x4000, 99) for handle in (1, 5, 5, 7, 1)]
     with pytest.raises(CudaError, match="cuLaunchKernelEx failed: .*INVALID_VALUE.*refused"):
         bound(5)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(None, InvalidArgument), ("ILLEGAL_ADDRESS", CudaError)])
+def test_a_kernel_that_does_not_load(monkeypatch: pytest.MonkeyPatch, status: str | None, kind: type) -> None:
+    """Because of itself, or of a GPU that is lost."""
+    pytest.importorskip("cuda.core")
+    broken = status and SimpleNamespace(name=status)
+    monkeypatch.setattr("cuda.core.ObjectCode", SimpleNamespace(from_cubin=Mock(side_effect=RuntimeError("no"))))
+    monkeypatch.setattr(driver, "on_device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "broken", lambda: broken)
+    monkeypatch.setattr(driver, "cu", SimpleNamespace(cuGetErrorString=lambda status: (0, b"why")))
+    with pytest.raises(kind, match="kernel 'scale'.*" + (status or "does not load on cuda:0")) as caught:
+        kernels.Kernel(b"no cubin", "scale", 0)
+    assert type(caught.value) is kind
 
 
 def test_a_launch_that_fails_is_an_error_of_kos(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,7 @@ def test_what_a_step_launches_compiles(preset, gradients, monkeypatch):
 
     monkeypatch.setattr(memory_plan._Sizing, "launch", launch)
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
+    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
     config = parse(["--preset", preset, "--grad-dtype", gradients]).for_world(1, "cuda")
     assert config.grad_dtype == gradients
     device = CudaOps.__new__(CudaOps)

@@ -225,10 +225,9 @@ def test_equal_bits_and_graph(rng: np.random.Generator, stream: Any, family: str
             np.testing.assert_array_equal(a[name].view(np.uint8), b[name].view(np.uint8))
 
 
-@pytest.mark.parametrize("family", families())
 @pytest.mark.parametrize("d", [64, 128])
-def test_equal_bits_a_hundred_times(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
-    """With many blocks at work; a race once showed in two of a hundred runs."""
+def test_equal_bits_many_times(rng: np.random.Generator, stream: Any, d: int) -> None:
+    """With many blocks at work; a race once showed in one of a hundred runs."""
     samples, length, heads, kv_heads = 2, 2048, 32, 8
     shapes, kind = [(samples * length, n * d) for n in (heads + 2 * kv_heads, heads)], DTYPES["bfloat16"].numpy
     qkv, d_out = (rng.standard_normal(shape, np.float32).astype(kind) for shape in shapes)
@@ -236,10 +235,10 @@ def test_equal_bits_a_hundred_times(rng: np.random.Generator, stream: Any, famil
         (d_out.shape, "bfloat16"), ((samples, heads, length), "float32"), (qkv.shape, "bfloat16"))]  # fmt: skip
     case = Case(heads, kv_heads, Array.from_numpy(qkv, 0), Array.from_numpy(d_out, 0), *empty, {})
     arena = device_arena()
-    first = case.run(stream, arena, family=family)
-    for _ in range(100):
-        for name, array in case.run(stream, arena, family=family).items():
-            np.testing.assert_array_equal(array.view(np.uint8), first[name].view(np.uint8), name)
+    first = {name: array.view(np.uint16) for name, array in case.run(stream, arena).items()}
+    for _ in range(300):
+        for name, array in case.run(stream, arena).items():
+            assert np.array_equal(array.view(np.uint16), first[name]), name
 
 
 def test_samples_and_heads_do_not_mix(rng: np.random.Generator, stream: Any) -> None:

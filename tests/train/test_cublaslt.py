@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import json
 import logging
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -20,6 +21,10 @@ from kos.train.ops import cublaslt
 from kos.train.ops.cublaslt import ALGORITHM_BYTES, Matmul, Stored
 
 
+class NotSupported(Exception):
+    """In place of cuBLASLt's."""
+
+
 class Gpu:
     """A run takes the ``brief`` milliseconds of its algorithm, but the ``lasting`` where half of SETTLE went before."""
 
@@ -29,6 +34,8 @@ class Gpu:
 
     def run(self, plan, algorithm, a, b, c, out):
         (which,) = (index for index, x in enumerate(self.candidates) if x.ctypes.data == algorithm)
+        if self.times[which][0] == math.inf:
+            raise NotSupported
         if self.since[0] != which:
             self.since = which, self.now
         self.now += self.times[which][self.now - self.since[1] >= cublaslt.SETTLE / 2]
@@ -49,6 +56,7 @@ def search(monkeypatch):
         monkeypatch.setattr(cublaslt, "Array", SimpleNamespace(empty=lambda *_, **__: None))
         matmul = object.__new__(Matmul)
         matmul.device, matmul.stream, matmul._run = 0, 0, gpu.run
+        matmul.lt = SimpleNamespace(cuBLASLtError=NotSupported)
         best = matmul._fastest(None, gpu.candidates, None, None, None, SimpleNamespace(shape=(1, 1), dtype="float32"))
         return best[0], gpu.now
 
@@ -74,6 +82,15 @@ def test_a_search_takes_less_than_a_second(search):
     assert took < 1000
     which, took = search([9.0, 1.0, 2.0], [9.0, 5.0, 2.0])
     assert which == 1 and took == 12 * (1 + cublaslt.REPEATS)
+
+
+def test_what_does_not_run_is_left_out(search, monkeypatch):
+    """Unless nothing runs any more."""
+    monkeypatch.setattr(cublaslt.driver, "broken", lambda: None)
+    assert search([math.inf, 1.0, 2.0], [math.inf, 5.0, 2.0])[0] == 1
+    monkeypatch.setattr(cublaslt.driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
+    with pytest.raises(NotSupported):
+        search([math.inf, 1.0, 2.0], [math.inf, 5.0, 2.0])
 
 
 RESULT = np.dtype([("algo", np.uint8, ALGORITHM_BYTES), ("workspace", np.uint64), ("state", np.int32), ("rest", "V20")])

@@ -32,7 +32,15 @@ from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import LEGACY, Event
-from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, InvalidArgument, KosError, RankLost
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveTimeout,
+    CudaError,
+    InvalidArgument,
+    KosError,
+    RankLost,
+)
 
 Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
@@ -252,6 +260,15 @@ class DeviceBackend(HostBackend):
         self._confirm()
         for each in self.together:
             each.inspect(o)
+
+    def lost(self, error: KosError) -> bool:
+        if not isinstance(error, CudaError):
+            return False
+        try:
+            with driver.on_device(self.device):
+                return driver.broken() is not None
+        except CudaError:  # it cannot even be made current
+            return True
 
     def inspect(self, o: Operation) -> None:
         """Raise for what the library, or a kernel, has found wrong."""

@@ -18,7 +18,7 @@ from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.shared import Calls, SharedCollectives, open_segment
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import CollectiveError, CudaError, KosError, RankLost
+from kos.errors import CollectiveError, KosError, RankLost
 
 
 class HostBackend(Backend):
@@ -85,7 +85,7 @@ class HostBackend(Backend):
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if not ends_group(operation, error):
             return super().failed(operation, error)
-        if operation.collective and isinstance(error, KosError) and self._calls is not None:
+        if operation.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
                 self._calls.check(operation)
             except KosError as known:  # the ranks of the host know better what it met on its way
@@ -93,13 +93,17 @@ class HostBackend(Backend):
         first, failure = self.broken is None, super().failed(operation, error)
         sequence = operation.sequence if operation.collective else self.begun
         told = failure
-        if isinstance(failure, CudaError):  # no error of the others: this rank is of no more use to them
+        if self.lost(failure):  # no error of the others: this rank is of no more use to them
             told = RankLost(f"rank {self.rank} is gone: {failure}")
         if self._calls is not None:
             self._calls.fail(told, sequence)
         if first:
             self.tell(told, sequence)
         return failure
+
+    def lost(self, error: KosError) -> bool:
+        """Whether ``error`` is that this rank's device is of no more use."""
+        return False
 
     def tell(self, failure: KosError, sequence: int) -> None:
         """Have the ranks of other hosts, too, raise it from collective ``sequence`` on."""

@@ -112,7 +112,7 @@ struct Worker {
         wgmma_wait<1>();
         hold(scores);
         // All statistics are read before the fence below: TMA writes the next tile's over them once all warps have arrived,
-        // which does not wait for reads.
+        // and only the fence orders its writes after our reads.
         const float upper = statistics[piece()][2][row], lower = statistics[piece()][2][row + 8];
 #pragma unroll
         for (int j = 0; j < STEP / 2; j += 4) {

@@ -146,8 +146,10 @@ class Matmul:
         plan = Plan(operation, (first, second, result), np.zeros(ALGORITHM_BYTES, np.uint8))
         name = " ".join(map(str, key))
         known = _algorithm(self.algorithms.get(name))
-        if known is not None and self._usable(plan, known):
-            return plan._replace(algorithm=known)
+        if known is not None:
+            if self._usable(plan, known):
+                return plan._replace(algorithm=known)
+            log.warning("cuBLASLt does not take the stored algorithm of %s: another run's bits may differ", name)
         candidates = self._candidates(plan, a, b, out if c is None else c, out)
         if len(candidates) == 1:  # all that is asked for without ``search``
             return plan._replace(algorithm=candidates[0])
@@ -218,8 +220,18 @@ class Matmul:
             each(candidates[index], math.ceil(SETTLE / brief[index]))
             return each(candidates[index], math.ceil(MEASURE / brief[index]))
 
-        rounds = [[each(algorithm) for algorithm in candidates] for _ in range(1 + REPEATS)]
-        brief = np.min(rounds[1:], axis=0)
+        def first_of(algorithm: np.ndarray[Any, Any]) -> float:
+            try:
+                return each(algorithm)
+            except self.lt.cuBLASLtError:  # it does not run: others will
+                if driver.broken():
+                    raise
+                return math.inf
+
+        usable = [algorithm for algorithm in candidates if first_of(algorithm) < math.inf]
+        candidates = usable or candidates
+        rounds = [[each(algorithm) for algorithm in candidates] for _ in range(REPEATS)]
+        brief = np.min(rounds, axis=0)
         first, *others = (int(index) for index in np.argsort(brief, kind="stable")[:FINALISTS])
         near = [index for index in others if brief[index] <= NEAR * brief[first]]
         if brief[first] < SHORT or not near:

@@ -20,7 +20,7 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
-from kos.errors import BackendUnavailable, KosError
+from kos.errors import BackendUnavailable, CudaError, KosError
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.failures import alone, together
@@ -180,7 +180,7 @@ def choose(asked: str, shape: Shape, ops: Any, comm: Communicator, check: Callab
             together(comm, check)
             times = times or alone(comm, lambda: _times(shape, ops))
     except KosError as error:
-        if asked == "cudnn" or not error.on_every_rank:
+        if asked == "cudnn" or not error.on_every_rank or isinstance(error, CudaError):
             raise
         ops.cudnn = None
         return f"flash ({error})"
