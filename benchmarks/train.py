@@ -416,7 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     try:
         return run(arguments)
-    except (KosError, Lost) as error:
+    except (KosError, Lost, OSError) as error:
         print(f"kos: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | InvalidArgument) else 1
 

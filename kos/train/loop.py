@@ -35,7 +35,7 @@ from kos.train.optimizer import AdamW
 from kos.train.profile import profile_steps
 from kos.train.sample import sample_text
 from kos.train.stopping import Stop, Stopped
-from kos.train.tokenizers import NumberTokenizer
+from kos.train.tokenizers import HuggingFaceTokenizer, NumberTokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +116,10 @@ class Trainer:
     def _fill(self, state: AdamW, source: Path) -> None:
         if (source / checkpoint.TOKENIZER).exists():  # kos wrote the folder
             self._compare_tokenizers(source)
+        elif (theirs := source / "tokenizer.json").exists():
+            ours = self.data.tokenizer
+            if ours.kind not in (HuggingFaceTokenizer.kind, NumberTokenizer.kind):
+                _log.warning("%s is there, but this run's tokenizer is %s: see --tokenizer", theirs, ours.name)
         if self._found is not None:
             self._compare_runs(self._found)
         _check_same_model(source, huggingface.read_config(source), self.model_config)
@@ -231,6 +235,8 @@ class Trainer:
                     except Stopped:
                         self.console.say("the validation is left unfinished")
                         stopped = last = True
+                    if not math.isfinite(row.get("val_loss", 0.0)):
+                        raise self._not_finite(step, "validation loss", row["val_loss"])
                 self.console.step(row, log=step % config.log_every == 0 or last)
                 if self.metrics is not None:
                     self.metrics.write(row)
@@ -273,13 +279,7 @@ class Trainer:
                 tensor = engine.not_finite(step)
                 forward = ", but what the forward breaks is in all" if name == "loss" else ""
                 where = f" (first in the gradient of {tensor}{forward})" if tensor else ""
-                good = "the checkpoints before it are good, " if max(self.start, self.saved_step) > 0 else ""
-                error = TrainingError(
-                    f"step {step + 1}: expected a finite {name}, got {value}{where}; {good}a lower --lr or --grad-clip "
-                    "may help, --skip-outliers X leaves out such steps and those of a gradient norm over X"
-                )
-                error.on_every_rank = True
-                raise error
+                raise self._not_finite(step + 1, name, value, where)
         tokens = config.batch_size * config.seq_len
         row: dict[str, Any] = {
             "step": step + 1,
@@ -294,6 +294,15 @@ class Trainer:
             row["skipped"] = True
             self.skipped += 1
         return row | engine.measures(row["tokens_per_second"]), result.stop
+
+    def _not_finite(self, step: int, name: str, value: float, where: str = "") -> TrainingError:
+        saved = "the checkpoints before it are of finite weights, " if max(self.start, self.saved_step) > 0 else ""
+        error = TrainingError(
+            f"step {step}: expected a finite {name}, got {value}{where}; {saved}a lower --lr or --grad-clip "
+            "may help, --skip-outliers X leaves out such steps and those of a gradient norm over X"
+        )
+        error.on_every_rank = True
+        return error
 
     def _save(self, step: int) -> None:
         """Collective, like all that asks the engine."""

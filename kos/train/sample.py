@@ -6,6 +6,7 @@ RUN is a run's folder (its newest whole checkpoint is taken) or a checkpoint's. 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.errors import ConfigError, KosError
+from kos.errors import ConfigError, KosError, TrainingError
 from kos.train import checkpoint, huggingface
 from kos.train.gpt2 import make_model
 from kos.train.model import Llama
@@ -44,6 +45,8 @@ def generate(
 
 
 def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+    if np.isnan(logits).any():
+        raise TrainingError("sampling: expected logits, got NaN: the weights are no good")
     if temperature == 0:
         return int(np.argmax(logits))
     with np.errstate(over="ignore"):  # at most 0, however small the temperature
@@ -91,7 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        print(text)
+        try:
+            print(text, flush=True)
+        except OSError as error:  # of a reader that is gone, or a full disk; Python would try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"kos: error: expected to write the text, got {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -140,11 +140,22 @@ def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: 
     monkeypatch.setattr(CpuEngine, "start_step", poisoned)
     finite = r"step 8: expected a finite loss, got nan \(first in the gradient of [\w.]+, but what the forward breaks "
     finite += r"is in all\); "
-    with pytest.raises(TrainingError, match=finite + "the checkpoints before it are good, a lower --lr"):
+    with pytest.raises(TrainingError, match=finite + "the checkpoints before it are of finite weights, a lower --lr"):
         _train(text, tmp_path / "saved", ranks, save_every=5)
     assert checkpoint.find(tmp_path / "saved").step == 5
     with pytest.raises(TrainingError, match=finite + "a lower --lr or --grad-clip may help, --skip-outliers X leaves"):
         _train(text, tmp_path / "none", ranks, save_every=0)
+
+
+@pytest.mark.parametrize("skip", [{}, {"skip_outliers": 10.0}])
+def test_weights_that_are_not_finite_are_not_saved(text: Path, tmp_path: Path, skip: dict[str, float]) -> None:
+    """An update may break them after a sound gradient."""
+    huge = {"lr": 1e300, "warmup_steps": 0, "schedule": "constant", **skip}
+    with pytest.raises(TrainingError, match=r"step 2: expected a finite validation loss, got nan; a lower --lr"):
+        _train(text, tmp_path / "run", 2, steps=2, eval_every=2, save_every=0, **{**huge, "skip_outliers": 10.0})
+    with pytest.raises(CheckpointError, match="step-1: expected finite weights, got others in .*; nothing is saved"):
+        _train(text, tmp_path / "run", 2, steps=3, eval_every=0, save_every=1, **huge)
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints") is None
 
 
 def test_what_is_refused(text: Path, tmp_path: Path) -> None:
@@ -283,7 +294,7 @@ def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
         _train(text, tmp_path / "third", 2, steps=2, init_from=str(source), model=model)
 
 
-def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None:
+def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path, caplog: Any) -> None:
     """One of as many characters would fit the weights; without the file it is the user's to know."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("b", "ß"))
@@ -304,6 +315,9 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None
     assert len(_train(text, tmp_path / "second", **chars)) == 1
     saved.unlink()
     assert len(_train(other, tmp_path / "third", **chars)) == 1
+    (source / "tokenizer.json").write_text("{}")  # as a Hugging Face folder has one
+    _train(other, tmp_path / "fourth", **chars)
+    assert f"{source / 'tokenizer.json'} is there, but this run's tokenizer is chars: see --tokenizer" in caplog.text
 
 
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.errors import CheckpointError
+from kos.errors import CheckpointError, TrainingError
 from kos.train import checkpoint, sample
 from tests.train.test_loop import _train, text
 
@@ -61,6 +61,12 @@ def test_frequencies_are_those_of_softmax(temperature: float, top_k: int) -> Non
     got = np.bincount(drawn, minlength=LOGITS.size)
     sigma = np.sqrt(count * odds * (1 - odds))
     assert len(drawn) == count and np.all(np.abs(got - count * odds) <= 4 * sigma + 1e-9), (got, count * odds)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_weights_that_are_no_good(temperature: float) -> None:
+    with pytest.raises(TrainingError, match="expected logits, got NaN"):
+        _draw(1, np.full(LOGITS.size, np.nan, np.float32), temperature=temperature)
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 50.0, "top_k": 1}])
@@ -157,6 +163,10 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
     flags = [str(run), "--tokens", "20", "--seed", "3"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", _say(capsys, *flags))
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, *flags], stdout=full, stderr=subprocess.PIPE, text=True, timeout=200)
+    assert done.returncode == 1 and done.stderr.startswith("kos: error: expected to write the text, got [Errno 28]")
+    assert done.stderr.count("\n") == 1
     done = subprocess.run([*command, str(run / "nowhere")], capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "expected a checkpoint or a run" in done.stderr
