@@ -34,10 +34,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="time torch compiled, too")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     arguments = parser.parse_args()
-    if why := cuda.unavailable():
-        raise SystemExit(f"kos: error: benchmarks.kernels: expected a GPU, got none: {why}")
     if torch is None:
         raise SystemExit("kos: error: benchmarks.kernels: expected PyTorch (pip install torch), got none")
+    if why := cuda.unavailable():
+        raise SystemExit(f"kos: error: benchmarks.kernels: expected a GPU, got none: {why}")
     if arguments.json:
         check_writable(arguments.json)
     run(arguments)
