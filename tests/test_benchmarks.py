@@ -33,7 +33,6 @@ from benchmarks.collectives.limits import DeviceLimits
 from benchmarks.collectives.measure import DeviceTimer, HostTimer, Job, Run, measure
 from benchmarks.collectives.memory import DeviceMemory, HostMemory, Space
 from benchmarks.collectives.peers_gpu import RawNCCL
-from benchmarks.power import summarize
 from kos import cuda
 from kos.comm import Communicator
 from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
@@ -550,13 +549,3 @@ def test_the_command_is_what_was_typed_without_the_paths_of_the_machine(monkeypa
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     monkeypatch.setenv("NCCL_ALGO", "ring")
     assert report.command("x.y", typed) == f"NCCL_ALGO=ring mpirun -n 3 python -m x.y {said}"
-
-
-def test_power_counts_what_is_busy() -> None:
-    """A sample that nvidia-smi did not finish, and those of an idle GPU, count nowhere."""
-    lines = ["345, 120.50, 700.00, Not Active", *[f"{1500 + i}, {690 + i}.25, 700.00, Active" for i in range(21)], "19"]
-    assert summarize([*lines, "1980, 400.00, 700.00, Not Active"]) == {
-        "samples": 22, "power_limit_watts": 700.0, "watts": [690.3, 699.8, 709.2], "sm_mhz": [1501.0, 1510.5, 1520.0],
-        "at_power_limit": 0.955,
-    }  # fmt: skip
-    assert summarize(lines[:1]) == {"samples": 0}
