@@ -101,8 +101,9 @@ class CudaEngine:
         self.chosen = {"attention": self.attention.partition(" (")[0]}
         pool_of(ops.device).trim()  # what was measured
         self.plan = together(comm, plan)
-        self.ops = ops if config.deterministic else self._search(ops, model, len(rounds))
-        ops = self.ops
+        self.ops = ops
+        if not config.deterministic:
+            ops.algorithms.update(self._search(model, len(rounds)))
         self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
         self.model.arena.reserve(self.plan.arena)
         self.model.arena.fix()
@@ -145,15 +146,16 @@ class CudaEngine:
         self.ops.zero(array)
         return array
 
-    def _search(self, ops: CudaOps, model: LlamaConfig, rounds: int) -> CudaOps:
-        """Operations whose matrix products are the fastest found: by one rank of a machine, for all and for later.
+    def _search(self, model: LlamaConfig, rounds: int) -> dict[str, str]:
+        """The fastest algorithms found for the matrix products: by one rank of a machine, for all and for later.
 
         Its passes, of two layers for all, are over before the optimizer's state takes the memory that they need; where
         this very code has made them before, with these shapes, all is found already.  They compute with numbers like
         those of a first step: the power that a product draws, and with it its time, depends on them.  What they do not
         meet takes cuBLASLt's first suggestion: nothing is timed later, on any rank.
         """
-        config, model = self.config, dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
+        ops, config = self.ops, self.config
+        model = dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
 
         def passes() -> dict[str, str]:
             sizes = {len(piece) for piece in self._pieces(self.data.val_batches()[0]()[0])}
@@ -189,9 +191,7 @@ class CudaEngine:
         found = together(self.comm, lambda: passes() if first == self.comm.rank else {})
         pool_of(ops.device).trim()  # pieces of other sizes than those that follow
         tables = self.comm.all_gather_bytes(json.dumps(found).encode())
-        chosen = CudaOps(ops.device, ops.stream, algorithms=json.loads(tables[first]))
-        chosen.cudnn = ops.cudnn
-        return chosen
+        return dict(json.loads(tables[first]))
 
     def _pieces(self, rows: np.ndarray) -> list[np.ndarray]:
         """Cut into micro-batches."""

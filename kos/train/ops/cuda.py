@@ -38,8 +38,8 @@ FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
 class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
-    Matrix products take their ``algorithms``; ``search`` times those that are missing on first use, and adds them.
-    Attention is cuDNN's where ``cudnn`` is set.
+    Matrix products take their ``algorithms``, which may be added to before a shape's first use; ``search`` times those
+    that are missing then, and adds them.  Attention is cuDNN's where ``cudnn`` is set.
     """
 
     cudnn: CudnnAttention | None = None
@@ -50,7 +50,8 @@ class CudaOps:
         driver.set_device(device)
         self.device = device
         self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
-        self.matmul = Matmul(device, self.stream, algorithms=algorithms, search=search)
+        self.algorithms = {} if algorithms is None else algorithms
+        self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search)
         self.multiprocessors = device_info(device).multiprocessors
         optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
         self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes

@@ -99,6 +99,7 @@ class HostOps(CudaOps):
     def __init__(self) -> None:
         self.device = 0
         self.stream = None
+        self.algorithms = {}
         self.multiprocessors = 3
         self.shared_memory = 99 << 10  # of the smallest GPUs: long rows of logits do not fit
 
