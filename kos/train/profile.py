@@ -102,6 +102,10 @@ def cost(name: str, arguments: tuple[Any, ...], different: Callable[[int], int] 
         backward = name == "attention_backward"
         out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
         flops = 2.0 * out.size * log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
+    elif name == "squares":  # of the grid's chunks, this rank's share
+        from kos.train.ops.adamw import CHUNK
+
+        nbytes = min(CHUNK * arguments[2], arrays[0].size) * arrays[0].dtype.itemsize
     elif name == "adamw":  # of gradients and the copy, this rank's share
         weights, gradients, first, second, copy = arrays[:5]
         nbytes = 2 * (weights.nbytes + first.nbytes + second.nbytes) + weights.size * gradients.dtype.itemsize

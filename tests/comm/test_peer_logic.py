@@ -523,4 +523,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
         calls.check.side_effect, backend.broken = known, None
         refused = CompileError("sum.cu:3: undefined")
         assert backend.failed(Operation("all_reduce", 1, sequence=7), refused) is (known or refused)
-    assert [type(each) for each in told] == [CompileError, CollectiveTimeout]
+    assert [(type(each), str(each)) for each in told] == [
+        (CollectiveError, "rank 1: sum.cu:3: undefined"),
+        (CollectiveTimeout, "ranks [1] did not arrive"),
+    ]

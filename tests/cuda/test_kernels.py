@@ -294,6 +294,16 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
         bound(5)
 
 
+@pytest.mark.parametrize(
+    ("name", "broken"), [(None, False), ("CUDA_ERROR_INVALID_CONTEXT", False), ("CUDA_ERROR_ILLEGAL_ADDRESS", True)]
+)
+def test_a_context_is_broken_by_what_went_wrong_in_it(monkeypatch: pytest.MonkeyPatch, name: str, broken: bool) -> None:
+    """Not where there is none, on a thread that has made none current."""
+    status = name and SimpleNamespace(name=name)
+    monkeypatch.setattr(driver, "cu", SimpleNamespace(cuMemGetInfo=lambda: (status, 0, 0)))
+    assert driver.broken() is (status if broken else None)
+
+
 @pytest.mark.parametrize(("status", "kind"), [(None, InvalidArgument), ("ILLEGAL_ADDRESS", CudaError)])
 def test_a_kernel_that_does_not_load(monkeypatch: pytest.MonkeyPatch, status: str | None, kind: type) -> None:
     """Because of itself, or of a GPU that is lost."""

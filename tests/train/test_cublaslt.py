@@ -17,8 +17,9 @@ import pytest
 from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import CudaError
-from kos.train.ops import cublaslt
+from kos.train.ops import cublaslt, cuda
 from kos.train.ops.cublaslt import ALGORITHM_BYTES, Matmul, Stored
+from kos.train.ops.cuda import CudaOps
 
 
 class NotSupported(Exception):
@@ -126,7 +127,7 @@ def taken(matmul, size):
     return list(matmul._plans.values())[-1].algorithm[0]
 
 
-def test_only_a_search_times(library, monkeypatch):
+def test_only_a_search_times(library, monkeypatch, caplog):
     """Others take what is in its table, and for what is not cuBLASLt's first suggestion; or where it is refused."""
     timed = []
     monkeypatch.setattr(Matmul, "_fastest", lambda self, plan, candidates, *_: timed.append(1) or candidates[2])
@@ -139,6 +140,23 @@ def test_only_a_search_times(library, monkeypatch):
     (name, _), (damaged, _) = table.items()
     refused = Matmul(0, None, algorithms={name: bytes([99] * ALGORITHM_BYTES).hex(), damaged: "no hex"})
     assert [taken(refused, size) for size in (8, 16)] == [1, 1] and len(timed) == 2 and len(refused.algorithms) == 2
+    (warning,) = caplog.messages  # of what is damaged nobody is told: it is as good as not there
+    assert warning == f"cuBLASLt does not take the stored algorithm of {name}: another run's bits may differ"
+
+
+def test_a_table_is_filled_before_it_is_used(library, monkeypatch):
+    """As the engine does, of the operations that it has."""
+    cu = SimpleNamespace(CUdevice_attribute=MagicMock(), cuDeviceGetAttribute=None)
+    monkeypatch.setattr(cuda, "driver", SimpleNamespace(set_device=lambda device: None))
+    monkeypatch.setattr(cuda, "streams", SimpleNamespace(create_stream=lambda device: None))
+    monkeypatch.setattr(cuda, "device_info", lambda device: SimpleNamespace(multiprocessors=1))
+    monkeypatch.setattr(cuda, "cu", cu)
+    monkeypatch.setattr(cuda, "call", lambda *_: 0)
+    searching, taking = CudaOps(0, search=True), CudaOps(0)
+    monkeypatch.setattr(Matmul, "_fastest", lambda self, plan, candidates, *_: candidates[2])
+    assert taken(searching.matmul, 8) == 3
+    taking.algorithms.update(searching.algorithms)
+    assert [taken(taking.matmul, size) for size in (8, 16)] == [3, 1]
 
 
 @pytest.fixture

@@ -119,10 +119,11 @@ def test_our_arrays_by_their_strides(clock, rng, shape, dtype):
         ops.attention_backward(a_qkv, *backward[1:])
 
 
-def test_what_fails_is_an_error_of_kos(clock, monkeypatch):
-    def fail(self, *arguments, **options):
-        raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
+def fail(self, *arguments, **options):
+    raise RuntimeError("CUDNN_STATUS_EXECUTION_FAILED")
 
+
+def test_what_fails_is_an_error_of_kos(clock, monkeypatch):
     attention, cu = cudnn.CudnnAttention(0, None), SimpleNamespace(cuMemGetInfo=lambda: (0, 0, 0))
     monkeypatch.setattr(Graph, "execute", fail)
     monkeypatch.setattr(driver, "cu", cu)
@@ -211,6 +212,22 @@ def test_auto_is_flash_where_cudnn_cannot_be(clock, monkeypatch):
     assert chosen("auto", ranks=2) == ("flash", "flash (cuDNN is not installed)")
     with pytest.raises(BackendUnavailable, match="cuDNN is not installed"):
         chosen("cudnn", ranks=2)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_auto_is_flash_where_cudnn_does_not_run(clock, monkeypatch, lost):
+    """Unless the GPU is lost by it: for flash, too."""
+    monkeypatch.setattr(Graph, "execute", fail)
+    monkeypatch.setattr(driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS" if lost else None)
+    monkeypatch.setattr(driver, "_describe", str)
+    cudnn.driver.broken, cudnn.driver.library_error = driver.broken, driver.library_error
+    clock[:] = [1] * 14
+    why = "attention by cuDNN failed: CUDNN_STATUS_EXECUTION_FAILED"
+    if lost:
+        with pytest.raises(CudaError, match=f"^{why}; CUDA_ERROR_ILLEGAL_ADDRESS"):
+            chosen("auto", ranks=2)
+    else:
+        assert chosen("auto", ranks=2) == ("flash", f"flash ({why})")
 
 
 def train(text, out, ranks=1, **changes):

@@ -208,3 +208,4 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
 def test_adamw_without_master_weights(ops):
     on_models.test_adamw_without_master_weights(ops)
     on_models.test_weights_are_rounded_at_random(ops)
+    on_models.test_weights_that_are_lost_stay_so(ops)

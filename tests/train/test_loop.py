@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, ConfigError, TrainingError
+from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, TrainingError
 from kos.testing import spawn
 from kos.train import checkpoint
 from kos.train.config import TrainConfig, parse
@@ -318,6 +318,26 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path, caplog:
     (source / "tokenizer.json").write_text("{}")  # as a Hugging Face folder has one
     _train(other, tmp_path / "fourth", **chars)
     assert f"{source / 'tokenizer.json'} is there, but this run's tokenizer is chars: see --tokenizer" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(CollectiveTimeout("too late"), r"^after step 2: too late; the last checkpoint, of step 2, is good: --out .*"),
+     (CompileError("sum.cu:3: undefined\nthe log"), r"^sum\.cu:3: undefined\nthe log")],
+    ids=["timeout", "compiler"],
+)  # fmt: skip
+def test_what_interrupts_a_run(text: Path, tmp_path: Path, error: KosError, said: str, monkeypatch: Any) -> None:
+    """Is told with how far it came; a kernel with a mistake in it interrupts nothing."""
+    start_step = CpuEngine.start_step
+
+    def start(self: CpuEngine, step: int, stop: bool) -> None:
+        if step == 2:
+            raise error
+        start_step(self, step, stop)
+
+    monkeypatch.setattr(CpuEngine, "start_step", start)
+    with pytest.raises(type(error), match=said):
+        _train(text, tmp_path, save_every=2)
 
 
 def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypatch: Any) -> None:

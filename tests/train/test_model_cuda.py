@@ -289,6 +289,18 @@ def test_weights_are_rounded_at_random(ops):
     assert np.array_equal(got[:5], start[:5]), "what bfloat16 has is not rounded"
 
 
+def test_weights_that_are_lost_stay_so(ops):
+    """A NaN is none of the numbers that its bits and random ones add up to: the GPU's own would be -0."""
+    weights = Parameters({"vector": (300,)}, "bfloat16", None, ops.zeros)
+    optimizer = CudaAdamW(ops, weights, None, Schedule("constant", 1.0, 0, 9, 0))
+    lost = np.full(300, 0x7FFFFFFF, np.uint32).view(np.float32)
+    lost[100:200], lost[200:] = np.inf, -np.inf
+    optimizer.exp_avg.flat.copy_from(lost, ops.stream)
+    optimizer.queue(weights.like("float32"))
+    got = weights.flat.numpy(ops.stream).astype(np.float32)
+    assert np.isnan(got[:100]).all() and (got[100:200] == -np.inf).all() and (got[200:] == np.inf).all()
+
+
 def test_training_lowers_the_loss(ops):
     """bf16 with fp32 master weights: a batch learnt by heart, gradients of two micro-batches added up."""
     config = SHAPES["tied"]

@@ -17,6 +17,7 @@ from kos.train import loop, profile
 from kos.train.config import TrainConfig
 from kos.train.loop import Trainer
 from kos.train.ops import attention
+from kos.train.ops.adamw import CHUNK
 from kos.train.ops.cuda import CudaOps
 from kos.train.profile import Marks, Profiler, Span, cost, to_trace
 from tests.comm.fake_nccl import Group, communicator, no_gpu
@@ -53,6 +54,9 @@ def test_costs_follow_from_shapes():
     state = ("adamw.cu", "adamw", 1, 256, shard, gradients, shard.copy(), shard.copy(), copy, losses, losses, 0.9)
     assert cost("adamw", state)[0] == 8 * (4 + 4 + 4 + 4 * 4 + 2)
     assert cost("adamw", (*state[:8], shard, *state[9:]))[0] == 8 * (4 + 4 + 4 + 4 * 4)
+    flat = np.zeros(5 * CHUNK - 7, np.float16)
+    for chunks, read in ((5, flat.nbytes), (2, 2 * 2 * CHUNK)):  # all of them, and one rank's
+        assert cost("squares", ("adamw.cu", "squares", chunks, 256, flat, x, losses)) == (read, 0)
 
 
 def profiled(tmp_path, ranks, wrap=lambda comm: comm, **changes):

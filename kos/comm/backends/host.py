@@ -18,7 +18,7 @@ from kos.comm.operation import Operation
 from kos.comm.rendezvous import Rendezvous
 from kos.comm.shared import Calls, SharedCollectives, open_segment
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import CollectiveError, KosError, RankLost
+from kos.errors import CollectiveError, CudaError, KosError, RankLost
 
 
 class HostBackend(Backend):
@@ -95,6 +95,8 @@ class HostBackend(Backend):
         told = failure
         if self.lost(failure):  # no error of the others: this rank is of no more use to them
             told = RankLost(f"rank {self.rank} is gone: {failure}")
+        elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
+            told = CollectiveError(f"rank {self.rank}: {failure}")
         if self._calls is not None:
             self._calls.fail(told, sequence)
         if first:

@@ -40,6 +40,8 @@ class Feed:
             )
             for _ in range(2)
         ]
+        for slot in self._slots:
+            slot.taken.record(ops.stream)  # the zeros are there before they are written over
         self._fetched: set[int] = set()
 
     def fetch(self, step: int) -> None:

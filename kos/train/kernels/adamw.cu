@@ -97,7 +97,7 @@ __device__ __forceinline__ unsigned mixed(unsigned bits) {
     return bits ^ bits >> 16;
 }
 __device__ __forceinline__ float rounded(float x, unsigned key, long place) {
-    if constexpr (sizeof(MASTER) == 4) return x;
+    if (sizeof(MASTER) == 4 || !isfinite(x)) return x;  // the sum would carry the GPU's NaN, 0x7fffffff, over to -0
     return __uint_as_float(__float_as_uint(x) + (mixed(key ^ unsigned(place)) & 0xffffu) & 0xffff0000u);
 }
 

@@ -178,7 +178,7 @@ def choose(asked: str, shape: Shape, ops: Any, comm: Communicator, check: Callab
             if asked == "cudnn":
                 return f"cuDNN {ops.cudnn.version}"
             together(comm, check)
-            times = times or alone(comm, lambda: _times(shape, ops))
+            times = times or alone(comm, lambda: _measured(shape, ops))
     except KosError as error:
         if asked == "cudnn" or not error.on_every_rank or isinstance(error, CudaError):
             raise
@@ -203,6 +203,16 @@ def _known(shape: Shape, device: int) -> tuple[list[float] | None, str]:
     known = _stored(device).known.get(" ".join(map(str, shape))) or ""
     sound = re.fullmatch(r"\d+\.\d+ \d+\.\d+", known)
     return [float(word) for word in known.split()] if sound else None, library()[1]
+
+
+def _measured(shape: Shape, ops: Any) -> list[float]:
+    """``_times``; BackendUnavailable where cuDNN's kernels do not run, on a GPU that is not lost by it."""
+    try:
+        return _times(shape, ops)
+    except CudaError as error:
+        if driver.broken():
+            raise
+        raise BackendUnavailable(str(error)) from error
 
 
 def _times(shape: Shape, ops: Any) -> list[float]:

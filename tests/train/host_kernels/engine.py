@@ -77,14 +77,15 @@ class Event:
     clock = staticmethod(time.perf_counter)
 
     def __init__(self, device, *, timed=False):
-        self.timed, self.time = timed, None
+        self.timed, self.time, self.recorded = timed, None, False
 
     def record(self, stream):
         not_captured("an event of the host's")
-        self.time = self.clock() if self.timed else None
+        self.time, self.recorded = self.clock() if self.timed else None, True
 
     def hold(self, stream):
         not_captured("an event of the host's")
+        assert self.recorded, "a stream that waits for an event of no work"
 
     def seconds_since(self, before):
         assert self.timed and before.timed
@@ -184,8 +185,9 @@ def random_bits(seed, step, places):
 
 def rounded_at_random(x, seed, step, places):
     """float32 to bfloat16: up with the probability of the distance from below, by ``random_bits``."""
-    bits = (x.astype(np.float32).view(np.uint32) + random_bits(seed, step, places)) & np.uint32(0xFFFF0000)
-    return bits.view(np.float32).astype(BFLOAT16)
+    x = x.astype(np.float32)
+    bits = (x.view(np.uint32) + random_bits(seed, step, places)) & np.uint32(0xFFFF0000)
+    return np.where(np.isfinite(x), bits.view(np.float32), x).astype(BFLOAT16)
 
 
 def _adamw(weights, gradients, exp_avg, exp_avg_sq, copy, chunks, state, beta1, beta2, eps, seed):
