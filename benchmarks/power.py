@@ -28,6 +28,7 @@ from benchmarks.collectives import report
 from kos import cuda
 from kos.cuda import streams
 from kos.dtypes import DTYPES
+from kos.errors import KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array
 from kos.train.ops.cuda import CudaOps
@@ -96,8 +97,11 @@ def main() -> int:
         raise SystemExit(f"kos: error: benchmarks.power: expected a GPU, got none: {why}")
     before: list[Any] = []
     if arguments.json:
-        check_writable(arguments.json)
-        before = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
+        try:
+            check_writable(arguments.json)
+            before = report.read(arguments.json, "rows")["rows"] if arguments.json.exists() else []
+        except KosError as error:
+            raise SystemExit(f"kos: error: {error}") from error
     header = report.provenance("benchmarks.power", 0, 1)
     gpu = f"GPU-{UUID(cuda.device_info(0).uuid)}"  # nvidia-smi's numbers are not CUDA's
     with tempfile.TemporaryFile("w+") as samples, subprocess.Popen([*SMI, "-i", gpu], stdout=samples) as sampler:

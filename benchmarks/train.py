@@ -47,6 +47,7 @@ VARIANTS = {
     "cpu": "eager,eager-whole",
     "cuda": "flash-autocast,cudnn-autocast,flash-master,cudnn-master",
 }
+HEADER = ("hardware", "driver", "versions", "commit")  # what rows of one file have in common
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-3}  # relative difference of losses
 WORDS = {"flash", "cudnn", "autocast", "master", "fsdp", "graphs", "eager", "compile", "whole"}
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_")  # what begins variables that the ranks must not see
@@ -340,7 +341,7 @@ def print_scaling(rows: list[dict[str, Any]], path: Path) -> None:
     if rows[0]["ranks"] == 1 or alone == path or not alone.exists():
         return
     same = ("preset", "batch_size", "seq_len", "implementation", "variant")
-    known = {tuple(row[key] for key in same): row["tokens_per_second"] for row in json.loads(alone.read_text())["rows"]}
+    known = {tuple(row[key] for key in same): row["tokens_per_second"] for row in report.read(alone, "rows")["rows"]}
     for row in rows:
         if one := known.get(tuple(row[key] for key in same)):
             share = row["tokens_per_second"] / row["ranks"] / one
@@ -351,8 +352,8 @@ def print_scaling(rows: list[dict[str, Any]], path: Path) -> None:
 
 def read_before(path: Path, header: dict[str, Any]) -> dict[str, Any]:
     """What is in the file, empty if it is none; refused where it is of another machine, software or commit."""
-    before: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for key in ("hardware", "driver", "versions", "commit"):
+    before = report.read(path, *HEADER, "command", "skipped", "rows") if path.exists() else {}
+    for key in HEADER:
         if before and before[key] != header[key]:
             raise ConfigError(f"--json {path}: expected results of {key} {header[key]}, got {before[key]}")
     return before
@@ -450,8 +451,10 @@ def run(arguments: list[str]) -> int:
     if options.json:
         print_scaling(rows, options.json)
     allowed = TOLERANCE["float32" if options.device == "cpu" else "bfloat16"]
-    alone = bool(skipped) and len(groups) == 1
-    return int(alone or "kos" in skipped or not all(row["loss_difference"] <= allowed for row in rows))
+    apart = [row["variant"] for row in rows if not row["loss_difference"] <= allowed]
+    if apart:
+        print(f"expected losses within {allowed:g} of kos, relative; beyond it: {', '.join(apart)}")
+    return int(bool(apart) or "kos" in skipped or (bool(skipped) and len(groups) == 1))
 
 
 if __name__ == "__main__":

@@ -133,6 +133,13 @@ def test_rows_are_added_to_those_of_the_same_commit(tmp_path: Path, monkeypatch:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="expected results of commit d, got c"):
         train.read_before(file, header | {"commit": "d"})
+    for other in ("no JSON", "[1]", "3", '{"rows": 3}', '["rows"]'):
+        file.write_text(other)
+        with pytest.raises(ConfigError, match=r"^--json .*rows.json: expected results of a benchmark, got "):
+            train.read_before(file, header)
+        assert file.read_text() == other
+    with pytest.raises(ConfigError, match="got none of rows$"):  # a list of that word
+        train.report.read(file, "rows")
 
 
 def test_scaling_is_said_beside_the_rows_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

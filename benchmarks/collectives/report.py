@@ -17,6 +17,7 @@ from benchmarks.collectives.cases import Case, bandwidths
 from benchmarks.collectives.implementations import Implementation
 from benchmarks.collectives.measure import Samples
 from kos.comm import nccl_binding
+from kos.errors import ConfigError
 from kos.train.machine import git_commit, versions_of
 
 Row = dict[str, Any]
@@ -102,6 +103,18 @@ def provenance(program: str, device: int | None, ranks: int) -> Row:
         "commit": os.environ.get("KOS_COMMIT") or git_commit(),  # the former of a copy without history
         "command": command(program, sys.argv[1:]),
     }
+
+
+def read(path: Path, *keys: str) -> Row:
+    """What a benchmark has written to ``path``; ConfigError where that is something else, without those keys."""
+    try:
+        result = json.loads(path.read_text())
+        missing = [key for key in keys if key not in result]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"--json {path}: expected results of a benchmark, got {error}") from error
+    if missing or not isinstance(result, dict):
+        raise ConfigError(f"--json {path}: expected results of a benchmark, got none of {', '.join(keys)}")
+    return result
 
 
 def to_json(result: Row) -> str:

@@ -70,20 +70,21 @@ def _fail(error: Exception, rank: int, debug: bool) -> None:
 
     Not by ``sys.exit``: MPI_Finalize would wait for ranks that are not coming. mpirun ends the others as soon
     as one process exits with an error; a rank that only saw another fail leaves that one the word, and what
-    several see, each for itself, the lowest of them says.
+    several see, each for itself, the lowest of them says, as it does of settings that not all refuse.
     """
     Stop.ignore()
-    shared = isinstance(error, ConfigError) or (isinstance(error, KosError) and error.on_every_rank)
-    if shared and rank != 0:
+    shared = isinstance(error, KosError) and error.on_every_rank
+    likely = isinstance(error, ConfigError)  # but a file may be missing on one machine
+    if (shared or likely) and rank != 0:
         time.sleep(SPOKESMAN_SECONDS)
-    else:
+    if not shared or rank == 0:
         if isinstance(error, RankLost):
             time.sleep(ECHO_SECONDS)
         if not shared:
             time.sleep(min(rank, 8) * TURN_SECONDS)
         if debug:
             traceback.print_exception(error)
-        where = "" if shared else f"rank {rank}: "
+        where = "" if shared or (likely and rank == 0) else f"rank {rank}: "
         what = " ".join(str(error).split())
         if not isinstance(error, KosError) or not what:
             what = f"{type(error).__name__}: {what}"

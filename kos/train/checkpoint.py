@@ -61,7 +61,7 @@ def save(
     behind them, or they are damaged.
     """
     final, replaced, temporary = (folder / name for name in (f"step-{step}", f"replaced-step-{step}", ".saving"))
-    for name, tensor in huggingface.tensors_of(optimizer.weights).items():
+    for name, tensor in optimizer.weights.items():
         if not np.isfinite(tensor).all():
             raise CheckpointError(f"{final}: expected finite weights, got others in {name}; nothing is saved")
     try:

@@ -319,6 +319,7 @@ def one_line(error: ValidationError, label: Mapping[str, str] = MappingProxyType
     if first["type"] == "extra_forbidden":
         return f"{where}: expected a known key, got {path[-1]!r}"
     expected = re.sub(r"^(Input|String) should (be |have )?", "", first["msg"])
+    expected = re.sub(r"^Input is not a valid path.*", "a path", expected)
     expected = re.sub(r"valid dictionary or instance of \w+", "table of keys", expected)
     number = "a number " if expected.startswith(("greater", "less")) else ""
     return f"{where}: expected {number}{expected}, got {reprlib.repr(first['input'])}"

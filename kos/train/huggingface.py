@@ -124,7 +124,7 @@ def read_weights(directory: Path, weights: Parameters) -> None:
     index = directory / INDEX
     shards = ["model.safetensors"]
     try:
-        if index.exists():
+        if not (directory / shards[0]).exists() and index.exists():  # in this order, as transformers looks
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         elsewhere = next((shard for shard in shards if Path(shard).name != shard), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from kos.comm.communicator import Communicator
-from kos.errors import CheckpointError, CollectiveError, CompileError, ConfigError, CudaError, KosError, TrainingError
+from kos.errors import (
+    CheckpointError,
+    CollectiveError,
+    CompileError,
+    ConfigError,
+    CudaError,
+    DataError,
+    KosError,
+    OutOfMemory,
+    TrainingError,
+)
 from kos.train import checkpoint, huggingface
 from kos.train.config import TrainConfig
 from kos.train.console import Console
@@ -46,6 +56,10 @@ EXACT = (
 """Settings that a resumed run must keep to go on bit for bit."""
 
 
+ASTRAY = 20
+"""Steps in a row without a finite gradient that end a run: none of them has moved the weights, none after would."""
+
+
 class Trainer:
     """A training run of ``config`` on the ranks of ``comm``. Everything up to the first step is in here."""
 
@@ -59,6 +73,7 @@ class Trainer:
         self.checkpoints = self.out / "checkpoints"
         self.console = Console(comm.rank, config.steps)
         self.skipped = 0  # steps left out, of those of this run
+        self._astray = 0  # of them the last in a row whose gradients were not finite
         self._held = contextlib.ExitStack()  # what the end of the run closes
         try:
             self._found: checkpoint.Checkpoint | None = None  # on rank 0
@@ -211,6 +226,11 @@ class Trainer:
             untrained = self.engine.evaluate() if self.start == 0 else None
             if untrained is not None:
                 self.console.say(f"validation loss before training: {untrained:.4f}")
+                if not math.isfinite(untrained):
+                    raise self._for_all(
+                        f"expected a finite validation loss before training, got {untrained}: it is the weights' of "
+                        f"{config.init_from or 'this model before its first step'}"
+                    )
             stop_together(self.comm, self.stop)
             started, stopped = step, False
             while step < started or (step < config.steps and not stopped):
@@ -247,13 +267,13 @@ class Trainer:
             self._conclude(step, stopped)
         except CompileError:
             raise
-        except (CudaError, CollectiveError) as error:
+        except (CudaError, CollectiveError, CheckpointError, DataError, OutOfMemory) as error:
             raise self._interrupted(error, step) from error
         finally:
             self._held.close()
 
     def _interrupted(self, error: KosError, step: int) -> KosError:
-        """The error of a GPU or of other ranks, with how far this run came and what is left of it."""
+        """The error of a GPU, of other ranks or of files, with how far this run came and what is left of it."""
         where = f" on {self.engine.place}" if isinstance(error, CudaError) else ""
         left = "there is no checkpoint yet"
         if self.saved_step > 0:
@@ -293,14 +313,22 @@ class Trainer:
         if config.skip_outliers and not result.norm <= config.skip_outliers:
             row["skipped"] = True
             self.skipped += 1
+        self._astray = 0 if math.isfinite(result.norm) else self._astray + 1
+        if self._astray == ASTRAY:
+            raise self._not_finite(step + 1, f"gradient norm in one of {ASTRAY} steps", result.norm)
         return row | engine.measures(row["tokens_per_second"]), result.stop
 
     def _not_finite(self, step: int, name: str, value: float, where: str = "") -> TrainingError:
         saved = "the checkpoints before it are of finite weights, " if max(self.start, self.saved_step) > 0 else ""
-        error = TrainingError(
+        skip = ", --skip-outliers X leaves out such steps and those of a gradient norm over X"
+        return self._for_all(
             f"step {step}: expected a finite {name}, got {value}{where}; {saved}a lower --lr or --grad-clip "
-            "may help, --skip-outliers X leaves out such steps and those of a gradient norm over X"
+            f"may help{'' if self.config.skip_outliers else skip}"
         )
+
+    @staticmethod
+    def _for_all(message: str) -> TrainingError:
+        error = TrainingError(message)
         error.on_every_rank = True
         return error
 

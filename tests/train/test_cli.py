@@ -192,6 +192,7 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
         done = _run("--data", text, "--out", disk, "--steps", "8", "--save-every", "1", "--keep", "9")
         assert done.returncode == 1
         assert len(_errors(done)) == 1 and "expected to write a checkpoint" in _errors(done)[0]
+        assert re.search(r"after step \d: .*; the last checkpoint, of step \d, is good: --out", _errors(done)[0])
         assert "No space left" in _errors(done)[0]
         found = checkpoint.latest(disk / "checkpoints")
         assert found is not None and not list((disk / "checkpoints").glob(".*"))
@@ -211,6 +212,16 @@ def broken(self, step, stop):
 CpuEngine.start_step = broken
 sys.exit(main.main())
 """
+
+
+def test_a_file_that_one_machine_lacks(text: Path, tmp_path: Path) -> None:
+    """Rank 0 has nothing to say, and the other does not leave it at that."""
+    first = _command("--data", text, "--out", tmp_path / "run", "--steps", "2", ranks=2)
+    at = first.index(sys.executable)
+    second = [*first[at:], "--config", str(tmp_path / "nowhere.toml")]
+    done = run_program(MPIRUN, "-n", "1", *first[at:], ":", "-n", "1", *second, env=ENVIRONMENT)
+    assert done.returncode != 0 and len(_errors(done)) == 1, done.stderr
+    assert re.match(r"kos: error: rank 1: .*nowhere\.toml", _errors(done)[0])
 
 
 def test_an_exception_on_one_rank_ends_all(text: Path, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_a_wrong_command_line_is_refused_in_one_line(argv: list[str], parts: lis
         ("run.toml", "[model]\nhiden_size = 3", ["run.toml", "closest: model.hidden_size", "'model.hiden_size'"]),
         ("run.toml", "steps = '3'", ["run.toml: steps", "integer", "got '3'"]),
         ("run.toml", "steps = true", ["run.toml: steps", "integer", "got True"]),
+        ("run.toml", "out = 3", ["run.toml: out: expected a path, got 3"]),
         ("run.toml", "steps = 0", ["run.toml: steps", "got 0"]),
         ("run.toml", "deterministic = 1", ["run.toml: deterministic", "boolean", "got 1"]),
         ("run.toml", "model = 3", ["run.toml: model", "table", "got 3"]),

@@ -91,6 +91,10 @@ def test_sharded_weights(tmp_path: Path) -> None:
         index.write_text(broken)
         with pytest.raises(CheckpointError, match="expected an index of safetensors"):
             read_weights(tmp_path, weights)
+    save_file(tensors, tmp_path / "model.safetensors")  # which transformers takes, too
+    weights.flat[:] = np.nan
+    read_weights(tmp_path, weights)
+    assert np.isfinite(weights.flat).all()
     index.unlink()
     save_file({**tensors, "model.norm.weight": np.ones(CONFIG.hidden_size, int)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="model.norm.weight: expected floating-point numbers, got int64"):
@@ -102,11 +106,11 @@ def test_sharded_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError, match=r"safetensors: model.norm.weight: expected .* NumPy has, got F8_E4M3"):
         read_weights(tmp_path, weights)
+    (tmp_path / "model.safetensors").unlink()
     index.write_text('{"weight_map": {"x": "nul\\u0000"}}')
     with pytest.raises(CheckpointError, match="expected readable safetensors, got"):
         read_weights(tmp_path, weights)
     index.unlink()
-    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="expected readable safetensors"):
         read_weights(tmp_path, weights)
     with pytest.raises(CheckpointError, match=r"expected a Hugging Face config\.json"):

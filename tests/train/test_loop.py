@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, TrainingError
 from kos.testing import spawn
-from kos.train import checkpoint
+from kos.train import checkpoint, loop
 from kos.train.config import TrainConfig, parse
 from kos.train.engines.cpu import CpuEngine
 from kos.train.loop import Trainer
@@ -145,6 +146,33 @@ def test_a_loss_that_is_not_finite_stops_all(text: Path, tmp_path: Path, ranks: 
     assert checkpoint.find(tmp_path / "saved").step == 5
     with pytest.raises(TrainingError, match=finite + "a lower --lr or --grad-clip may help, --skip-outliers X leaves"):
         _train(text, tmp_path / "none", ranks, save_every=0)
+
+
+def test_what_cannot_get_better_ends(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Weights that are not finite to begin with, and steps that are all left out because no gradient is finite."""
+    _train(text, tmp_path / "begun", steps=2, lr=1e-3)
+    begun = checkpoint.find(tmp_path / "begun").path
+    weights = load_file(begun / "model.safetensors")
+    weights["model.norm.weight"][3] = np.nan
+    save_file(weights, begun / "model.safetensors")
+    expected = rf"^expected a finite validation loss before training, got nan: it is the weights' of {begun}"
+    with pytest.raises(TrainingError, match=expected):
+        _train(text, tmp_path / "nan", 2, init_from=str(begun), skip_outliers=10.0)
+    start_step = CpuEngine.start_step
+
+    def start(self: CpuEngine, step: int, stop: bool) -> None:
+        if step != 5:  # a sound one in between counts anew
+            self.weights.flat[0], kept = np.nan, self.weights.flat[0]
+        start_step(self, step, stop)
+        if step != 5:
+            self.weights.flat[0] = kept
+
+    monkeypatch.setattr(CpuEngine, "start_step", start)
+    monkeypatch.setattr(loop, "ASTRAY", 7)
+    expected = "^step 13: expected a finite gradient norm in one of 7 steps, got nan; a lower --lr or "
+    with pytest.raises(TrainingError, match=expected) as caught:
+        _train(text, tmp_path / "run", 2, steps=20, eval_every=0, skip_outliers=1e9)
+    assert "--skip-outliers" not in str(caught.value), "it is in use"
 
 
 @pytest.mark.parametrize("skip", [{}, {"skip_outliers": 10.0}])

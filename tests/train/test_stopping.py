@@ -22,6 +22,7 @@ from kos.train import checkpoint, console, failures
 from kos.train.config import TrainConfig
 from kos.train.engines import cpu
 from kos.train.failures import alone, together
+from kos.train.huggingface import tensors_of
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
 from kos.train.parallel.data import DataParallel
@@ -242,6 +243,8 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
     llama.loss_and_gradients(weights, tokens, tokens, weights.like(), accumulate=False)
     assert plan.uses["activations"] == pytest.approx(llama.arena.peak, rel=0.06, abs=3 << 20)
     assert plan.uses["weights, gradients, both Adam moments"] == 16 * weights.flat.size
+    turned = sum(x.nbytes for name, x in tensors_of(weights).items() if x.base is None)
+    assert plan.uses.get("matrices as they are saved", 0) == turned and (turned > 0) == (kind == "gpt2")
     if recompute == "norms":
         return  # it evaluates as "block" does
     monkeypatch.undo()

@@ -13,7 +13,7 @@ from kos.train.data import Dataset, eval_shape
 from kos.train.engines import Between, StepResult
 from kos.train.engines.memory_plan import GIB, MemoryPlan
 from kos.train.failures import together
-from kos.train.gpt2 import make_model
+from kos.train.gpt2 import TRANSPOSED, make_model
 from kos.train.llama_config import LlamaConfig
 from kos.train.machine import free_memory, product_speed
 from kos.train.model import HEAD_ROWS, Llama, Weights
@@ -40,10 +40,12 @@ def plan_memory(config: TrainConfig, model: LlamaConfig, comm: Communicator) -> 
     trained = tokens * (layers * kept + 2 * D) + max(tokens * (again + up + D), head)
     evaluated = math.prod(eval_shape(config)) * (attended + normed + (3 * D if config.recompute == "none" else D))
     count = model.num_parameters()
+    turned = sum(math.prod(x) for name, x in model.parameter_shapes().items() if name.endswith(TRANSPOSED))
     uses = {
         "weights, gradients, both Adam moments": 16 * count,
         "gradients summed in order": 4 * count * (config.deterministic and comm.rank == 0),
         "activations": 4 * max(trained, evaluated),
+        "matrices as they are saved": 4 * turned * (comm.rank == 0),
     }
     ranks = comm.local_size
     free = free_memory() // ranks
