@@ -93,7 +93,7 @@ def one(text, tmp_path_factory):
 def test_float32_is_the_cpu(text, tmp_path):
     for device in ("cpu", "cuda"):
         run(text, tmp_path / device, "--device", device, *FLOAT32, "--micro-batch-size", 8)
-    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4), ("lr", 1e-12)):
+    for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-3), ("lr", 1e-12)):
         np.testing.assert_allclose(column(tmp_path / "cuda", name), column(tmp_path / "cpu", name), rtol=tolerance)
 
 
