@@ -154,6 +154,25 @@ def test_mismatch_between_hosts(case: str, odd: int) -> None:
     TCPRanks(3).run(body)
 
 
+def test_who_fails_and_leaves_takes_no_part_of_what_came_before() -> None:
+    """It had done its part of that, whoever else has yet to do theirs."""
+    gone = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 2:
+            assert gone.wait(TIMEOUT)
+        out = comm.gather(np.array([comm.rank]), root=1)
+        assert comm.rank != 1 or out.ravel().tolist() == [0, 1, 2]
+        limit = 0.2 if comm.rank == 0 else TIMEOUT
+        with pytest.raises(CollectiveTimeout, match="barrier #1: not complete"):
+            comm.barrier(timeout=limit)
+        if comm.rank == 0:
+            comm.close()
+            gone.set()
+
+    TCPRanks(3).run(body)
+
+
 def test_calls_that_differ_are_found_at_the_end_at_the_latest() -> None:
     """A root does not wait for those whom it sends to: two roots are done before either knows of the other."""
 

@@ -117,9 +117,12 @@ class Peer:
 
     def check(self, tag: int) -> None:
         """Raise if what is not complete by now cannot become so."""
-        self.mesh.check(tag)
-        if (why := self.mesh.lost or self.gone) is not None:
-            self.mesh.check(0)  # a rank that failed in a later collective left for that
+        mesh = self.mesh
+        mesh.check(tag)
+        # Who left because a later collective failed had done its part of this one, or those who wait for it will tell.
+        later = mesh.failure is not None and tag >= COLLECTIVE_TAGS
+        if (why := self.gone or (None if later else mesh.lost)) is not None:
+            mesh.check(0)
             raise RankLost(why)
 
     def send(self, array: Array, tag: int) -> _Message:
