@@ -15,11 +15,11 @@ from time import time_ns
 
 import numpy as np
 
+from kos.comm.host.shared import Calls, open_segment
+from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.shared import Calls, open_segment
-from kos.comm.shared.segment import ARRIVED, RING
 from kos.dtypes import dtype_of
 from kos.memory import as_buffer
 from kos.testing import spawn

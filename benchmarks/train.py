@@ -31,13 +31,14 @@ from typing import Any, NoReturn
 import numpy as np
 
 from benchmarks.collectives import report
-from kos.comm.mpi_job import launched_rank
+from kos.comm.rendezvous.choose import launched_rank
 from kos.cuda import unavailable
 from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
 from kos.train import head_start
-from kos.train.config import TrainConfig, parse
+from kos.train.config import TrainConfig
 from kos.train.data import Dataset, Tokens
+from kos.train.flags import parse
 from kos.train.llama_config import LlamaConfig
 from kos.train.tokenizers import NumberTokenizer
 

@@ -35,7 +35,7 @@ from benchmarks.collectives.memory import DeviceMemory, HostMemory, Space
 from benchmarks.collectives.peers_gpu import RawNCCL
 from kos import cuda
 from kos.comm import Communicator
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, kernels
 from kos.cuda.kernels import KernelCache, compile_kernels
 from kos.errors import BackendUnavailable, InvalidArgument

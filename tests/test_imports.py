@@ -23,6 +23,7 @@ FLOORS = {
     "comm": 2,
     "": 2,  # kos/__init__.py, the face of comm
     "testing": 3,
+    "tune": 3,
     "doctor": 3,
     "interop": 3,
     "train": 3,
@@ -139,6 +140,32 @@ def test_imports_go_down_the_floors_only() -> None:
             if not ok:
                 wrong.append(f"{file.relative_to(ROOT)}:{line}: {importer or 'kos'} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_circle() -> None:
+    """Imports for types alone, and those inside functions, count."""
+    modules = {module_name(file): file for file in FILES}
+    arrows: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        own = arrows.setdefault(name, set())
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                own |= {alias.name for alias in node.names} & modules.keys()
+            elif isinstance(node, ast.ImportFrom) and node.module in modules:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                own |= (inner & modules.keys()) or {node.module}
+        own.discard(name)
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, "an import circle: " + " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for imported in sorted(arrows[name]):
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in arrows:
+        visit(name, ())
 
 
 def test_kos_imports_neither_torch_nor_pickle() -> None:

@@ -18,7 +18,7 @@ from benchmarks.collectives.memory import DeviceMemory, HostMemory, Memory, Spac
 from benchmarks.collectives.options import parse
 from benchmarks.collectives.plot import plot
 from kos.comm import Communicator
-from kos.comm.rendezvous import default_rendezvous
+from kos.comm.rendezvous.choose import default_rendezvous
 from kos.cuda import unavailable
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.files import check_picture, check_writable
@@ -55,7 +55,7 @@ class Benchmark:
             raise InvalidArgument(f"nothing to measure on a {options.device}: {reasons}")
 
     def _use_gpu(self, control: Communicator) -> None:
-        from kos.comm.backends.device import device_of
+        from kos.comm.gpu.backend import device_of
         from kos.cuda import create_stream, set_device
 
         self.device = device_of(control.rendezvous).index

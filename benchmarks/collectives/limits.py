@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.collectives.cases import Case, busbw_factor
 from benchmarks.collectives.implementations import Call
 from benchmarks.collectives.measure import Job, Run
-from kos.comm.shared import open_segment
+from kos.comm.host.shared import open_segment
 from kos.cuda import streams
 
 _ROUNDS, _REPEATS = 200, 15

@@ -24,7 +24,7 @@ class RawNCCL(Implementation):
     backend = "nccl"
 
     def __init__(self, control: Communicator, device: int, stream: Any) -> None:
-        from kos.comm import nccl_binding
+        from kos.comm.gpu import nccl_binding
 
         self._binding, self._nccl = nccl_binding, nccl_binding.library()
         self._device, self._stream = device, int(stream.handle)

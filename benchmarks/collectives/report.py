@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.collectives.cases import Case, bandwidths
 from benchmarks.collectives.implementations import Implementation
 from benchmarks.collectives.measure import Samples
-from kos.comm import nccl_binding
+from kos.comm.gpu import nccl_binding
 from kos.errors import ConfigError
 from kos.train.machine import git_commit, versions_of
 

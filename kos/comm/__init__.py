@@ -8,18 +8,19 @@ import os
 
 from kos.comm.arguments import check_timeout, number_in
 from kos.comm.backend import Backend, Probe
-from kos.comm.backends.auto import AutoBackend
-from kos.comm.backends.device import DeviceBackend, device_of
-from kos.comm.backends.mock import MockBackend
-from kos.comm.backends.mpi import MPIBackend
-from kos.comm.backends.nccl import NCCLBackend
-from kos.comm.backends.peer import PeerBackend
-from kos.comm.backends.tcp import TCPBackend
-from kos.comm.batch import Batch, Persistent
 from kos.comm.communicator import Communicator
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import DeviceBackend, device_of
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.host.mock import MockBackend
+from kos.comm.host.mpi import MPIBackend
+from kos.comm.host.tcp import TCPBackend
+from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import listen
 from kos.comm.reduction import PremulSum, ReduceOp
-from kos.comm.rendezvous import Rendezvous, default_rendezvous
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.choose import default_rendezvous
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
@@ -102,7 +103,7 @@ def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBa
         if not probe.usable or not issubclass(kind, DeviceBackend):
             continue
         if name == "peer" and not for_group(rendezvous, device_of(rendezvous).index).routes:
-            reason = f"{probe.reason}; not in auto before it was measured here: python -m kos.comm.tune"
+            reason = f"{probe.reason}; not in auto before it was measured here: python -m kos.tune"
             probes[name] = Probe(True, reason)
             continue
         try:

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kos.comm.host.staging import Staging
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import Reduction
-from kos.comm.rendezvous import Rendezvous
+from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import Request, Transport, execute
-from kos.comm.staging import Staging
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, Interrupted, KosError, RankLost
 

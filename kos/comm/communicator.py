@@ -12,14 +12,14 @@ import numpy as np
 
 from kos.comm.arguments import check_algorithm, check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
-from kos.comm.backends.auto import AutoBackend
-from kos.comm.backends.device import DeviceBackend
-from kos.comm.batch import Batch, Persistent
+from kos.comm.collectives import Operations
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.operation import AUTO, OF_BYTES, Operation
-from kos.comm.operations import Operations
+from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import GROUP, TIMEOUT, Group, Recorder
 from kos.comm.reduction import ReduceOp
-from kos.comm.rendezvous import Rendezvous
+from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RankLost, RendezvousError
 from kos.memory import as_buffer

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Generator
 from time import time_ns
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from kos.comm.arguments import check_timeout
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, failed, started
 from kos.errors import CollectiveTimeout, Interrupted, KosError
-
-if TYPE_CHECKING:
-    from kos.comm.backend import Backend
 
 Array = np.ndarray[Any, Any]
 _COPY_LOOK = 0.0001
@@ -33,6 +30,19 @@ class Idle(Protocol):
 
     def pause(self, mark: int, seconds: float | None) -> None:
         """Wait until something may have happened since ``mark``, at most ``seconds``."""
+
+
+class Carrier(Protocol):
+    """What an operation in flight asks of the backend that carries it."""
+
+    engine: Engine
+    broken: KosError | None
+
+    def idle(self) -> Idle: ...
+
+    def failed(self, operation: Operation, error: Exception) -> KosError: ...
+
+    def missing(self, operation: Operation) -> str: ...
 
 
 class Engine:
@@ -87,7 +97,7 @@ class Work:
 
     __slots__ = ("_error", "_steps", "asked", "backend", "operation", "told")
 
-    def __init__(self, operation: Operation, steps: Steps, backend: Backend) -> None:
+    def __init__(self, operation: Operation, steps: Steps, backend: Carrier) -> None:
         self.operation = operation
         self.backend = backend
         self._steps: Steps | None = steps

@@ -18,9 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import kos
-from kos.comm.backends.device import device_of
-from kos.comm.mpi_job import launched_rank, under_mpirun
-from kos.comm.rendezvous import Rendezvous, default_rendezvous
+from kos.comm.gpu.backend import device_of
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
+from kos.comm.rendezvous.mpi_job import under_mpirun
 from kos.cuda import visible_devices
 from kos.doctor import ranks
 from kos.doctor.checks import BAD, CHECK_SECONDS, NO, Check, facts, in_words, local_checks

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import kos
 from kos import cuda
-from kos.comm import nccl_binding
-from kos.comm.rendezvous import host_id
+from kos.comm.gpu import nccl_binding
+from kos.comm.rendezvous.base import host_id
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache

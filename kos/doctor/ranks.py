@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import Communicator
-from kos.comm.rendezvous import Rendezvous
+from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import create_stream, driver, load_kernel, streams, visible_devices
 from kos.cuda.driver import call, cu
 from kos.doctor.checks import BAD, NO, OK, Check, in_words, ranks_in_words

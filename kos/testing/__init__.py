@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from kos.comm import Communicator, init
 from kos.comm.arguments import check_timeout, number_in
-from kos.comm.faults import Crashed, Fault, FaultPlan
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous, ThreadWorld
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous, ThreadWorld
 from kos.errors import CollectiveTimeout, InvalidArgument
+from kos.testing.faults import Crashed, Fault, FaultPlan
 
 __all__ = ["Fault", "spawn"]
 

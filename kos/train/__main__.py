@@ -10,6 +10,8 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 
 import kos
 from kos.errors import ConfigError, KosError, RankLost
@@ -32,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
     head_start.begin_cuda(arguments)
-    from kos.comm.mpi_job import launched_rank  # which takes a tenth of a second
+    from kos.comm.rendezvous.choose import launched_rank  # which takes a tenth of a second
 
     rank = launched_rank()
     for stream in (sys.stdout, sys.stderr):
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         try:
-            from kos.train.config import parse
+            from kos.train.flags import parse
             from kos.train.loop import Trainer
 
             head_start.thread_pools()
@@ -51,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"expected the packages of 'pip install kos[train]', got: {error}") from error
         config = parse(arguments)
         vocab_size = config.model.vocab_size  # else the tokenizer says it
-        head_start.begin(config, config.model_config_for(vocab_size) if vocab_size else None)
+        model = config.model_config_for(vocab_size) if vocab_size else None
+        head_start.begin(config, model, partial(import_module, "kos.train.engines.cuda"))
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
                 Trainer(config, comm, stop).run()

@@ -8,11 +8,9 @@ line that names the flag or the file's key, what was expected and what was got.
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
@@ -22,6 +20,7 @@ from kos.train.llama_config import LlamaConfig, Section
 from kos.train.model_section import ModelSection, option
 from kos.train.optimizer import Schedule
 from kos.train.presets import PRESETS
+from kos.train.validation import one_line
 
 DETERMINISTIC_MICRO_BATCHES = 8
 """``--deterministic`` cuts the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
@@ -304,38 +303,3 @@ def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
             near = closest(key, list(KEYS))
             raise ConfigError(f"{source}: expected a known key{near}, got {key!r}")
     return flat
-
-
-def one_line(error: ValidationError, label: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The first of pydantic's complaints as ``where: expected X, got Y``."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    key = ".".join(path[: 2 if path[:1] == ["model"] else 1])
-    if first["type"] == "value_error":  # of several values: the message names them
-        return str(first["ctx"]["error"])
-    where = ".".join([label.get(key, key), *path[key.count(".") + 1 :]])
-    if first["type"] == "missing":
-        return f"{where}: expected a value, got none"
-    if first["type"] == "extra_forbidden":
-        return f"{where}: expected a known key, got {path[-1]!r}"
-    expected = re.sub(r"^(Input|String) should (be |have )?", "", first["msg"])
-    expected = re.sub(r"^Input is not a valid path.*", "a path", expected)
-    expected = re.sub(r"valid dictionary or instance of \w+", "table of keys", expected)
-    number = "a number " if expected.startswith(("greater", "less")) else ""
-    return f"{where}: expected {number}{expected}, got {reprlib.repr(first['input'])}"
-
-
-def parse(argv: Sequence[str] | None = None) -> TrainConfig:
-    """The configuration of a command line (default: this process's).
-
-    Raises:
-        ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
-        SystemExit: after ``--help``.
-    """
-    from kos.train.flags import read_command_line
-
-    layers = read_command_line(argv)
-    preset = "tiny"
-    for _, values in layers:
-        preset = values.get("preset", preset)
-    return build([(f"preset {preset}", preset_values(preset)), *layers])

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from kos.comm import mpi_job
+from kos.comm.rendezvous import mpi_job
 
 SILENCE = 10.0  # seconds without a line, after which a part of what takes long is worth one
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, get_args
 from pydantic.fields import FieldInfo
 
 from kos.errors import CheckpointError, ConfigError
-from kos.train.config import KEYS, closest, flag_of, flatten
+from kos.train.config import KEYS, TrainConfig, build, closest, flag_of, flatten, preset_values
 from kos.train.huggingface import read_config
 from kos.train.presets import PRESETS
 
@@ -95,6 +95,20 @@ def _preset_table() -> str:
             f"batch {values['batch_size']}, {values['steps']} steps, lr {values['lr']:g}: {about}"
         )
     return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The configuration of a command line (default: this process's).
+
+    Raises:
+        ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
+        SystemExit: after ``--help``.
+    """
+    layers = read_command_line(argv)
+    preset = "tiny"
+    for _, values in layers:
+        preset = values.get("preset", preset)
+    return build([(f"preset {preset}", preset_values(preset)), *layers])
 
 
 def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:

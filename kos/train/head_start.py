@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -61,7 +61,7 @@ def _make_context(cuda: ctypes.CDLL) -> None:
     if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
         return
     # In this order: the main thread imports the first of them first, too, and neither then waits for the other.
-    from kos.comm.mpi_job import launched_place
+    from kos.comm.rendezvous.choose import launched_place
     from kos.cuda.devices import SYSFS, process_numa_node
 
     nodes = list((SYSFS / "devices/system/node").glob("node[0-9]*"))
@@ -71,12 +71,12 @@ def _make_context(cuda: ctypes.CDLL) -> None:
         cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
-def begin(config: TrainConfig, model: LlamaConfig | None) -> None:
+def begin(config: TrainConfig, model: LlamaConfig | None, load_engine: Callable[[], object]) -> None:
     """Load libraries and draw the weights of ``model``, if it is known yet, on threads; nothing on ``--device cpu``."""
     if config.device == "cpu" or not DRIVER.exists():
         return
-    import kos.train.engines.cuda  # noqa: F401 - now, and not when the driver is there
-    from kos.comm.mpi_job import launched_place
+    load_engine()  # now, and not when the driver is there
+    from kos.comm.rendezvous.choose import launched_place
 
     thread_pools()
     loading = threading.Event()
@@ -93,7 +93,7 @@ def _load(loading: threading.Event) -> None:
     Sets ``loading`` when it alone may import them: whoever asks ``kos.cuda.unavailable()`` from then on waits.
     """
     try:
-        from kos.comm import nccl_binding
+        from kos.comm.gpu import nccl_binding
         from kos.cuda import driver, kernels
         from kos.train.ops import cublaslt
 

@@ -17,11 +17,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from kos.errors import CheckpointError
-from kos.train.config import one_line
 from kos.train.gpt2 import TRANSPOSED
 from kos.train.llama_config import LlamaConfig, RopeScaling
 from kos.train.model_section import ModelSection
 from kos.train.parameters import Parameters
+from kos.train.validation import one_line
 
 INDEX = "model.safetensors.index.json"
 _GPT2 = {  # their settings and ours

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.communicator import Communicator
-from kos.comm.rendezvous import host_id
+from kos.comm.rendezvous.base import host_id
 from kos.cuda.devices import visible_devices
 from kos.train.head_start import thread_pools
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kos.comm.backends.device import DeviceBackend, is_captured
 from kos.comm.communicator import Communicator
+from kos.comm.gpu.backend import DeviceBackend, is_captured
 from kos.cuda import device_info, streams
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES

@@ -17,8 +17,8 @@ _SEED = int(np.random.SeedSequence().generate_state(1)[0])
 @pytest.fixture(autouse=True)
 def _slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any thread may be held up for seconds: what waits for one beyond a test's own timeout waits for long."""
-    monkeypatch.setattr("kos.comm.env_rendezvous.GRACE_SECONDS", 30.0)
-    monkeypatch.setattr("kos.comm.tcp.HANDSHAKE_SECONDS", 30.0)
+    monkeypatch.setattr("kos.comm.rendezvous.env.GRACE_SECONDS", 30.0)
+    monkeypatch.setattr("kos.comm.rendezvous.wire.HANDSHAKE_SECONDS", 30.0)
 
 
 @pytest.fixture(scope="session")

@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import nccl_binding
-from kos.comm.backends import device, nccl, nccl_ordered, nccl_schedule
-from kos.comm.backends.nccl import NCCLBackend
+from kos.comm.gpu import backend as device
+from kos.comm.gpu import nccl, nccl_binding, nccl_schedule
+from kos.comm.gpu import ordered_sum as nccl_ordered
+from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
-from kos.comm.rendezvous import ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.cuda import driver, graphs, streams
 from kos.dtypes import DTYPES
 from kos.memory import array

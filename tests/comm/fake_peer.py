@@ -20,11 +20,12 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import peer as engine
-from kos.comm import peer_copies, tuning
-from kos.comm.backends import peer
-from kos.comm.backends.peer import PeerBackend
-from kos.comm.rendezvous import Rendezvous
+from kos.comm import tuning
+from kos.comm.gpu.peer import backend as peer
+from kos.comm.gpu.peer import copies as peer_copies
+from kos.comm.gpu.peer import engine
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import driver
 from kos.cuda.kernels import _read_sources
 from kos.memory.array import Array

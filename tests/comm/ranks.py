@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.rendezvous import ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.errors import CollectiveTimeout
 from kos.testing import spawn
 

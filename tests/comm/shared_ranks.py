@@ -8,9 +8,10 @@ from typing import Any
 
 import kos
 from kos.comm.backend import Probe
-from kos.comm.backends.host import HostBackend
 from kos.comm.communicator import Communicator
-from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
+from kos.comm.host.backend import HostBackend
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from tests.comm.tcp_ranks import run_threads
 
 TIMEOUT = 30.0  # seconds

@@ -1,5 +1,5 @@
 // Data that changes with every turn and operation, and whether what came is right: small integers, exact in any type.
-#include "../../kos/comm/kernels/reduce.cuh"
+#include "../../kos/comm/gpu/kernels/reduce.cuh"
 
 __device__ inline int value(unsigned rank, unsigned turn, unsigned operation, u64 i) {
     unsigned h = unsigned(i) * 0x9e3779b9u ^ rank * 0xc2b2ae35u ^ turn * 0x27d4eb2fu ^ operation * 0x85ebca6bu;

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import kos
-from kos.comm.env_rendezvous import EnvRendezvous
-from kos.comm.hub import Hub
+from kos.comm.rendezvous.env import EnvRendezvous
+from kos.comm.rendezvous.hub import Hub
 from kos.errors import RendezvousError
 
 TIMEOUT = 40.0  # seconds; a busy machine takes many

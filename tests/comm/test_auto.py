@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import nccl_binding, tune
+from kos import tune
 from kos.comm.backend import Backend, Probe
-from kos.comm.backends import auto
-from kos.comm.backends.auto import AutoBackend
-from kos.comm.backends.mock import MockBackend
-from kos.comm.backends.nccl import NCCLBackend
-from kos.comm.backends.peer import PeerBackend
+from kos.comm.gpu import auto, nccl_binding
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.host.mock import MockBackend
 from kos.comm.operation import Operation
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
 from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, RankLost
@@ -558,7 +558,7 @@ def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> No
     ("routes", "broken", "taken", "why"),
     [
         (ROUTES, "", ["nccl", "peer"], "peer works"),
-        ({}, "", ["nccl"], "peer works; not in auto before it was measured here: python -m kos.comm.tune"),
+        ({}, "", ["nccl"], "peer works; not in auto before it was measured here: python -m kos.tune"),
         (ROUTES, "rank 1 reads other bytes than rank 0 wrote", ["nccl"], "rank 1 reads other bytes than rank 0 wrote"),
     ],
     ids=["measured", "not measured", "does not work"],
@@ -598,7 +598,7 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
 
 
 def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """``python -m kos.comm.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
+    """``python -m kos.tune`` over the stand-ins, where graphs are calls: each operation by both backends."""
     launched: list[Any] = []
     monkeypatch.setattr(tune, "PeerBackend", Peer)
     monkeypatch.setattr(Peer, "use", lambda self, launches: launched.append(launches), raising=False)

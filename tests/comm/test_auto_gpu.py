@@ -16,7 +16,8 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
-from kos.comm import launches, tuning
+from kos.comm import tuning
+from kos.comm.gpu.peer import launches
 from kos.files import cache_folder
 from kos.memory.array import Array
 from tests.comm.gpu_ranks import GPURanks

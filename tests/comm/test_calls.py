@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import kos
+from kos.comm.host.shared import Calls
+from kos.comm.host.shared.segment import ARRIVED, PID, RING
 from kos.comm.operation import Operation
-from kos.comm.shared import Calls
-from kos.comm.shared.segment import ARRIVED, PID, RING
 from kos.errors import RankLost
 from tests.comm.shared_ranks import run
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 import kos
-from kos.comm.env_rendezvous import EnvRendezvous, Place, TCPRendezvous
-from kos.comm.hub import DATA, Hub, pair
-from kos.comm.mpi_job import launched_rank
-from kos.comm.rendezvous import SingleRendezvous, default_rendezvous
-from kos.comm.tcp import Connection, Network, admit_all, drive
+from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
+from kos.comm.rendezvous.env import EnvRendezvous, Place, TCPRendezvous
+from kos.comm.rendezvous.hub import DATA, Hub, pair
+from kos.comm.rendezvous.threads import SingleRendezvous
+from kos.comm.rendezvous.wire import Connection, Network, admit_all, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import (
     ROOT,
@@ -92,7 +92,7 @@ def test_the_last_answers_arrive_though_nobody_closed() -> None:
     """The process of rank 0 ends only when the hub has sent what the others have not yet read."""
     code = (
         "from kos.comm import hub\n"
-        "from kos.comm.env_rendezvous import EnvRendezvous\n"
+        "from kos.comm.rendezvous.env import EnvRendezvous\n"
         "hub.FAREWELL_SECONDS = 30\n"
         "rendezvous = EnvRendezvous(60)\n"
         "rendezvous.allgather(b'x' * 30_000_000)\n"
@@ -159,7 +159,7 @@ def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
     with kos.init() as comm:
         assert (comm.backend_name, comm.size) == ("tcp", 1)
     no_launcher.setenv("PMIX_RANK", "0")
-    no_launcher.setattr("kos.comm.rendezvous.MPIRendezvous", lambda timeout: "by MPI")
+    no_launcher.setattr("kos.comm.rendezvous.choose.MPIRendezvous", lambda timeout: "by MPI")
     assert default_rendezvous(5) == "by MPI"
 
 
@@ -316,7 +316,7 @@ def test_a_rank_on_the_host_says_nothing(no_launcher: pytest.MonkeyPatch) -> Non
 
 
 def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("kos.comm.rendezvous.env.BUSY_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         [error] = errors_of(20, environment(0, 2, port))
@@ -324,7 +324,7 @@ def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_port_that_is_busy_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 20.0)
+    monkeypatch.setattr("kos.comm.rendezvous.env.BUSY_SECONDS", 20.0)
     other = socket.create_server(("127.0.0.1", 0))
     port = other.getsockname()[1]
     ranks = [environment(rank, 2, port) for rank in range(2)]
@@ -364,7 +364,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
         expected = [said.format(rank, rendezvous.timeout).encode() for rank in (0, 1)]
         assert rendezvous.allgather(problem.encode()) == [*expected, b""]
 
-    monkeypatch.setattr("kos.comm.env_rendezvous.admit_all", admit_but_2)
+    monkeypatch.setattr("kos.comm.rendezvous.env.admit_all", admit_but_2)
     run_ranks(3, body)
 
 
@@ -400,7 +400,7 @@ def test_a_rank_that_comes_twice() -> None:
 
 
 def test_a_second_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.env_rendezvous.BUSY_SECONDS", 0.1)
+    monkeypatch.setattr("kos.comm.rendezvous.env.BUSY_SECONDS", 0.1)
     port, deadline, refused = free_port(), Hub._deadline, threading.Event()
     monkeypatch.setattr(Hub, "_deadline", lambda hub: deadline(hub) if refused.is_set() else None)
 
@@ -519,7 +519,7 @@ def test_a_rank_that_stalls_is_named(late: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.env_rendezvous.GRACE_SECONDS", 0.1)
+    monkeypatch.setattr("kos.comm.rendezvous.env.GRACE_SECONDS", 0.1)
     mine, _hubs = pair()
     network = Network(b"s", "127.0.0.1", "", loopback=True)
     rendezvous = TCPRendezvous(1, 2, 0.2, network, None)
@@ -529,7 +529,7 @@ def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_more_than_a_message_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.hub.MAX_MESSAGE", 1000)
+    monkeypatch.setattr("kos.comm.rendezvous.hub.MAX_MESSAGE", 1000)
 
     def body(rendezvous: EnvRendezvous) -> None:
         message = "allgather: expected less than 1000 bytes in all, got 1200"

@@ -13,8 +13,8 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.backends import mock
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.host import mock
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import ScheduleError, registry
 from kos.comm.schedules.schedule import Moves
 from kos.errors import (
@@ -94,7 +94,7 @@ def test_mismatch_raises_on_all_ranks_and_names_two(case: str, odd: int) -> None
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_mismatch_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, case: str, odd: int) -> None:
     """Ranks that share no memory."""
-    monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
     usual, other, message = MISMATCHES[case]
 
     def body(comm: kos.Communicator) -> None:
@@ -116,7 +116,7 @@ def test_a_failure_is_heard_between_hosts_on_mpi(
 ) -> None:
     """Of a collective that one rank alone gave up, and of a rank that left, also by who waits for a message."""
     if memory == "none":
-        monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
 
     def gives_up(comm: kos.Communicator) -> None:
         if comm.rank == 0:

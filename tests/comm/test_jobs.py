@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kos.comm import mpi_job
+from kos.comm.rendezvous import mpi_job
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,8 +52,8 @@ with kos.init() as comm:
 @needs_mpirun
 def test_what_explain_says_of_sizes_is_what_happens(tmp_path: Path) -> None:
     text = """
-import kos.comm.backends.host as host
-from kos.comm.backends.mpi import MPIBackend
+import kos.comm.host.backend as host
+from kos.comm.host.mpi import MPIBackend
 shared = host.open_segment
 for memory in (shared, lambda _: (None, "switched off by the test")):
     host.open_segment = memory
@@ -85,7 +85,7 @@ def test_without_close(tmp_path: Path) -> None:
 @pytest.mark.parametrize("leaver", [0, 2])
 def test_a_rank_that_ends_without_close_is_gone(tmp_path: Path, leaver: int, memory: str) -> None:
     text = f"""
-import kos.comm.backends.host as host
+import kos.comm.host.backend as host
 if "{memory}" == "none":
     host.open_segment = lambda _: (None, "switched off by the test")
 comm = kos.init(timeout=60)
@@ -245,7 +245,7 @@ def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
     text, code, message = ENDS[case]
     first = re.search(r"rank (\d) of 3", message)  # the others leave it the time to end the job, however slow it is
     others = f"os.environ['OMPI_COMM_WORLD_RANK'] != '{first[1]}'" if first else "False"
-    patient = f"import kos.comm.mpi_job as job\nif {others}: job._EXIT_GRACE = 60\n"
+    patient = f"import kos.comm.rendezvous.mpi_job as job\nif {others}: job._EXIT_GRACE = 60\n"
     done = mpirun(3, program(tmp_path, patient + text))
     assert done.returncode == code, done.stderr
     assert message in done.stderr

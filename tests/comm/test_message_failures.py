@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backends import mpi_messages
+from kos.comm.host import mpi_messages
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -139,7 +139,7 @@ def test_a_send_given_up_ends_the_communicator(several: Any) -> None:
 
 @pytest.mark.mpi
 def test_a_send_given_up_between_hosts_on_mpi(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+    monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
     ranks_of_mpi.run(give_up_a_send)
 
 
@@ -165,7 +165,7 @@ def abort_a_send(comm: kos.Communicator) -> None:
 @pytest.mark.parametrize("memory", ["shared", "none"])
 def test_a_send_under_way_at_an_abort(several: Any, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
     if memory == "none":
-        monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
     several.run(abort_a_send)
 
 
@@ -189,8 +189,8 @@ def test_a_receive_that_does_not_fit_gives_up_no_send_beside_it(several: Any) ->
 @pytest.mark.parametrize("elements", [65_536, 200_003])
 def test_messages_longer_than_mpi_counts(ranks_of_mpi: Any, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
     """With a limit of 1000 bytes instead of 2 GiB."""
-    monkeypatch.setattr("kos.comm.backends.mpi_messages.LARGEST", 1000)
-    monkeypatch.setattr("kos.comm.backends.mpi.LARGEST", 1000)
+    monkeypatch.setattr("kos.comm.host.mpi_messages.LARGEST", 1000)
+    monkeypatch.setattr("kos.comm.host.mpi.LARGEST", 1000)
     long: set[int] = set()
     make = mpi_messages._long_type
     monkeypatch.setattr(mpi_messages, "_long_type", lambda nbytes, MPI: (long.add(nbytes), make(nbytes, MPI))[1])

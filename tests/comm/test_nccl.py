@@ -17,7 +17,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp, cuda
-from kos.comm import nccl_binding
+from kos.comm.gpu import nccl_binding
 from kos.comm.schedules import algorithms, collectives
 from kos.cuda import streams
 from kos.dtypes import dtype_of

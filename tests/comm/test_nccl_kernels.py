@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.comm.backends.nccl_ordered import KERNELS
+from kos.comm.gpu.ordered_sum import KERNELS
 from kos.dtypes import DTYPES
 from tests.comm import fake_peer
 from tests.comm.fake_nccl import FakeKernel

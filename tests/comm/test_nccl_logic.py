@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import nccl_binding
-from kos.comm.backends import nccl_schedule
-from kos.comm.backends.nccl import NCCLBackend
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
-from kos.comm.shared.segment import PID
+from kos.comm.gpu import nccl_binding, nccl_schedule
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.host.shared.segment import PID
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, InvalidArgument, RankLost
 from kos.memory.array import Array
@@ -275,7 +274,7 @@ def test_one_rank_may_run_far_ahead(fake: FakeNCCL, monkeypatch: pytest.MonkeyPa
 
 
 def test_work_that_does_not_end_is_aborted(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kos.comm.backends import device
+    from kos.comm.gpu import backend as device
 
     aborted: list[Any] = []
     monkeypatch.setattr(nccl_binding, "abort", aborted.append)

@@ -14,7 +14,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm.operation import POINT_TO_POINT
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import algorithms, collectives
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RendezvousError

@@ -14,7 +14,7 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
-from kos.comm.launches import Launch, Launches
+from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.cuda import driver
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.comm.launches import Launch
-from kos.comm.peer import PeerEngine
+from kos.comm.gpu.peer.engine import PeerEngine
+from kos.comm.gpu.peer.launches import Launch
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
-from kos.comm.rendezvous import Rendezvous
+from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import streams
 from kos.dtypes import dtype_of
 from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument, RankLost

@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 
 from kos import PremulSum, ReduceOp
-from kos.comm.backends import device
-from kos.comm.backends import peer as peer_backend
-from kos.comm.launches import Launch, Launches
+from kos.comm.gpu import backend as device
+from kos.comm.gpu.peer import backend as peer_backend
+from kos.comm.gpu.peer.engine import PeerEngine
+from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.operation import Operation
-from kos.comm.peer import PeerEngine
 from kos.comm.reduction import resolve
-from kos.comm.rendezvous import Rendezvous, ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,

@@ -15,11 +15,11 @@ import pytest
 
 import kos
 from kos import cuda
-from kos.comm.env_rendezvous import EnvRendezvous
-from kos.comm.launches import Launch
-from kos.comm.peer import PeerEngine
+from kos.comm.gpu.peer.engine import PeerEngine
+from kos.comm.gpu.peer.launches import Launch
 from kos.comm.reduction import ReduceOp
-from kos.comm.rendezvous import SingleRendezvous
+from kos.comm.rendezvous.env import EnvRendezvous
+from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.cuda import streams
 from kos.dtypes import dtype_of
 from kos.errors import CollectiveTimeout, RankLost

@@ -16,7 +16,7 @@ import pytest
 
 import kos
 from kos import ReduceOp, cuda
-from kos.comm.launches import Launch
+from kos.comm.gpu.peer.launches import Launch
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 from tests.comm.test_peer import gpu_world, worlds  # noqa: F401 -- fixtures

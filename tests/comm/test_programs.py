@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kos
-from kos.comm.backends.mpi import MPIBackend
+from kos.comm.host.mpi import MPIBackend
 from kos.testing import spawn
 from tests.comm.model import NAMES, OPS, Step, prepare
 
@@ -127,7 +127,7 @@ def test_on_mpi(ranks_of_mpi: Any, seed: int, monkeypatch: pytest.MonkeyPatch, n
     """Programs drawn from the seed, the same on all ranks; also without MPI's calls and shared memory."""
     if not native:
         monkeypatch.setattr(MPIBackend, "native", lambda *_: None)
-        monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
     rng = np.random.default_rng(seed)
 
     def one_of(choices: Any) -> Any:

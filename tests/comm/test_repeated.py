@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import streams
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument
 from kos.memory.array import Array

@@ -17,7 +17,7 @@ import pytest
 
 import kos
 from kos import PremulSum, ReduceOp
-from kos.comm.shared import segment as segments
+from kos.comm.host.shared import segment as segments
 from kos.testing import spawn
 from tests.comm.ranks import assert_bits, inputs, poison
 from tests.comm.shared_ranks import run
@@ -31,7 +31,7 @@ F32 = np.dtype(np.float32)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots of one page, so that small arrays take several stages; and nothing in one shot for three or more."""
     monkeypatch.setattr(segments, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr("kos.comm.shared.plans.ONE_SHOT_BYTES", 512)
+    monkeypatch.setattr("kos.comm.host.shared.plans.ONE_SHOT_BYTES", 512)
 
 
 REDUCTIONS = [

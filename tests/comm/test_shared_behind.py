@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.shared.segment import BLOCK_BYTES
+from kos.comm.host.shared.segment import BLOCK_BYTES
 from kos.errors import CollectiveTimeout
 from tests.comm.shared_ranks import TIMEOUT, run
 

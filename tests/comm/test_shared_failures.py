@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backends import host
-from kos.comm.backends.mpi_messages import Messages
+from kos.comm.host import backend as host
+from kos.comm.host.mpi_messages import Messages
+from kos.comm.host.shared import Segment
+from kos.comm.host.shared.segment import STARTED
 from kos.comm.operation import Operation
-from kos.comm.shared import Segment
-from kos.comm.shared.segment import STARTED
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import spawn
 from tests.comm.shared_ranks import TIMEOUT, run
@@ -238,7 +238,7 @@ def test_a_description_that_is_half_written_does_not_hide_the_others() -> None:
 
 def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lock that it holds keeps nobody for long from raising what is known without it."""
-    monkeypatch.setattr("kos.comm.shared.segment.LOCK_SECONDS", 0.1)
+    monkeypatch.setattr("kos.comm.host.shared.segment.LOCK_SECONDS", 0.1)
 
     def body(comm: kos.Communicator) -> None:
         comm.barrier()

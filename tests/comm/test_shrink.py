@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import mpi_job
 from kos.comm.backend import SHRINKS
-from kos.comm.backends.mpi import MPIBackend
+from kos.comm.host.mpi import MPIBackend
+from kos.comm.rendezvous import mpi_job
 from kos.errors import BackendUnavailable, CollectiveError, RankLost, RendezvousError
 from kos.testing import spawn
 from tests.comm.test_jobs import needs_mpirun
@@ -110,10 +110,10 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = SimpleNamespace(_calls=None, _comm=None, _messages=messages)
     failed = iter([[], [], [1]])
     monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: next(failed))
-    monkeypatch.setattr("kos.comm.backends.mpi._NAMED", 1000.0)
+    monkeypatch.setattr("kos.comm.host.mpi._NAMED", 1000.0)
     assert next(MPIBackend.gone(backend)) == (1, "its process failed")
     monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: [])
-    monkeypatch.setattr("kos.comm.backends.mpi._NAMED", 0.0)
+    monkeypatch.setattr("kos.comm.host.mpi._NAMED", 0.0)
     assert next(MPIBackend.gone(backend)) == (0, SHRINKS)
 
 
@@ -124,8 +124,8 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool) -> None:
     """Also where MPI does not say what its error is, as Open MPI now and then."""
     text = f"""
-import kos.comm.backends.host as host
-from kos.comm.backends.mpi import MPIBackend
+import kos.comm.host.backend as host
+from kos.comm.host.mpi import MPIBackend
 if not {shared}:
     host.open_segment = lambda _: (None, "switched off by the test")
 agree = MPIBackend.agree
@@ -198,7 +198,7 @@ def test_init_returns_when_all_ranks_have_the_communicators(tmp_path: Path) -> N
     """Not before: Open MPI crashes where it hears that one is revoked which it still makes."""
     text = f"""
 import pathlib
-from kos.comm.backends.mpi import MPIBackend
+from kos.comm.host.mpi import MPIBackend
 through, made = pathlib.Path({str(tmp_path / "through")!r}), MPIBackend._dup
 def late(self, rendezvous):
     comm, deadline = made(self, rendezvous), time.monotonic() + 0.5

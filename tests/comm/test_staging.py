@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm import staging
+from kos.comm.host import staging
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm.fake_nccl import no_gpu

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from kos.comm import tcp
-from kos.comm.env_rendezvous import EnvRendezvous
-from kos.comm.secret import load_secret
-from kos.comm.tcp import Connection, Network, Stranger, drive
+from kos.comm.rendezvous import wire as tcp
+from kos.comm.rendezvous.env import EnvRendezvous
+from kos.comm.rendezvous.secret import load_secret
+from kos.comm.rendezvous.wire import Connection, Network, Stranger, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import environment, errors_of, free_port, run_ranks, run_threads
 

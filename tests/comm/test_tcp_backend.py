@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.backends import tcp_messages as backend
-from kos.comm.fingerprints import DTYPE_CODES
+from kos.comm.host import tcp_messages as backend
+from kos.comm.host.fingerprints import DTYPE_CODES
 from kos.comm.operation import COLLECTIVE_TAGS
-from kos.comm.rendezvous import SingleRendezvous
+from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.comm.schedules import algorithms
 from kos.errors import BackendUnavailable, CollectiveMismatch, CollectiveTimeout, RankLost
 from tests.comm import test_conformance as conformance
@@ -60,7 +60,7 @@ def ranks(memory: str) -> TCPRanks:
 def _sockets_only(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks share a host, and use the network all the same unless the test asks for both."""
     if "memory" not in request.fixturenames or request.getfixturevalue("memory") == "sockets":
-        monkeypatch.setattr("kos.comm.backends.host.open_segment", lambda _: (None, "switched off by the test"))
+        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
 
 
 @pytest.mark.parametrize(
@@ -639,7 +639,7 @@ def test_last_words_are_read_though_nothing_can_be_sent_any_more() -> None:
 END = """
 import os, signal
 import numpy as np, kos
-import kos.comm.backends.host as host
+import kos.comm.host.backend as host
 if "{memory}" == "sockets":
     host.open_segment = lambda _: (None, "switched off by the test")
 comm = kos.init("tcp", timeout=60)
@@ -687,7 +687,7 @@ def test_a_stopped_rank_is_named(memory: str) -> None:
 
 FORKED = """
 import os, sys
-import kos, kos.comm.backends.host as host
+import kos, kos.comm.host.backend as host
 
 comm = kos.init(timeout=60)
 child = os.fork()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kos.comm.env_rendezvous import EnvRendezvous
+from kos.comm.rendezvous.env import EnvRendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 from tests.comm.tcp_ranks import run_processes, run_ranks
 
@@ -101,7 +101,7 @@ def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
 SURVIVE = """
 import os
 import numpy as np, kos
-import kos.comm.backends.host as host
+import kos.comm.host.backend as host
 if not {shared}:
     host.open_segment = lambda _: (None, "switched off by the test")
 with kos.init(timeout=60) as comm:

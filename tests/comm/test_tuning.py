@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from kos.comm import tune, tuning
-from kos.comm.launches import DEFAULT, Launch
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos import tune
+from kos.comm import tuning
+from kos.comm.gpu.peer.launches import DEFAULT, Launch
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import Table, load, merged, parse, pick, read
 from kos.errors import BackendUnavailable, InvalidArgument
 from tests.comm.tcp_ranks import run_threads

@@ -9,7 +9,7 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
-from kos.comm.backends.device import _Event
+from kos.comm.gpu.backend import _Event
 from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, KosError, OutOfMemory

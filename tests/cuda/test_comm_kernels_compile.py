@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from kos.comm.peer import KERNELS
+from kos.comm.gpu.peer.engine import KERNELS
 from kos.cuda import kernels
 from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
@@ -65,7 +65,7 @@ def test_no_multicast() -> None:
 
 def test_layout_is_the_hosts() -> None:
     """The offsets that peer.py computes are those of the headers."""
-    from kos.comm import peer
+    from kos.comm.gpu.peer import engine as peer
 
     text = (KERNELS / "channel.cuh").read_text() + (KERNELS / "packets.cuh").read_text()
     assert f"#define CHANNELS {peer.CHANNELS}\n" in text

@@ -10,8 +10,8 @@ from kos.cuda import kernels
 from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
-from kos.train.config import parse
 from kos.train.engines import memory_plan
+from kos.train.flags import parse
 from kos.train.ops.cuda import CudaOps
 from tests.host_compiler import KEPT
 

@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from kos.errors import ConfigError
-from kos.train.config import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of, parse
+from kos.train.config import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
+from kos.train.flags import parse
 from kos.train.gpt2 import GPT2Config
 from kos.train.huggingface import to_huggingface
 from kos.train.llama_config import LlamaConfig

@@ -19,8 +19,9 @@ from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train import checkpoint, loop
-from kos.train.config import TrainConfig, parse
+from kos.train.config import TrainConfig
 from kos.train.engines import cuda as engine_module
+from kos.train.flags import parse
 from kos.train.loop import Trainer
 from kos.train.metrics import read_metrics
 from kos.train.ops import cudnn

@@ -11,8 +11,8 @@ import pytest
 
 from kos.errors import ConfigError, DataError
 from kos.train import data as kos_data
-from kos.train.config import parse
 from kos.train.data import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
+from kos.train.flags import parse
 from kos.train.tokenizers import NumberTokenizer
 from tests.train.refusal import refused
 

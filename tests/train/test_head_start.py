@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from threadpoolctl import ThreadpoolController
 
-from kos.comm import mpi_job, nccl_binding
+from kos.comm.gpu import nccl_binding
+from kos.comm.rendezvous import mpi_job
 from kos.cuda import driver, kernels
 from kos.errors import BackendUnavailable
 from kos.testing import spawn
 from kos.train import head_start
-from kos.train.config import parse
+from kos.train.flags import parse
 from kos.train.machine import limit_threads, provenance
 from kos.train.ops import cublaslt
 from kos.train.presets import PRESETS

@@ -14,8 +14,9 @@ from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, TrainingError
 from kos.testing import spawn
 from kos.train import checkpoint, loop
-from kos.train.config import TrainConfig, parse
+from kos.train.config import TrainConfig
 from kos.train.engines.cpu import CpuEngine
+from kos.train.flags import parse
 from kos.train.loop import Trainer
 from kos.train.metrics import MetricsLog, read_metrics
 

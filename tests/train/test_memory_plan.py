@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.config import parse
 from kos.train.engines import memory_plan
 from kos.train.engines.memory_plan import GIB, plan_memory
+from kos.train.flags import parse
 from kos.train.ops.cuda import CudaOps
 
 

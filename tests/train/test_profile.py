@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.comm.rendezvous import ThreadGroup, ThreadRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train import loop, profile

@@ -176,7 +176,7 @@ def test_a_save_that_takes_long_is_waited_for_and_that_is_said(monkeypatch: Any)
 
 
 MOMENTS = {
-    "imports": "from kos.train import config\nparse = config.parse\nconfig.parse = lambda a: (go(), parse(a))[1]\n",
+    "imports": "from kos.train import flags\nparse = flags.parse\nflags.parse = lambda a: (go(), parse(a))[1]\n",
     "loading": "from kos.train import loop\nloop.load_data = lambda config: go()\n",
     "weights": "from kos.train.llama_config import LlamaConfig\nLlamaConfig.init_weights = lambda *a: go()\n",
     "validation": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.evaluate\n"
@@ -194,7 +194,7 @@ MOMENTS = {
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: str) -> None:
     code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
-    code += "from kos.comm.mpi_job import launched_rank\ndef go():\n"
+    code += "from kos.comm.rendezvous.choose import launched_rank\ndef go():\n"
     code += "    if launched_rank() == 0 and not done: os.kill(os.getpid(), signal.SIGTERM)\n"
     code += "    done.append(1)\ndone = []\n"
     flags = ["--data", text, "--out", tmp_path / "run", "--steps=6", "--save-every=3", "--eval-every=0"]

@@ -17,15 +17,12 @@ from pathlib import Path
 from sys import _getframe
 from time import time_ns
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
 from kos.files import replace_file
-
-if TYPE_CHECKING:
-    from kos.comm.backend import Backend
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +36,12 @@ COMPLETED, _ERROR = -2, -1
 
 Ends = tuple[int | None, int | None, int, int]
 """Of a message: dst, src, and the tags to the one and from the other."""
+
+
+class Starter(Protocol):
+    """What starts operations: a backend."""
+
+    def start(self, operation: Operation) -> Any: ...
 
 
 class _Call(NamedTuple):
@@ -80,7 +83,7 @@ class Group:
         """The name of the next split of this group; the same on all its ranks, for all of them split it."""
         return f"{self.name}.{next(self._splits)}"
 
-    def launch(self, operation: Operation, depth: int, backend: Backend | None = None) -> Any:
+    def launch(self, operation: Operation, depth: int, backend: Starter | None = None) -> Any:
         """``backend.start`` of a checked operation, numbered now and noted as its caller ``depth`` frames up asked.
 
         Not when it was checked: a refused call does not count.  Without a ``backend`` it is only noted, and starts with

@@ -10,7 +10,7 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset, eval_shape
-from kos.train.engines import Between, StepResult
+from kos.train.engines.engine import Between, StepResult
 from kos.train.engines.memory_plan import GIB, MemoryPlan
 from kos.train.failures import together
 from kos.train.gpt2 import TRANSPOSED, make_model

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.communicator import Communicator
-from kos.comm.rendezvous import host_id
+from kos.comm.rendezvous.base import host_id
 from kos.cuda import driver
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
@@ -35,7 +35,7 @@ from kos.memory.pool import pinned_empty, pool_of
 from kos.train import head_start
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset
-from kos.train.engines import StepResult
+from kos.train.engines.engine import StepResult
 from kos.train.engines.feed import Feed
 from kos.train.engines.memory_plan import MemoryPlan, plan_memory
 from kos.train.failures import together

@@ -1,0 +1,225 @@
+"""AutoBackend: what ``auto`` uses where ranks have GPUs: host arrays by one backend, arrays on a GPU by ``peer`` or
+``nccl``, whichever was measured to be faster for such a call (``kos.comm.tuning``).
+
+All ranks route a call alike: they have one table, and look only at what is the same on all of them.  The parts
+compare their calls in one place, overlap on one stream, and fail together.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from kos.comm.backend import Backend, Probe
+from kos.comm.gpu.backend import DeviceBackend, follow, is_captured
+from kos.comm.host.backend import HostBackend
+from kos.comm.operation import Operation
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.tuning import Table, merged
+from kos.comm.work import Idle, Work
+from kos.cuda import driver
+from kos.cuda.streams import Event
+from kos.dtypes import DTYPES, DType
+from kos.errors import KosError
+from kos.memory import Buffer
+
+_UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
+"""Operations whose bytes differ between ranks: these all go one way, that of ``_UNEVEN_BYTES``."""
+_UNEVEN_BYTES = 1 << 20
+_BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
+"""Operations whose outputs, not inputs, have one size on all ranks."""
+
+Choice = DeviceBackend | dict[tuple[bool, bool], DeviceBackend]
+"""A backend, or backends by (both buffers symmetric, within a graph)."""
+
+
+class AutoBackend(Backend):
+    """One backend for host memory and one or two for GPUs, over the same ranks."""
+
+    def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
+        # nccl is ended first: peer, whose kernels have given up by then (``let_go``), waits for the whole GPU.
+        self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
+        super().__init__(rendezvous, host.engine)
+        self.name = "+".join(part.name for part in (*self.gpus, host))
+        self.device = self.gpus[0].device
+        self.table: Table | None = next((gpu.table for gpu in self.gpus if gpu.table is not None), None)
+        self._only = self.gpus[0] if len(self.gpus) == 1 else None
+        self._by_name = {gpu.name: gpu for gpu in self.gpus}
+        self._ordered = self._by_name.get("peer", self.gpus[0])  # whose sums are in rank order, without a detour
+        self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
+        for gpu in self.gpus:
+            gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
+        # The last part to queue something, and on which streams.
+        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()
+        self._order = None if self._only is not None else Event(self.device)
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        return Probe(False, "stands for several others")
+
+    @property
+    def broken(self) -> KosError | None:
+        """The first failure of any."""
+        return self.host.broken or self.gpus[0].broken or self.gpus[-1].broken
+
+    @broken.setter
+    def broken(self, failure: KosError | None) -> None:
+        pass  # each keeps its own
+
+    @property
+    def timeout(self) -> float:
+        """Of all."""
+        return self.host.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        for part in (self.host, *self.gpus):
+            part.timeout = seconds
+
+    def of(self, o: Operation) -> Backend:
+        """The backend that carries this operation; a barrier goes by the GPUs if a stream is to wait."""
+        buffer = o.send or o.recv
+        if buffer is None:
+            return self._ordered if o.stream else self.host
+        if buffer.device is None:
+            return self.host
+        if self._only is not None:
+            return self._only
+        if o.deterministic or o.algorithm != "auto":
+            return self._ordered if self._ordered.has_algorithm(o) else self.gpus[0]
+        if o.overlap and self._ordered.beside(o):
+            return self._ordered
+        limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
+        if o.name in _BY_OUTPUT and o.recv is not None:
+            buffer = o.recv
+        choice = choices[bisect_left(limits, buffer.count)]
+        return self._look_closer(o, buffer, choice) if isinstance(choice, dict) else choice
+
+    def _learn(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
+        """Elements up to which, and the choice up to there; one more choice for all above."""
+        assert self.table is not None
+        limits, routes = merged(self.table, operation, dtype.itemsize > 2)
+        choices: list[Choice] = []
+        for route in routes:
+            parts = {kind: self._by_name[name] for kind, name in route.items()}
+            alike = len(set(parts.values())) == 1
+            choices.append(next(iter(parts.values())) if alike else parts)
+        if operation in _UNEVEN:
+            limits, choices = [], [choices[bisect_left(limits, _UNEVEN_BYTES)]]
+        self._choices[operation, dtype] = [limit // dtype.itemsize for limit in limits], choices
+        return self._choices[operation, dtype]
+
+    def _look_closer(self, o: Operation, buffer: Buffer, choice: dict[tuple[bool, bool], DeviceBackend]) -> Backend:
+        if o.name in _UNEVEN:
+            return choice[False, False]
+        symmetric = self._ordered.is_symmetric(o)
+        eager, graph = choice[symmetric, False], choice[symmetric, True]
+        o.lasts = eager is graph
+        return eager if o.lasts or not is_captured(buffer.stream) else graph
+
+    def owns(self, work: Work) -> bool:
+        return work.backend is self.host or work.backend in self.gpus
+
+    def idle(self) -> Idle:
+        return self.host.idle()
+
+    def prepare(self, operation: Operation) -> None:
+        operation.via = part = self.of(operation)
+        part.prepare(operation)
+
+    def start(self, operation: Operation) -> Work | None:
+        part = operation.via
+        if part is self.host or self.host.broken is not None:
+            self.check_fit(operation.name)
+        if part is not self.host:
+            stream, (former, last) = part.side if operation.overlap else operation.stream, self._turn
+            if part is not former or stream not in last:
+                self._take_turn(part, (stream,))
+        work: Work | None = part.start(operation)
+        return work
+
+    def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
+        """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
+        might begin with another.  Of its own calls, on whatever streams, each lets one follow the other; a batch is
+        in what order it likes."""
+        if self._order is not None:
+            (former, last), self._turn = self._turn, (part, streams)
+            if former is not part:
+                with driver.on_device(self.device):
+                    for stream, before in itertools.product(streams, last):
+                        follow(stream, before, self._order)
+
+    def in_order(self, operations: Sequence[Operation]) -> list[Operation]:
+        """As they are launched together, the same on all ranks: part by part."""
+        parts = (*self.gpus, self.host)
+        return sorted(operations, key=lambda o: parts.index(o.via))
+
+    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
+        self.check_fit(operations[0].name)
+        works: dict[int, Work] = {}
+        for part, several in itertools.groupby(self.in_order(operations), lambda o: o.via):
+            mine = list(several)
+            if part is self.host:
+                started: list[Any] = [part.start(o) for o in mine]
+            else:
+                self._take_turn(part, dict.fromkeys(part.side if o.overlap else o.stream for o in mine))
+                started = part.start_all(mine)
+            works.update(zip(map(id, mine), started, strict=True))
+        return [works[id(o)] for o in operations]
+
+    def synchronize(
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
+        former, last = self._turn
+        for gpu in self.gpus if until is None else (former,):  # which looks at what all have found
+            gpu.synchronize(timeout, stream, until)
+        if until is None:  # streams that hold nothing any more may be gone
+            self._turn = former, [each for each in last if stream not in (None, each)]
+
+    def allocate(self, shape: Any, dtype: Any) -> Any:
+        return self._ordered.allocate(shape, dtype)
+
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
+        host = self.host.split(rendezvous, color, key)
+        parts = [gpu.split(rendezvous, color, key) for gpu in self.gpus]
+        if rendezvous is None or host is None:
+            return None
+        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
+
+    def shrink(self, rendezvous: Rendezvous) -> Backend:
+        host, parts = self.host.shrink(rendezvous), [gpu.shrink(rendezvous) for gpu in self.gpus]
+        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
+
+    def close(self) -> None:
+        with ExitStack() as parts:  # each, whatever fails of another; the host last, which tells the other ranks
+            for part in (self.host, *reversed(self.gpus)):
+                parts.callback(part.close)
+
+    def abort(self, reason: str) -> None:
+        self._leave(reason)
+        for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
+            part.abort(reason)
+
+    def withdraw(self, reason: str) -> None:
+        self._leave(reason)
+        for part in (self.host, *self.gpus):
+            part.withdraw(reason)
+
+    def _leave(self, reason: str) -> None:
+        for gpu in self.gpus:
+            gpu.leave(reason)
+            gpu.let_go()
+
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        part = self._only
+        if part is None:
+            limits, choices = self._choices.get((name, DTYPES["float32"])) or self._learn(name, DTYPES["float32"])
+            choice = choices[bisect_left(limits, nbytes // 4)]
+            part = choice[symmetric, graph] if isinstance(choice, dict) else choice
+        return part.carrier(name, nbytes, symmetric, graph)
+
+    def routes(self, place: str = "") -> list[tuple[str, ...]]:
+        return super().routes(" on GPUs") + self.host.routes(" on hosts")

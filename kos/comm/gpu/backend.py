@@ -1,0 +1,496 @@
+"""DeviceBackend: what backends that move GPU memory have in common: streams, waits, failures.
+
+An operation is queued on one stream and the call returns: that of its arrays, or the one given.  With
+``async_op=True`` it is queued on a stream of the communicator's own, after what the first one holds by now,
+and ``Work.wait()`` lets the first one wait for it.  The host waits only where it is asked to
+(``Work.wait(timeout)``, ``Work.synchronize``, ``Communicator.synchronize``, ``barrier``, ``close``), and only
+there, and at the next call, can it learn that something went wrong on the way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, NoReturn
+
+from kos.comm.arguments import check_timeout
+from kos.comm.host.backend import HostBackend
+from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.recorder import failed as record_failure
+from kos.comm.recorder import reached
+from kos.comm.rendezvous import mpi_job
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.tuning import Table
+from kos.comm.work import Idle, Work
+from kos.cuda import create_stream, driver
+from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
+from kos.cuda.driver import call, cu
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import LEGACY, Event
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveTimeout,
+    CudaError,
+    InvalidArgument,
+    KosError,
+    RankLost,
+)
+
+Launch = Callable[[int], None]
+"""Queues an operation on the stream of that handle."""
+KNOWN = 4096
+"""Launches that are kept: of calls with the same addresses, which a program makes again and again."""
+_IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v"}
+_UNCONFIRMED = 64
+"""Collectives that are queued before they are compared with the other ranks', as far as those have come."""
+_DEAD_SECONDS = 0.5
+"""What a GPU waits for may still end in so long after a rank's process was found to have."""
+_LOOK_EVERY = 0.02
+"""Seconds between two looks at the other ranks while a call of a library has not returned."""
+
+
+def device_of(rendezvous: Rendezvous) -> DeviceInfo:
+    """The GPU of this rank: the one it was told to take, else by its place among the ranks of the machine.
+
+    Ranks bound to a NUMA node take GPUs of that node first.  Raises BackendUnavailable without one.  Collective
+    on first use.
+    """
+    place, nodes = rendezvous.local_rank, rendezvous.local_nodes
+    driver.require()
+    devices = visible_devices()
+    wanted = rendezvous.device
+    if wanted is None:
+        wanted = assign_devices(nodes, [device.numa_node for device in devices])[place]
+    if not 0 <= wanted < len(devices):
+        raise BackendUnavailable(f"device: expected one of 0..{len(devices) - 1}, got {wanted}")
+    return devices[wanted]
+
+
+class DeviceBackend(HostBackend):
+    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``)."""
+
+    device: int
+    table: Table | None = None
+    """By what was measured, which operation goes how; where the backend knows one."""
+
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
+        super().__init__(rendezvous)
+        self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
+        self._shared = None  # memory of the host is not for these arrays
+        self.device = device_of(rendezvous).index if device is None else device
+        self._known: dict[tuple[Any, ...], tuple[Launch, str | None, int]] = {}  # with the call's way and mark
+        self._kept: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # by their inputs
+        self._last: Operation | None = None
+        self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
+        self._announced: Operation | None = None  # the last collective
+        self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
+        self._compare_at = _UNCONFIRMED
+        self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
+        self._events: list[Any] = []  # that nobody uses
+        self._side: Any = None
+
+    def join(self, others: Sequence[DeviceBackend], host: HostBackend | None) -> None:
+        """Carry one communicator's operations together with ``others`` of this GPU, and with ``host``."""
+        self.together = others
+        if self._side is None and len(others) > 1:
+            side = create_stream(self.device, urgent=True)
+            for each in others:
+                each._side = side  # one for all: what overlaps the caller's work does not overlap itself
+        if host is not None and host.shares_memory:
+            self.share_calls(host)
+
+    def is_symmetric(self, o: Operation) -> bool:
+        """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
+        return False
+
+    def beside(self, o: Operation) -> bool:
+        """Whether the backend carries an overlapped operation without multiprocessors."""
+        return False
+
+    def has_algorithm(self, o: Operation) -> bool:
+        """Whether the backend carries the operation by the algorithm that it names."""
+        return True
+
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return self.name  # whose library chooses
+
+    def let_go(self) -> None:
+        """Let kernels of our own that wait for other ranks give up, without waiting for that."""
+
+    @abstractmethod
+    def halt(self) -> None:
+        """End what is in flight on the GPU, now, without the other ranks."""
+
+    def async_error(self) -> str | None:
+        """What the library found wrong behind our back, if anything."""
+        return None
+
+    def idle(self) -> Idle:
+        return mpi_job.Backoff()
+
+    def prepare(self, o: Operation) -> None:
+        """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the launch of the operation."""
+        send, recv, reduction = o.send, o.recv, o.reduction
+        first = send or recv
+        if first is not None:
+            if first.device != self.device:
+                raise InvalidArgument(
+                    f"x: expected memory of cuda:{self.device} (backend {self.name}), "
+                    f"got {type(first.array).__name__} in memory of {first.place}"
+                )
+            if recv is not None and recv.stream != first.stream:
+                raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
+            o.stream, o.queue = first.stream, first.queue
+        if tag := o.tag or o.recv_tag:
+            raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
+        key = (
+            o.name, send and send.pointer, send and send.count, send and send.dtype,
+            recv is not send and recv and (recv.pointer, recv.count, recv.dtype),
+            reduction and reduction.op, reduction and reduction.factor, o.root, o.algorithm, o.deterministic, o.overlap,
+            o.name in _IN_PIECES and (o.dst, o.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
+        )  # fmt: skip
+        known = self._known.get(key)
+        if known is None:
+            o.way = None  # of another backend, where a persistent operation went by that before
+            launch, lasts = self.resolve(o)
+            known = launch, o.way, self._calls.mark(o) if self._calls is not None and o.collective else 0
+            if lasts:
+                if len(self._known) == KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        o.launch, o.way, o.mark = known
+
+    def keep(self, x: Any, o: Operation) -> bool:
+        """Hold ``o``, which itself holds no array, as long as the array ``x`` may ask for it again.
+
+        Not where another is held for ``x``, which is let go of: what is now one call and now another is not worth it.
+        """
+        if self._kept.pop(x, None) is not None:
+            return False
+        self._kept[x] = o
+        return True
+
+    @abstractmethod
+    def resolve(self, o: Operation) -> tuple[Launch, bool]:
+        """What queues the operation, and whether that will do for every such call; sets ``o.way`` where it matters."""
+
+    def start(self, operation: Operation) -> Work | None:
+        if self.broken is not None:
+            self.check_fit(operation.name)
+        stream, calls = operation.stream, self._calls
+        try:
+            if calls is not None and operation.mark:  # messages have none
+                calls.announce(operation)
+                self._announced = operation
+                if operation.sequence >= self._compare_at:
+                    self._confirm()
+            if operation.overlap:
+                return self._start_beside((operation,))[0]
+            operation.launch(stream)  # type: ignore[misc]
+        except Exception as error:
+            self._give_up(operation, error)
+        self._last = operation
+        self._streams[stream] = operation.queue
+        return None
+
+    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
+        self.check_fit(operations[0].name)
+        first = operations[0]
+        try:
+            for o in operations:
+                if self._calls is not None and o.mark:
+                    self._calls.announce(o)
+                    self._announced = o
+                    if o.sequence >= self._compare_at:
+                        self._confirm()
+            self.check(first)
+            if first.overlap:
+                return self._start_beside(operations)
+            self.queue(operations, None)
+        except Exception as error:
+            self._give_up(first, error)
+        self._last = operations[-1]
+        self._streams.update((o.stream, o.queue) for o in operations)
+        return [DeviceWork(o, self) for o in operations]
+
+    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+        """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
+        for o in operations:
+            assert o.launch is not None
+            o.launch(o.stream if stream is None else stream)
+
+    @cached_property
+    def side(self) -> int:
+        """Handle of the stream of what overlaps the caller's work."""
+        if self._side is None:
+            with relaxed_capture():
+                self._side = create_stream(self.device, urgent=True)  # few blocks, for which other ranks wait
+        return int(self._side.handle)
+
+    def _start_beside(self, operations: Sequence[Operation]) -> list[Work]:
+        side = self.side
+        first, last = operations[0], operations[-1]
+        streams = (first.stream,) if first is last else {o.stream for o in operations}
+        captured = any(map(is_captured, streams))
+        while not captured and self._flying and self._flying[0][-1].over():
+            self._flying.popleft()
+        with driver.on_device(self.device):
+            event = _Event(self._events)
+            for stream in streams:
+                call(cu.cuEventRecord, event.handle, stream)
+                call(cu.cuStreamWaitEvent, side, event.handle, 0)
+            self.queue(operations, side)
+            call(cu.cuEventRecord, event.handle, side)
+        self._last = last
+        works = [DeviceWork(o, self, event) for o in operations]
+        if not captured:  # what a graph uses is kept by the graph
+            self._flying.append(works)
+        return list(works)
+
+    # What the host asks.
+
+    def check(self, o: Operation) -> None:
+        """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
+        self._confirm()
+        for each in self.together:
+            each.inspect(o)
+
+    def lost(self, error: KosError) -> bool:
+        if not isinstance(error, CudaError):
+            return False
+        try:
+            with driver.on_device(self.device):
+                return driver.broken() is not None
+        except CudaError:  # it cannot even be made current
+            return True
+
+    def inspect(self, o: Operation) -> None:
+        """Raise for what the library, or a kernel, has found wrong."""
+        problem = self.async_error()
+        if problem is not None:
+            raise CollectiveError(f"{o}: {problem}")
+
+    def _confirm(self) -> None:
+        """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
+        if self._calls is not None and self._announced is not None:
+            self._compare_at = self._announced.sequence + _UNCONFIRMED
+            self._confirmed = self._calls.compare(self._announced, self._confirmed)
+
+    def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
+        """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        idle, look_at, killed = self.idle(), time.monotonic() + _DEAD_SECONDS, None
+        try:
+            while not over():
+                self.check(o)
+                if self._calls is not None and time.monotonic() > look_at:
+                    if killed is not None:  # before it died it began all that this rank has, but it has not ended
+                        raise RankLost(f"{o}: rank {killed} is gone: its process ended")
+                    look_at, killed = time.monotonic() + _DEAD_SECONDS, self._calls.killed()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
+                idle.pause(0, None)
+            self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
+        except Exception as error:
+            self._give_up(o, error)
+
+    def synchronize(
+        self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
+    ) -> None:
+        """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
+        self.check_fit("synchronize")
+        last = self._last or Operation("synchronize", self.rank)
+        if until is not None:
+            return self.wait_on_host(last, until, timeout or self.timeout)
+        streams = set(self._streams) if stream is None else {stream}
+        if stream is None and self._flying:
+            streams.add(self.side)
+        for each in streams:
+            self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
+        reached(last, time.time_ns())
+        for each in streams:
+            self._streams.pop(each, None)
+        if stream is None:
+            self._flying.clear()
+
+    def idle_stream(self, stream: int) -> bool:
+        """Whether everything queued on it has run."""
+        with driver.on_device(self.device):
+            (status,) = cu.cuStreamQuery(stream)
+        return _is_over("cuStreamQuery", status)
+
+    def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
+        """What ``function()`` returns: a call of a library that may wait for other ranks without a limit.
+
+        It runs on a thread of its own; raises CollectiveTimeout, or what is learned of other ranks meanwhile.
+        """
+        return self.begin(function, what)(timeout)
+
+    def begin(self, function: Callable[[], Any], what: str) -> Callable[[float | None], Any]:
+        """``bounded`` in two halves: ``function`` runs from now on, what this returns waits for it."""
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                with driver.on_device(self.device):
+                    outcome.extend((function(), None))
+            except BaseException as error:
+                outcome.extend((None, error))
+
+        thread = threading.Thread(target=run, name=what, daemon=True)
+        thread.start()
+
+        def finish(timeout: float | None) -> Any:
+            deadline = None if timeout is None else time.monotonic() + timeout
+            while True:
+                thread.join(_LOOK_EVERY)
+                if not thread.is_alive():
+                    break
+                if self.broken is None:  # else it is how that ends
+                    self._confirm()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
+            result, error = outcome
+            if error is not None:
+                raise error
+            return result
+
+        return finish
+
+    # Failures.
+
+    def _give_up(self, o: Operation, error: Exception) -> NoReturn:
+        raise self.failed(o, error)
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        known = self.broken is not None
+        failure = super().failed(operation, error)
+        if not known:
+            record_failure(operation, failure)
+            for each in self.together:
+                each.broken = each.broken or type(failure)(str(failure))
+                each.let_go()  # of all before any is ended: that may wait for the whole GPU
+            for each in self.together:
+                each.halt()
+        return failure
+
+    def abort(self, reason: str) -> None:
+        if self._segment is not None:  # else the backend tells that stands for several
+            self.leave(reason)
+        super().abort(reason)
+        self.broken = self.broken or CollectiveError(reason)
+        self.halt()
+
+    def leave(self, reason: str) -> None:
+        """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
+        if self._calls is not None and (self._streams or self._flying):
+            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
+
+
+class DeviceWork(Work):
+    """An operation queued on a GPU.
+
+    ``wait()`` without a timeout does not block: work queued from then on, on the stream of the arrays, comes
+    after the operation.  ``wait(timeout)`` and ``synchronize(timeout)`` wait on the host, in seconds.
+    """
+
+    __slots__ = ("event",)
+
+    backend: DeviceBackend
+
+    def __init__(self, operation: Operation, backend: DeviceBackend, event: _Event | None = None) -> None:
+        self.operation = operation
+        self.backend = backend
+        self.event = event  # what ends an operation on the communicator's own stream
+
+    def over(self) -> bool:
+        """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
+        if self.event is None:
+            return self.backend.idle_stream(self.operation.stream)
+        (status,) = cu.cuEventQuery(self.event.handle)
+        return _is_over("cuEventQuery", status)
+
+    def done(self) -> bool:
+        self.backend.check_fit(self.operation)
+        over = self.over()
+        self.backend.check(self.operation)
+        return over
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            return self.synchronize(timeout)
+        backend, recv = self.backend, self.operation.recv
+        if backend.broken is not None:
+            backend.check_fit(self.operation)
+        if self.event is not None:
+            with driver.on_device(backend.device):
+                call(cu.cuStreamWaitEvent, self.operation.stream, self.event.handle, 0)
+        return recv.array if recv is not None else None
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        self.backend.check_fit(self.operation)
+        timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
+        self.backend.wait_on_host(self.operation, self.over, timeout)
+        reached(self.operation, time.time_ns())
+        return self.wait()
+
+    def cancel(self, error: KosError) -> None:
+        """Nothing: what is queued ends with its backend."""
+
+
+class _Event:
+    """A CUDA event, taken from ``free`` and given back to it by the last work that holds it."""
+
+    __slots__ = ("_free", "handle")
+
+    def __init__(self, free: list[Any]) -> None:
+        self._free = free
+        self.handle = free.pop() if free else call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):  # one was made
+            self._free.append(self.handle)
+
+
+def is_captured(stream: int) -> bool:
+    """Whether what is queued on the stream goes into a graph."""
+    return stream != LEGACY and bool(int(call(cu.cuStreamIsCapturing, stream)))
+
+
+def follow(stream: int, last: int, event: Event) -> None:
+    """Let ``stream`` wait for what ``last`` holds now; 0 holds nothing.
+
+    What a graph captures and what it does not cannot wait for each other.
+    """
+    if last not in (0, stream) and is_captured(last) == is_captured(stream):
+        event.record(last)
+        event.hold(stream)
+
+
+class Scratch:
+    """Memory of a GPU for a backend's own use, uninitialised; may be taken while a graph is captured."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        self.nbytes, self._device = nbytes, device
+        with driver.on_device(device), relaxed_capture():
+            self.pointer = int(call(cu.cuMemAlloc, nbytes))
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if pointer:
+            with driver.on_device(self._device):
+                call(cu.cuMemFree, pointer)
+
+
+def _is_over(name: str, status: Any) -> bool:
+    if status == cu.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    if status:
+        raise driver.error_of(name, status)
+    return True

@@ -1,0 +1,158 @@
+"""Reductions over NCCL that add in rank order: an exchange, a kernel of ours, and what brings the result home.
+
+The vector is cut into a part for each rank.  Every rank sends part r of its contribution to rank r, which adds
+what it gets in rank order (fp32 for floats of 16 and 8 bits) and rounds once.  As many bytes travel as by a
+ring.  Small vectors go whole to everybody, and every rank adds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from kos.comm.operation import Operation
+from kos.comm.reduction import ReduceOp, Reduction
+from kos.cuda import Kernel, driver, load_kernel
+from kos.cuda.devices import device_info
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import as_stream
+from kos.dtypes import DTYPES
+from kos.errors import InvalidArgument
+
+Piece = tuple[int, int]  # address, bytes
+KERNELS = Path(__file__).with_name("kernels") / "reduce_ordered.cu"
+
+_ONE_SHOT_BYTES = 1 << 20
+"""All ranks' vectors together, up to which every rank gets them all: one exchange instead of two."""
+THREADS = 256
+_ALIGNMENT = 16  # elements: parts begin at multiples of it
+_FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
+
+
+def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
+    """Element type and operation as the kernels name them, and elements per element (complex numbers' parts: 2).
+
+    Raises InvalidArgument, naming both, for what the kernels of this device cannot add.
+    """
+    dtype, op = reduction.dtype, reduction.op
+    if dtype.kind == "complex" and op is not ReduceOp.PROD:
+        return f"float{4 * dtype.itemsize}", op.name, 2
+    if dtype.name.startswith("float8") and device_info(device).compute_capability < _FLOAT8:
+        name = device_info(device).name
+        raise InvalidArgument(f"x: expected a GPU of compute capability 8.9 to reduce {dtype}, got {name}")
+    return ("uint8" if dtype.kind == "bool" else dtype.name), op.name, 1
+
+
+class Carrier(Protocol):
+    """The backend that carries the parts; addresses and bytes are of this rank's GPU."""
+
+    rank: int
+    size: int
+    device: int
+
+    def scratch(self, nbytes: int, stream: int) -> int: ...
+
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None: ...
+
+    def share(self, pointer: int, nbytes: int, stream: int) -> None: ...
+
+    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None: ...
+
+
+class OrderedReduction:
+    """The launch of one all_reduce, reduce, reduce_scatter or reduce_scatter_v."""
+
+    def __init__(self, backend: Carrier, o: Operation) -> None:
+        assert o.send is not None and o.reduction is not None
+        size, rank = backend.size, backend.rank
+        name, op, per = kernel_types(o.reduction, backend.device)
+        self._backend, self._name, self._root, self._factor = backend, o.name, o.root, o.reduction.factor
+        self._send, self._recv = o.send.pointer, o.recv.pointer if o.recv is not None else 0
+        self._result = DTYPES[name].itemsize
+        travels = name
+        self._scale = None
+        if op == "PREMUL_SUM":
+            travels, op = DTYPES[name].accumulate.name, "SUM"
+            self._scale = self._load("scale", DTYPE=name, RESULT=travels, OP=op)
+        self._itemsize = DTYPES[travels].itemsize
+        self._reduce = self._load("reduce_ordered", DTYPE=travels, RESULT=name, OP=op)
+        self._count = o.send.count * per
+        self._whole = o.name == "all_reduce" and self._count * self._itemsize * size <= _ONE_SHOT_BYTES
+        if o.send_counts is not None:
+            counts = [count * per for count in o.send_counts]
+        elif o.name == "reduce_scatter" or self._count % size == 0:
+            counts = [self._count // size] * size
+        else:
+            part = -(-self._count // (size * _ALIGNMENT)) * _ALIGNMENT
+            counts = [max(0, min(part, self._count - r * part)) for r in range(size)]
+        self._counts = counts
+        self._starts = [sum(counts[:r]) for r in range(size)]
+        self._mine = self._count if self._whole else counts[rank]
+
+    def _load(self, kernel: str, **macros: str) -> Kernel:
+        with relaxed_capture():
+            return load_kernel(KERNELS, kernel, self._backend.device, RANKS=self._backend.size, **macros)
+
+    def __call__(self, stream: int) -> None:
+        backend = self._backend
+        scaled = self._count * self._itemsize if self._scale is not None else 0
+        pieces = backend.size * self._mine * self._itemsize
+        scratch = backend.scratch(up(scaled) + up(pieces) + self._mine * self._result, stream)
+        source, gathered, target = self._send, scratch + up(scaled), scratch + up(scaled) + up(pieces)
+        with driver.on_device(backend.device):
+            queue = as_stream(stream)
+            if self._scale is not None:
+                factor = np.float64(self._factor)
+                self._scale(queue, blocks(self._count), THREADS, source, scratch, self._count, factor)
+                source = scratch
+            self._exchange(source, gathered, stream)
+            if self._recv:
+                target = self._recv
+                if self._name in ("all_reduce", "reduce") and not self._whole:
+                    target += self._starts[backend.rank] * self._result
+            if self._mine:
+                self._reduce(queue, blocks(self._mine), THREADS, gathered, self._mine, target, self._mine)
+        if not self._whole:
+            self._bring_home(target, stream)
+
+    def _exchange(self, source: int, gathered: int, stream: int) -> None:
+        backend, size = self._backend, self._itemsize
+        if self._whole:
+            backend.collect(source, gathered, self._count * size, stream)
+            return
+        parts = zip(self._starts, self._counts, strict=True)
+        sends = [(source + start * size, count * size) for start, count in parts]
+        nbytes = self._mine * size
+        recvs = [(gathered + r * nbytes, nbytes) for r in range(backend.size)]
+        backend.exchange(sends, recvs, stream)
+
+    def _bring_home(self, target: int, stream: int) -> None:
+        """The parts of an all_reduce go to all ranks, those of a reduce to the root."""
+        backend, size = self._backend, self._result
+        if self._name not in ("all_reduce", "reduce"):
+            return
+        mine, none = (target, self._mine * size), (0, 0)
+        recvs = [none] * backend.size
+        if self._recv:
+            parts = zip(self._starts, self._counts, strict=True)
+            recvs = [(self._recv + start * size, count * size) for start, count in parts]
+        if self._name == "all_reduce":
+            if self._count % backend.size == 0:
+                backend.share(self._recv, self._mine * size, stream)
+                return
+            sends = [mine] * backend.size
+        else:
+            sends = [mine if r == self._root else none for r in range(backend.size)]
+        sends[backend.rank] = recvs[backend.rank] = none  # it lies there
+        backend.exchange(sends, recvs, stream)
+
+
+def blocks(count: int) -> int:
+    return min(-(-count // THREADS), 1024)
+
+
+def up(nbytes: int) -> int:
+    return -(-nbytes // 256) * 256

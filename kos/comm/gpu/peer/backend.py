@@ -1,0 +1,431 @@
+"""The peer backend: GPU memory by our own kernels, over memory that all ranks of the machine map.
+
+All-reduce is ``PeerEngine``'s; everything that only moves is one kernel, ``exchange``; the other reductions exchange
+and add in rank order (``nccl_ordered``).  So every result has the same bits on every rank and from run to run,
+``deterministic`` or not, 16-bit floats are added in fp32, and any dtype, count and alignment will do.
+
+Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no
+detour, and a call of 4 MiB or more that overlaps other work (``async_op=True``, on all ranks) goes by copy engines.
+Several ranks may share a GPU as processes, which take turns on it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from math import prod
+from typing import Any
+
+from kos.comm.backend import Probe
+from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of, follow
+from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
+from kos.comm.gpu.peer.copies import BESIDE
+from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Piece, Run
+from kos.comm.gpu.peer.launches import PACKETS, Launch, Launches
+from kos.comm.operation import Operation
+from kos.comm.reduction import ReduceOp
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.tuning import for_group
+from kos.comm.work import Work
+from kos.cuda import driver
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import Event
+from kos.dtypes import DTYPES
+from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
+from kos.memory.array import Array, Shape, as_dtype
+from kos.memory.buffer import Buffer
+from kos.memory.symmetric import SymmetricMemory
+from kos.memory.windows import Window
+
+log = logging.getLogger(__name__)
+
+_HALT_SECONDS = 20.0
+_BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
+_BY_PARTS = 256 << 10
+"""Bytes from which a broadcast goes to every rank in parts, which then go to all."""
+_BESIDE = 4 << 20
+"""Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
+_NONE: Piece = (0, 0)
+
+
+class PeerBackend(DeviceBackend):
+    """Carries a group of at most 8 ranks of one machine.
+
+    Creation is collective and moves real bytes between every two ranks; raises BackendUnavailable on all of them
+    if any pair cannot.
+    """
+
+    name = "peer"
+    _engine: PeerEngine
+
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
+        super().__init__(rendezvous, device)
+        self._rendezvous = rendezvous
+        self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
+        self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
+        self._made = 0  # windows, so far
+        self._at = 0  # the stream of the last operation
+        self._scratch: list[Scratch] = []
+        self._exchanges: dict[tuple[Piece, ...], Run] = {}
+        self._order = Event(self.device)
+        try:
+            self.table = for_group(rendezvous, self.device)
+            launches = self.table.launches
+            self._engine = PeerEngine(rendezvous, self.device, timeout=self.timeout, launches=launches)
+        except KosError as error:
+            super().close()
+            raise BackendUnavailable(f"peer: {error}") from error
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        """What costs nothing to find out; whether bytes move, ``__init__`` says."""
+        try:
+            device = device_of(rendezvous)
+        except KosError as error:
+            return Probe(False, str(error).removeprefix("CUDA: "))
+        if rendezvous.threads is not None and rendezvous.size > 1:
+            return Probe(False, "the ranks are threads of one process, which share its GPU")
+        if rendezvous.size > MAX_RANKS:
+            return Probe(False, f"expected at most {MAX_RANKS} ranks, got {rendezvous.size}")
+        if rendezvous.local_size < rendezvous.size:
+            return Probe(False, f"the ranks are on several hosts: {rendezvous.local_size} of {rendezvous.size} here")
+        return Probe(True, f"own kernels over peer memory on {device.name}")
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a kernel waits for another rank; an operation that may take longer extends it."""
+        return self._seconds
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._seconds = seconds
+        if "_engine" in self.__dict__:
+            self._engine.timeout = seconds
+
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> PeerBackend | None:
+        return None if rendezvous is None else PeerBackend(rendezvous, self.device)
+
+    # Memory that all ranks map.
+
+    def allocate(self, shape: Shape, dtype: Any) -> Array:
+        """A symmetric array.  Collective, with one size; frees what all ranks have let go of by now."""
+        shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
+        self._free_dropped()
+        self._known.clear()  # an address may become another's
+        nbytes = prod(shape) * dtype.itemsize
+        memory = SymmetricMemory(self._rendezvous, max(nbytes, 1), self.device)
+        number, self._made = self._made, self._made + 1
+        self._windows[number] = memory
+        self._engine.register(memory)
+        return Array(memory.pointer, shape, dtype, self.device, owner=Window(self, memory.pointer, number))
+
+    def is_symmetric(self, o: Operation) -> bool:
+        """Whether its buffers are in the memory of ``allocate``, so that kernels reach them where they lie.
+
+        Those that the root alone has do not count: all ranks must find the same.
+        """
+        buffers = (o.send, o.recv)
+        if o.root is not None:
+            buffers = (o.recv, None) if o.name in ("broadcast", "scatter") else (o.send, None)
+        return all(each is None or self._engine.is_symmetric(each.pointer, each.nbytes) for each in buffers)
+
+    def beside(self, o: Operation) -> bool:
+        """Whether copy engines carry it: it overlaps other work, is large, and its buffers are symmetric."""
+        buffer = o.recv if o.name == "all_gather" else o.send
+        if not o.overlap or o.name not in _BY_COPIES or buffer is None or buffer.nbytes < _BESIDE or self.size == 1:
+            return False
+        complex_or_scaled = buffer.dtype.kind == "complex" or (o.reduction and o.reduction.op is ReduceOp.PREMUL_SUM)
+        odd = o.name != "all_reduce" and buffer.nbytes % (16 * self.size)
+        if o.algorithm != "auto" or complex_or_scaled or odd:
+            return False
+        several = (o.send, o.recv) if o.name == "all_reduce" else (buffer,)
+        return all(each is not None and self._engine.is_symmetric(each.pointer, each.nbytes) for each in several)
+
+    def has_algorithm(self, o: Operation) -> bool:
+        return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in PACKETS)
+
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        if name != "all_reduce":
+            return self.name
+        launch = self._engine.launches.pick(nbytes, symmetric)
+        return f"peer {self._engine.possible(launch, ReduceOp.SUM, nbytes, symmetric).algorithm}"
+
+    def use(self, launches: Launches) -> None:
+        """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
+        self._engine.launches = launches
+        self._known.clear()
+        for o in self._kept.values():
+            o.asked = ...  # which nobody does
+
+    def release(self, pointer: int, window: int) -> None:
+        """The last array of a window is gone here."""
+        memory = self._windows[window]
+        if self.broken is None and memory.pointers:
+            self._dropped.append(window)
+        else:  # nobody maps it any more, or nobody can be asked
+            del self._windows[window]
+            with relaxed_capture():
+                memory.abort()
+
+    def _free_dropped(self) -> None:
+        dropped = [json.loads(data) for data in self._rendezvous.allgather(json.dumps(self._dropped).encode())]
+        for number in sorted(set(dropped[0]).intersection(*dropped[1:])):
+            self._dropped.remove(number)
+            memory = self._windows.pop(number)
+            self._engine.unregister(memory)
+            memory.close()
+
+    def close(self) -> None:
+        for number in sorted(self._windows):
+            self._windows[number].unmap()  # arrays that live on keep their own rank's part
+        for number in self._dropped:
+            self._windows.pop(number).abort()
+        self._engine.close()
+        for scratch in self._scratch:
+            scratch.close()
+        super().close()
+
+    # How it ends early.
+
+    def let_go(self) -> None:
+        """The slab is kept as long as this object: graphs that are replayed find the order to give up in it."""
+        self._engine.abort()
+
+    def halt(self) -> None:
+        self.let_go()
+        waits = threading.Thread(target=self._drain, daemon=True)
+        waits.start()
+        waits.join(_HALT_SECONDS)
+        if waits.is_alive():
+            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _HALT_SECONDS)
+
+    def _drain(self) -> None:
+        with suppress(CudaError):  # of a broken context, which runs nothing any more
+            driver.synchronize(self.device)
+
+    def inspect(self, o: Operation) -> None:
+        if self._engine.failed:
+            self._engine.check(str(o))
+
+    def missing(self, operation: Operation) -> str:
+        """Ends the wait on the GPU, so that the kernel says what it waited for."""
+        self._engine.abort()
+        return f"{super().missing(operation)}; {self._engine.last_wait(1.0)}"
+
+    def start(self, operation: Operation) -> Work | None:
+        self._look(operation)
+        return DeviceBackend.start(self, operation)
+
+    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
+        for o in operations:
+            self._look(o)
+        return DeviceBackend.start_all(self, operations)
+
+    def _look(self, o: Operation) -> None:
+        """Before an operation: whether a kernel gave up, and how long kernels wait."""
+        if self._engine.failed and self.broken is None:
+            try:
+                self._engine.check(str(o))
+            except Exception as error:
+                self._give_up(o, error)
+        if o.timeout is not None and o.timeout > self._seconds:
+            self.timeout = o.timeout
+
+    # How operations are carried.
+
+    def resolve(self, o: Operation) -> tuple[Callable[[int], None], bool]:
+        if not self.has_algorithm(o):
+            own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
+            raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.algorithm!r}")
+        with relaxed_capture():
+            return partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o)), True
+
+    def _launch(self, run: Run, stream: int) -> None:
+        """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
+        if not driver.is_current(self.device):
+            with driver.on_device(self.device):
+                return self._launch(run, stream)
+        if stream != self._at:
+            last, self._at = self._at, stream
+            follow(stream, last, self._order)
+        run(stream)
+
+    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+        """Messages in a row go together: none waits for another one of the batch."""
+        for (kind, at), several in groupby(operations, lambda o: (o.collective, stream or o.stream)):
+            together = list(several)
+            if kind or len(together) == 1:
+                super().queue(together, stream)
+            else:
+                with relaxed_capture():
+                    run = self._messages(together)
+                self._launch(run, at)
+
+    def _messages(self, operations: Sequence[Operation]) -> Run:
+        """The k-th message of each pair in the k-th exchange, as on the other side."""
+        sends: list[list[Piece]] = [[] for _ in range(self.size)]
+        recvs: list[list[Piece]] = [[] for _ in range(self.size)]
+        for o in operations:
+            if o.dst is not None and o.send is not None and o.send.count:
+                sends[o.dst].append((o.send.pointer, o.send.nbytes))
+            if o.src is not None and o.recv is not None and o.recv.count:
+                recvs[o.src].append((o.recv.pointer, o.recv.nbytes))
+        rounds = max(map(len, (*sends, *recvs)))
+        return _in_turn(
+            self._engine.bind_exchange(
+                *([to[k] if k < len(to) else _NONE for to in side] for side in (sends, recvs)), messages=True
+            )
+            for k in range(rounds)
+        )
+
+    def _bind_all_reduce(self, o: Operation) -> Run:
+        assert o.send is not None and o.recv is not None and o.reduction is not None
+        name, _, per = kernel_types(o.reduction, self.device)
+        if not o.send.count or name.startswith("complex"):
+            return self._bind_reduction(o)
+        dtype, count = DTYPES[name], o.send.count * per
+        ends = o.send.pointer, o.recv.pointer
+        launch = Launch(o.algorithm, threads=128)
+        if self.beside(o):
+            launch = BESIDE
+        elif o.algorithm == "auto":
+            launch = self._engine.launch_for(*ends, o.send.nbytes)
+        symmetric = all(self._engine.is_symmetric(end, o.send.nbytes) for end in ends)
+        launch = self._engine.possible(launch, o.reduction.op, o.send.nbytes, symmetric)
+        reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
+        o.way = self._engine.way(launch, o.send.nbytes, *reached)
+        return self._engine.bind_all_reduce(
+            *ends, count, dtype, o.reduction.op, factor=o.reduction.factor, launch=launch
+        )
+
+    def _bind_reduction(self, o: Operation) -> Run:
+        """reduce, reduce_scatter and reduce_scatter_v."""
+        assert o.reduction is not None and o.send is not None
+        name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
+        if o.name == "reduce_scatter" and o.send.count:
+            assert o.recv is not None
+            beside = self.beside(o)
+            if beside:
+                o.way = self._engine.way(Launch("copies"), o.send.nbytes, o.send.pointer)
+            run = self._engine.bind_reduce_scatter(
+                o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op, beside=beside
+            )
+            if run is not None:
+                return run
+        return OrderedReduction(self, o) if o.send.count else _in_turn(())
+
+    def _bind_move(self, o: Operation) -> Run:
+        """Everything that is one exchange."""
+        rank, size, root = self.rank, self.size, o.root
+        send, recv = _whole(o.send), _whole(o.recv)
+        sends, recvs = [_NONE] * size, [_NONE] * size
+        match o.name:
+            case "broadcast":
+                if recv[1] >= _BY_PARTS and size > 2:
+                    return self._broadcast_by_parts(send, recv, root or 0)
+                sends, recvs = [send if rank == root else _NONE] * size, self._only(root, recv)
+            case "all_gather" | "all_gather_v":
+                direct, beside = None, self.beside(o)
+                if o.name == "all_gather":
+                    direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
+                if direct is not None:
+                    o.way = self._engine.way(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
+                    return direct
+                sends, recvs = [send] * size, self._cut(o.recv, o.recv_counts)
+            case "all_to_all" | "all_to_all_v":
+                sends, recvs = self._cut(o.send, o.send_counts), self._cut(o.recv, o.recv_counts)
+            case "gather":
+                sends, recvs = self._only(root, send), self._cut(o.recv, None)
+            case "scatter":
+                sends, recvs = self._cut(o.send, None), self._only(root, recv)
+            case _:
+                sends, recvs = self._only(o.dst, send), self._only(o.src, recv)
+        return self._engine.bind_exchange(sends, recvs, messages=not o.collective)
+
+    def _broadcast_by_parts(self, send: Piece, recv: Piece, root: int) -> Run:
+        """Van de Geijn: scatter, then all-gather, so that root sends everything twice and not size - 1 times."""
+        rank, size, nbytes = self.rank, self.size, recv[1]
+        part = -(-nbytes // size // 128) * 128
+        cuts = [(min(r * part, nbytes), min((r + 1) * part, nbytes)) for r in range(size)]
+        of = [(send[0] + a, b - a) for a, b in cuts]
+        to = [(recv[0] + a, b - a) for a, b in cuts]
+        if rank == root:
+            first = [send if r == root else of[r] for r in range(size)], self._only(root, recv)
+        else:
+            first = [_NONE] * size, self._only(root, to[rank])
+        second = (
+            [_NONE if r in (rank, root) else to[rank] for r in range(size)],
+            [_NONE if r == rank or rank == root else to[r] for r in range(size)],
+        )
+        return _in_turn((self._engine.bind_exchange(*first), self._engine.bind_exchange(*second)))
+
+    def _bind_barrier(self, o: Operation) -> Run:
+        return self._engine.bind_barrier()
+
+    def _only(self, rank: int | None, piece: Piece) -> list[Piece]:
+        return [piece if r == rank else _NONE for r in range(self.size)]
+
+    def _cut(self, buffer: Buffer | None, counts: Sequence[int] | None) -> list[Piece]:
+        """A piece for each rank: of so many elements, or equal ones."""
+        if buffer is None:
+            return [_NONE] * self.size
+        pieces, at = [], buffer.pointer
+        for count in counts or [buffer.count // self.size] * self.size:
+            pieces.append((at, count * buffer.dtype.itemsize))
+            at += pieces[-1][1]
+        return pieces
+
+    # What OrderedReduction asks for.
+
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Address of memory for one operation; outgrown pieces stay, for captured graphs may use them."""
+        if not self._scratch or self._scratch[-1].nbytes < nbytes:
+            former = self._scratch[-1].nbytes if self._scratch else 0
+            self._scratch.append(Scratch(max(nbytes, 1 << 20, 2 * former), self.device))
+        return self._scratch[-1].pointer
+
+    def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
+        """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
+        key = *sends, *recvs
+        if key not in self._exchanges:
+            if len(self._exchanges) == KNOWN:
+                self._exchanges.clear()
+            with relaxed_capture():
+                self._exchanges[key] = self._engine.bind_exchange(sends, recvs)
+        self._exchanges[key](stream)
+
+    def share(self, pointer: int, nbytes: int, stream: int) -> None:
+        """All-gather in place: this rank's ``nbytes`` lie at its place in the memory at ``pointer``."""
+        self.collect(pointer + self.rank * nbytes, pointer, nbytes, stream)
+
+    def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
+        """All-gather of ``nbytes`` from each rank."""
+        self.exchange([(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)], stream)
+
+
+_BINDERS: dict[str, Callable[[PeerBackend, Operation], Run]] = {
+    "all_reduce": PeerBackend._bind_all_reduce,
+    "reduce": PeerBackend._bind_reduction,
+    "reduce_scatter": PeerBackend._bind_reduction,
+    "reduce_scatter_v": PeerBackend._bind_reduction,
+    "barrier": PeerBackend._bind_barrier,
+}
+
+
+def _whole(buffer: Buffer | None) -> Piece:
+    return _NONE if buffer is None else (buffer.pointer, buffer.nbytes)
+
+
+def _in_turn(runs: Iterable[Run]) -> Run:
+    several = tuple(runs)
+
+    def run(stream: Any) -> None:
+        for each in several:
+            each(stream)
+
+    return run

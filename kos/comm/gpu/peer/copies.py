@@ -1,0 +1,136 @@
+"""Collectives by copy engines, between symmetric buffers: they move larger packets than kernels, and leave the
+multiprocessors to what computes beside them.
+
+All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice.  The barriers are
+kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that has given up run
+all the same: what they leave is undefined, as after any failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from kos.comm.gpu.backend import Scratch
+from kos.comm.gpu.peer.launches import Launch
+from kos.cuda import create_stream, streams
+from kos.cuda.driver import call, cu
+from kos.cuda.streams import Event
+
+Run = Callable[[Any], None]
+BESIDE = Launch("copies", blocks=32)
+"""What overlaps other work: few blocks, for all of which there is a multiprocessor soon."""
+_BLOCKS = 132
+
+
+class Copies:
+    """The stream of one rank's copies, and the memory to which they bring what is added."""
+
+    def __init__(self, rank: int, size: int, device: int) -> None:
+        self._rank, self._size, self._device = rank, size, device
+        self._others = [(rank + k) % size for k in range(1, size)]
+        self._stream: Any = None
+        self._staging: list[Scratch] = []  # graphs may use an older one
+
+    def all_reduce(
+        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int,
+        inputs: Sequence[int], outputs: Sequence[int],
+    ) -> Run:  # fmt: skip
+        """``inputs[r]`` and ``outputs[r]`` are rank r's buffers of ``count`` elements, as this rank sees them.
+
+        Copy engines fetch and deliver, ``kernel`` adds a piece while the next one is fetched.  Pulls and pushes share
+        one stream because together they are slower.
+        """
+        rank, size = self._rank, self._size
+        chunk = -(-count // size // 128) * 128
+        begin, end = min(rank * chunk, count), min((rank + 1) * chunk, count)
+        step = -(-chunk // launch.pieces // 128) * 128
+        cuts = [(at * itemsize, (min(at + step, end) - at) * itemsize) for at in range(begin, end, step)]
+        stride = step * itemsize
+        room = self._room(min(launch.pieces, 2) * size * stride)
+        staging = [room + half * size * stride for half in range(2)]
+        if self._stream is None:
+            self._stream = create_stream(self._device)
+        copy = streams.handle(self._stream)
+        events, others = [Event(self._device) for _ in range(2 * len(cuts) + 2)], self._others
+        add = partial(kernel.bind, launch.blocks or _BLOCKS, launch.threads, rank)
+        sums = [
+            add(inputs[rank] + at, staging[i % 2], stride, outputs[rank] + at, nbytes // itemsize)
+            for i, (at, nbytes) in enumerate(cuts)
+        ]
+
+        def pull(i: int) -> None:
+            at, nbytes = cuts[i]
+            for peer in others:
+                call(cu.cuMemcpyDtoDAsync, staging[i % 2] + peer * stride, inputs[peer] + at, nbytes, copy)
+
+        def push(i: int) -> None:
+            at, nbytes = cuts[i]
+            for peer in others:
+                call(cu.cuMemcpyDtoDAsync, outputs[peer] + at, outputs[rank] + at, nbytes, copy)
+
+        def wait(before: int, after: int, event: Event) -> None:
+            event.record(before)
+            event.hold(after)
+
+        def run(stream: Any) -> None:
+            main = streams.handle(stream)
+            barrier(stream)
+            wait(main, copy, events[-1])
+            for i in range(len(cuts) + 1):
+                if i < len(cuts):
+                    pull(i)
+                    wait(copy, main, events[2 * i])
+                    sums[i](stream)
+                    events[2 * i + 1].record(main)
+                if i > 0:
+                    events[2 * i - 1].hold(copy)
+                    push(i - 1)
+            wait(copy, main, events[-2])
+            barrier(stream)
+
+        return run
+
+    def reduce_scatter(
+        self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int, inputs: Sequence[int], recv: int
+    ) -> Run:
+        """``inputs[r]`` is rank r's buffer of ``count`` elements for each rank, as this rank sees it; the sum of this
+        rank's goes to ``recv``, which may be that part of its own input."""
+        rank, nbytes = self._rank, count * itemsize
+        stride = -(-nbytes // 128) * 128
+        staging, own = self._room(self._size * stride), inputs[rank] + rank * nbytes
+        add = kernel.bind(launch.blocks or _BLOCKS, launch.threads, rank, own, staging, stride, recv, count)
+
+        def run(stream: Any) -> None:
+            barrier(stream)
+            for peer in self._others:
+                source = inputs[peer] + rank * nbytes
+                call(cu.cuMemcpyDtoDAsync, staging + peer * stride, source, nbytes, streams.handle(stream))
+            add(stream)
+            barrier(stream)
+
+        return run
+
+    def all_gather(self, barrier: Run, nbytes: int, send: int, outputs: Sequence[int]) -> Run:
+        """``nbytes`` of ``send`` go to their place in every rank's buffer ``outputs[r]``, as this rank sees it."""
+        at = self._rank * nbytes
+        targets = [outputs[rank] + at for rank in (*self._others, self._rank)]
+
+        def run(stream: Any) -> None:
+            barrier(stream)
+            for target in targets:
+                if target != send:
+                    call(cu.cuMemcpyDtoDAsync, target, send, nbytes, streams.handle(stream))
+            barrier(stream)
+
+        return run
+
+    def _room(self, nbytes: int) -> int:
+        if not self._staging or self._staging[-1].nbytes < nbytes:
+            self._staging.append(Scratch(nbytes, self._device))
+        return self._staging[-1].pointer
+
+    def close(self) -> None:
+        while self._staging:
+            self._staging.pop().close()

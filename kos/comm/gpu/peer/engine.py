@@ -1,0 +1,437 @@
+"""PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/gpu/kernels``).
+
+The engine owns the slab in which the kernels meet, chooses a kernel and its launch for a message, and tells
+what a kernel that gave up was waiting for.  It checks no arguments that ranks must agree on and stamps no
+sequence numbers: that is the backend's business.
+
+``exchange`` moves a piece to and from each rank; reduce-scatter and, between symmetric buffers, all-gather have
+kernels of their own.  All-reduce: ``one_shot`` and ``two_shot`` (packets, small and
+middle sizes), ``direct`` and ``bulk`` (reads from buffer to buffer), ``push`` (writes alone), ``specialized`` (writes
+alone, blocks of which each has one role; symmetric buffers only), ``copies`` (copy engines, symmetric buffers only),
+all of them adding in rank order; ``ring`` and ``tree``, which follow the schedules of that name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.comm.gpu.peer.copies import BESIDE, Copies
+from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
+from kos.comm.reduction import ReduceOp
+from kos.comm.rendezvous.base import Rendezvous
+from kos.cuda import driver, load_kernel
+from kos.cuda.devices import device_info
+from kos.dtypes import DType
+from kos.errors import (
+    BackendUnavailable,
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    InvalidArgument,
+    RankLost,
+)
+from kos.memory.array import Array
+from kos.memory.pool import pinned_empty
+from kos.memory.symmetric import SymmetricMemory
+
+KERNELS = Path(__file__).parent.parent / "kernels"
+MAX_RANKS = 8
+CHANNELS = 128
+STAGING = 32 << 20
+"""Bytes, four times: through these goes what is not read and written where it lies.  ``specialized`` takes twice as
+much, for all that other ranks contribute to this one's chunk: 73 MB of 8 ranks."""
+
+# As in kernels/channel.cuh, packets.cuh and exchange.cu.
+_LINE_BYTES = 256
+_FAILED = CHANNELS * _LINE_BYTES
+_INBOX = _FAILED + 256 + CHANNELS * _LINE_BYTES
+_CAPACITY = 512
+_SHARE = 8192
+
+
+class _Word(IntEnum):
+    """The record through which host and kernels talk: 64-bit words of host memory."""
+
+    ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE = range(9)
+
+
+_TIMEOUT, _ABORTED, _TOLD, _UNEQUAL = 1, 2, 3, 4
+
+
+Run = Callable[[Any], None]
+"""Queues an operation, whose arguments are resolved, on a stream."""
+Piece = tuple[int, int]
+"""Address and bytes."""
+
+
+class PeerEngine:
+    """The kernels of one group of ranks, one of them on ``device``.
+
+    Its operations run one after another: queue them on one stream, or order the streams.  Creation and ``close``
+    are collective.  ``timeout`` (seconds) bounds every wait inside a kernel and may be
+    changed at any time.  Ranks may share a GPU if they are threads of one process (all ranks' kernels then run
+    at once); as processes they take turns, a millisecond each.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        device: int,
+        *,
+        timeout: float = 30.0,
+        staging: int = STAGING,
+        overlap: bool = True,
+        launches: Launches = DEFAULT,
+        **macros: Any,
+    ) -> None:
+        """``macros`` reach every kernel: STALL (nanoseconds) and BROKEN are for tests of races."""
+        self.rank, self.size, self.device = rendezvous.rank, rendezvous.size, device
+        if self.size > MAX_RANKS:
+            raise BackendUnavailable(f"peer: expected at most {MAX_RANKS} ranks, got {self.size}")
+        info = device_info(device)
+        fact = f"{info.uuid} {info.multiprocessors} {info.arch}"
+        facts = [data.decode().split() for data in rendezvous.allgather(fact.encode())]
+        sharing = max(sum(uuid == other for other, *_ in facts) for uuid, *_ in facts)
+        self._multiprocessors = min(int(count) for _, count, _ in facts) // sharing
+        self.blocks = min(CHANNELS, self._multiprocessors)
+        self._copies = Copies(self.rank, self.size, device)
+        self._overlap = sharing == 1 and overlap
+        self.launches = launches
+        self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
+        self.staging = staging // 16 * 16
+        self._macros = dict(macros, RANKS=self.size)
+        self._memories: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
+        self._registered = 0
+        self._record = pinned_empty(16, np.uint64, device)
+        self._record[:] = 0
+        self._failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
+        self.timeout = timeout
+        inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
+        self._in = _INBOX + inboxes
+        self._out = self._in + 2 * staging
+        self._slots = self._out + staging
+        slots = CHANNELS * 2 * self.size
+        self._slot = max(staging // slots // 16 * 16, 512)
+        self.memory = SymmetricMemory(rendezvous, self._slots + slots * self._slot, device)
+        words = [*self.memory.pointers, self._record.__array_interface__["data"][0], self.rank]
+        self._context = Array.from_numpy(np.array(words, np.uint64), device, label="peer context")
+        driver.synchronize(device)
+        rendezvous.barrier()
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a kernel waits for another rank."""
+        return float(self._record[_Word.TIMEOUT]) / 1e9
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._record[_Word.TIMEOUT] = int(min(seconds, 1e9) * 1e9)
+
+    def register(self, memory: SymmetricMemory) -> None:
+        """Let buffers in ``memory`` be used where they are.  Collective, and so is every use of such a buffer:
+        all ranks pass buffers at the same offset of it."""
+        self._memories[self._registered] = memory
+        self._registered += 1
+
+    def unregister(self, memory: SymmetricMemory) -> None:
+        self._memories = {number: each for number, each in self._memories.items() if each is not memory}
+
+    def is_symmetric(self, pointer: int, nbytes: int) -> bool:
+        """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
+        return self._symmetric(pointer, nbytes) is not None
+
+    def way(self, launch: Launch, nbytes: int, *pointers: int) -> str:
+        """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
+        numbers = {memory.peer_pointers.pointer: number for number, memory in self._memories.items()}
+        found = (self._symmetric(pointer, nbytes) for pointer in pointers)
+        places = [place and (numbers[place[0]], place[1]) for place in found]
+        return f"{launch} at {places}"
+
+    def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
+        """What is taken where nothing else is said, by size and by where the buffers lie."""
+        return self.launches.pick(nbytes, self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes))
+
+    def bind_all_reduce(
+        self,
+        send: int,
+        recv: int,
+        count: int,
+        dtype: DType,
+        op: ReduceOp,
+        *,
+        factor: float = 1.0,
+        launch: Launch | None = None,
+    ) -> Run:
+        """The all-reduce of ``count`` elements from address ``send`` to ``recv`` (which may be the same).
+
+        Collective in what it queues: all ranks use the same count, dtype, op and launch.  ``factor`` is this
+        rank's, for PREMUL_SUM.
+        """
+        if count <= 0 or send % dtype.itemsize or recv % dtype.itemsize:
+            raise InvalidArgument(
+                f"all_reduce: expected elements at multiples of {dtype.itemsize} bytes, "
+                f"got {count} at 0x{send:x} and 0x{recv:x}"
+            )
+        nbytes = count * dtype.itemsize
+        symmetric = self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes)
+        launch = self.possible(launch or self.launch_for(send, recv, nbytes), op, nbytes, symmetric)
+        if launch.algorithm in PACKETS:
+            return self._bind_packets(launch, send, recv, count, dtype, op, factor)
+        others = {"copies": self._bind_copies, "specialized": self._bind_specialized, "push": self._bind_push}
+        return others.get(launch.algorithm, self._bind_direct)(launch, send, recv, count, dtype, op)
+
+    def possible(self, launch: Launch, op: ReduceOp, nbytes: int, symmetric: bool) -> Launch:
+        """``launch``, or what goes in its place for what it does not take; ``symmetric``: both buffers are."""
+        if launch.algorithm not in PACKETS and (op is ReduceOp.PREMUL_SUM or self.size == 1):
+            return Launch("two_shot" if self.size > 1 else "one_shot")
+        if launch.algorithm == "bulk" and not self.has_bulk:
+            return replace(launch, algorithm="direct", threads=512)
+        if self.size == 1:
+            return replace(launch, algorithm="one_shot")
+        if launch.algorithm == "copies" and not symmetric:
+            return Launch("push")
+        if launch.algorithm == "specialized" and not (symmetric and self._roles(nbytes)):
+            return Launch("push", self.blocks)
+        return launch
+
+    def _kernel(self, file: str, launch: Launch, dtype: DType, op: ReduceOp, **macros: Any) -> Any:
+        name = "uint8" if dtype.name == "bool" else dtype.name
+        return load_kernel(
+            KERNELS / file, launch.algorithm, self.device,
+            DTYPE=name, OP=op.name, THREADS=launch.threads, ONLY=launch.algorithm.upper(), **macros, **self._macros,
+        )  # fmt: skip
+
+    def _bind_packets(
+        self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, factor: float
+    ) -> Run:
+        partials = launch.algorithm in ("ring", "tree")
+        widened = partials or op is ReduceOp.PREMUL_SUM
+        # Small integers are added in 32 bits: the width of a partial sum on the wire.
+        itemsize = max(dtype.accumulate.itemsize, 4) if widened else dtype.itemsize
+        packets = -(-count // ((8 if itemsize == 8 else 12) // itemsize))
+        chunks = 1 if launch.algorithm in ("one_shot", "tree") else self.size
+        packets = -(-packets // chunks)
+        blocks = min(launch.blocks or -(-packets // launch.threads), self.blocks)
+        per_channel = -(-packets // blocks)
+        kernel = self._kernel("all_reduce_packets.cu", launch, dtype, op, PARTIALS=partials)
+        threads = min(launch.threads, -(-per_channel // 32) * 32)
+        return self._bind(
+            kernel, blocks, threads,
+            self._context.pointer, self.memory.pointer, self.rank, send, recv, count, per_channel, np.float64(factor),
+        )  # fmt: skip
+
+    def _bind_direct(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+        nbytes, table, vector = count * dtype.itemsize, self.memory.peer_pointers.pointer, 16 // dtype.itemsize
+        source, target = self._symmetric(send, nbytes), self._symmetric(recv, nbytes)
+        if source and target:
+            places, outside, piece = (*source, *target), (0, 0), count
+        else:
+            places, outside = (table, self._in, table, self._out), (send, recv)
+            piece = -(-count // -(-nbytes // self.staging) // vector) * vector
+        shared = 0
+        if launch.algorithm == "bulk":
+            shared = (launch.stages * self.size + 2) * launch.tile + 8 * launch.stages
+        kernel = self._kernel(
+            "all_reduce_direct.cu", launch, dtype, op, UNROLL=launch.unroll, TILE=launch.tile, STAGES=launch.stages
+        )
+        blocks = min(launch.blocks or self.blocks, self.blocks)
+        return self._bind(
+            kernel, blocks, launch.threads,
+            self._context.pointer, self.memory.pointer, self.rank,
+            *places, *outside, count, piece, shared=shared,
+        )  # fmt: skip
+
+    def _bind_push(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+        vector = 16 // dtype.itemsize
+        place = self._symmetric(recv, count * dtype.itemsize)
+        pieces = 1 if place else -(-count * dtype.itemsize // self.staging)
+        piece = count if place else -(-count // pieces // vector) * vector
+        kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
+        blocks, batch = self._batches(launch, -(-piece // vector // self.size))
+        return self._bind(
+            kernel, blocks, launch.threads,
+            self._context.pointer, self.memory.pointer, self.rank, self._in, batch,
+            *(place or (self.memory.peer_pointers.pointer, self._out)), send, 0 if place else recv, count, piece,
+        )  # fmt: skip
+
+    def _roles(self, nbytes: int) -> tuple[int, int, int] | None:
+        """Pushers for each peer, adders, and a chunk's vectors, of ``specialized``; None for what it does not take.
+        All blocks must find a place at once: 7 x 16 + 20 on the 132 multiprocessors where that was the fastest."""
+        adders, peers = -(-self._multiprocessors * 5 // 33), self.size - 1
+        pushers = min(self._multiprocessors - adders, CHANNELS) // peers
+        chunk = -(-nbytes // 16 // self.size // 8) * 8
+        if nbytes % 16 or not pushers or adders > CHANNELS or 16 * peers * chunk > 2 * self.staging:
+            return None
+        return pushers, adders, chunk
+
+    def _bind_specialized(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+        nbytes = count * dtype.itemsize
+        place, roles = self._symmetric(recv, nbytes), self._roles(nbytes)
+        assert place and roles
+        pushers, adders, chunk = roles
+        rounds = -(-chunk // (launch.tile // 16 * pushers))
+        tile = -(-chunk // (rounds * pushers) // 8) * 8
+        return self._bind(
+            self._kernel("all_reduce_specialized.cu", launch, dtype, op), pushers * (self.size - 1) + adders,
+            launch.threads, self._context.pointer, self.memory.pointer, self.rank, self._in, pushers, tile, chunk,
+            nbytes // 16, *place, send,
+        )  # fmt: skip
+
+    def bind_reduce_scatter(
+        self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, beside: bool = False
+    ) -> Run | None:
+        """The reduce-scatter of ``count`` elements for each rank, added in rank order; ``recv`` may be this rank's
+        part of ``send``.  None for what the kernel does not take: parts that are no whole vectors, complex numbers,
+        PREMUL_SUM.  ``beside``: by copy engines; ``send`` is symmetric then."""
+        nbytes = count * dtype.itemsize
+        if nbytes % 16 or not nbytes or op is ReduceOp.PREMUL_SUM or dtype.kind == "complex" or self.size == 1:
+            return None
+        if beside:
+            kernel, inputs = self._kernel("all_reduce_copies.cu", BESIDE, dtype, op), self._everywhere(send)
+            barrier = self.bind_barrier(overlap=False)
+            return self._copies.reduce_scatter(kernel, barrier, BESIDE, dtype.itemsize, count, inputs, recv)
+        launch = Launch("reduce_scatter", blocks=min(-(-nbytes // _SHARE), self.blocks))
+        blocks, batch = self._batches(launch, -(-nbytes // 16))
+        kernel = self._kernel("all_reduce_push.cu", launch, dtype, op)
+        return self._bind(
+            kernel, blocks, launch.threads,
+            self._context.pointer, self.memory.pointer, self.rank, self._in, batch, send, recv, count,
+        )  # fmt: skip
+
+    def bind_all_gather(self, send: int, recv: int, nbytes: int, *, beside: bool = False) -> Run | None:
+        """The all-gather of ``nbytes`` from each rank into symmetric memory, by copy engines if ``beside``; None for
+        anything else, and for parts that are no whole vectors."""
+        place = self._symmetric(recv, nbytes * self.size)
+        if place is None or nbytes % 16 or not nbytes:
+            return None
+        if beside:
+            return self._copies.all_gather(self.bind_barrier(overlap=False), nbytes, send, self._everywhere(recv))
+        kernel = load_kernel(KERNELS / "all_gather.cu", "all_gather", self.device, THREADS=512, **self._macros)
+        blocks = min(-(-nbytes // _SHARE), self.blocks)
+        return self._bind(
+            kernel, blocks, 512, self._context.pointer, self.memory.pointer, self.rank, *place, send, nbytes
+        )
+
+    def _batches(self, launch: Launch, chunk: int) -> tuple[int, int]:
+        """Blocks, and vectors in a batch, with which chunks of so many vectors go through staging memory."""
+        blocks = min(launch.blocks or 64, self.blocks, self.staging // 256 // self.size)
+        share = -(-(chunk + 8) // blocks) + 8
+        return blocks, min(self.staging // 16 // (2 * blocks * self.size), share) // 8 * 8
+
+    def _bind_copies(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
+        kernel = self._kernel("all_reduce_copies.cu", launch, dtype, op)
+        return self._copies.all_reduce(
+            kernel, self.bind_barrier(overlap=False), launch, dtype.itemsize, count,
+            self._everywhere(send), self._everywhere(recv),
+        )  # fmt: skip
+
+    def _everywhere(self, pointer: int) -> list[int]:
+        """Where a symmetric buffer lies on each rank, as this one sees it."""
+        memory = next(each for each in self._memories.values() if each.offset_of(pointer, 1) is not None)
+        return [base + pointer - memory.pointer for base in memory.pointers]
+
+    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False) -> Run:
+        """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
+
+        Bytes of any number and alignment, none where nothing goes.  Takes part who has something to send or
+        to receive; what one rank sends another comes in the order in which it was sent, in pieces of the
+        same sizes: a kernel raises CollectiveMismatch, by ``check``, where it is another one that comes, or one of the
+        other kind (``messages``).
+        """
+        pieces = [word for r in range(self.size) for word in (*sends[r], *recvs[r])]
+        longest = max(nbytes for _, nbytes in (*sends, *recvs))
+        if not longest:
+            return _nothing
+        kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros)
+        blocks = min(-(-longest // _SHARE), self.blocks)
+        threads = min(-(-longest // (blocks * 512)) * 32, 512)  # a vector each
+        pieces += [0] * (4 * (MAX_RANKS - self.size))
+        return self._bind(
+            kernel, blocks, threads,
+            self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self.blocks,
+            int(messages), *pieces,
+        )  # fmt: skip
+
+    def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0) -> Run:
+        """A function that launches ``kernel``; where a rank has its GPU alone, while the kernel before it ends."""
+        run: Run = kernel.bind(blocks, threads, *arguments, shared=shared, overlap=self._overlap)
+        return run
+
+    def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
+        """Table of addresses and offset of a buffer that all ranks map, if vectors can move it."""
+        for memory in self._memories.values():
+            offset = memory.offset_of(pointer, nbytes)
+            if offset is not None and offset % 16 == 0:
+                return memory.peer_pointers.pointer, offset
+        return None
+
+    def bind_barrier(self, *, overlap: bool = True) -> Run:
+        """A barrier of all ranks' streams; without ``overlap`` it begins when all before it is over, copies too."""
+        kernel = load_kernel(KERNELS / "barrier.cu", "barrier", self.device, **self._macros)
+        arguments = self._context.pointer, self.memory.pointer, self.rank
+        run: Run = kernel.bind(1, 32, *arguments, overlap=overlap and self._overlap)
+        return run
+
+    @property
+    def failed(self) -> bool:
+        """Whether a kernel has given up; the engine is then of no more use.  Reads host memory only."""
+        return bool(self._failure[0])
+
+    def check(self, what: str) -> None:
+        """Raise for a kernel that gave up, naming the rank it waited for; ``what`` names the operation."""
+        if not self.failed:
+            return
+        peer, cause = int(self._record[_Word.PEER]), int(self._record[_Word.CAUSE])
+        if cause == _ABORTED:
+            raise CollectiveError(f"{what}: aborted while it waited for rank {peer}")
+        if cause == _UNEQUAL:
+            wanted, seen = (_piece(int(self._record[word])) for word in (_Word.WANTED, _Word.SEEN))
+            raise CollectiveMismatch(f"{what}: expected {wanted} from rank {peer}, got {seen}")
+        if cause == _TOLD:
+            raise RankLost(f"{what}: rank {peer} has given up")
+        raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {self.timeout:g} s ({self._where()})")
+
+    def _where(self) -> str:
+        word = {name: int(self._record[name]) for name in _Word}
+        return (
+            f"channel {word[_Word.CHANNEL]}, phase {word[_Word.PHASE]}: "
+            f"expected flag {word[_Word.WANTED]}, got {word[_Word.SEEN]}"
+        )
+
+    def last_wait(self, seconds: float) -> str:
+        """What a kernel that is being aborted waited for; looks for it at most so long."""
+        deadline = time.monotonic() + seconds
+        while not self.failed:
+            if time.monotonic() > deadline:
+                return "no kernel of this GPU was waiting"
+            time.sleep(0.001)
+        return f"the GPU waited for rank {int(self._record[_Word.PEER])} ({self._where()})"
+
+    def abort(self) -> None:
+        """Let every kernel that waits, now or later, end within a moment.  Its result is undefined."""
+        self._record[_Word.ABORT] = 1
+
+    def close(self) -> None:
+        """Free the slab once all ranks' devices are done; without the others after ``abort`` or a failure."""
+        if self.failed or self._record[_Word.ABORT]:
+            driver.synchronize(self.device)
+            self.memory.abort()
+        else:
+            self.memory.close()
+        self._memories.clear()
+        self._copies.close()
+
+
+def _piece(said: int) -> str:
+    return f"{said % (1 << 31)} bytes of a {'message' if said >> 31 else 'collective'}"
+
+
+def _nothing(stream: Any) -> None:
+    """What is queued where there is nothing to do."""

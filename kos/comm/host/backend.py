@@ -1,0 +1,151 @@
+"""HostBackend: what backends whose ranks are processes have in common on one host.
+
+Where ranks share memory their calls are compared, their absence and death is seen, and if the whole group
+is on one host its collectives go through that memory.  A group that spans hosts keeps the first two for the
+ranks of each host; between hosts the transport compares and tells.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Callable
+
+from kos.comm.backend import Backend, ends_group
+from kos.comm.host.shared import Calls, SharedCollectives, open_segment
+from kos.comm.operation import Operation
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.mpi_job import Backoff
+from kos.comm.work import Engine, Idle, Steps
+from kos.errors import CollectiveError, CudaError, KosError, RankLost
+
+
+class HostBackend(Backend):
+    """Adds shared memory to a Backend that has a transport."""
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
+        super().__init__(rendezvous, engine)
+        if not _open:
+            atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
+        _open.add(self)
+        self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
+        self._calls: Calls | None = None
+        self._shared: SharedCollectives | None = None
+        self.crowded, self.one_host = False, self.size == 1
+        self._begun = 0  # the number of the next collective
+        if self.size > 1:
+            self._segment, self.shared_memory = open_segment(rendezvous)
+        if self._segment is not None:
+            self._calls = Calls(self._segment)
+            self.crowded = self._segment.size > (os.cpu_count() or 1)
+            self.one_host = self._segment.size == self.size
+            if self.one_host:
+                self._shared = SharedCollectives(self._calls, self.crowded)
+
+    def share_calls(self, host: HostBackend) -> None:
+        """Compare calls where ``host`` does: the two carry the operations of one communicator."""
+        self._leave()
+        self._segment, self._calls = None, host._calls
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
+        return self._segment is not None
+
+    def idle(self) -> Idle:
+        """Nobody is told of words in shared memory, nor by MPI of messages: waiting is polling."""
+        return Backoff(self.crowded)
+
+    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+        self._begun = operation.sequence + 1
+        return self._calls.publish(operation) if self._calls is not None else None
+
+    def _steps(self, operation: Operation) -> Steps:
+        steps = self._shared.start(operation) if self._shared is not None else None
+        return super()._steps(operation) if steps is None else steps
+
+    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
+
+    def missing(self, operation: Operation) -> str:
+        if not operation.collective:
+            return super().missing(operation)
+        if self._calls is not None and (late := self._calls.missing(operation)):
+            return f"ranks {late} did not arrive"
+        if self._shared is not None and (behind := self._shared.behind()):
+            return f"every rank arrived, ranks {behind} went no further"
+        awaited = self.awaited(operation)
+        return f"still waiting for ranks {awaited}" if awaited else super().missing(operation)
+
+    def awaited(self, operation: Operation) -> list[int]:
+        """Peers of the transport's messages in flight for a collective."""
+        return []
+
+    def failed(self, operation: Operation, error: Exception) -> KosError:
+        if not ends_group(operation, error):
+            return super().failed(operation, error)
+        if operation.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
+            try:
+                self._calls.check(operation)
+            except KosError as known:  # the ranks of the host know better what it met on its way
+                error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
+        first, failure = self.broken is None, super().failed(operation, error)
+        sequence = operation.sequence if operation.collective else self.begun
+        told = failure
+        if self.lost(failure):  # no error of the others: this rank is of no more use to them
+            told = RankLost(f"rank {self.rank} is gone: {failure}")
+        elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
+            told = CollectiveError(f"rank {self.rank}: {failure}")
+        if self._calls is not None:
+            self._calls.fail(told, sequence)
+        if first:
+            self.tell(told, sequence)
+        return failure
+
+    def lost(self, error: KosError) -> bool:
+        """Whether ``error`` is that this rank's device is of no more use."""
+        return False
+
+    def tell(self, failure: KosError, sequence: int) -> None:
+        """Have the ranks of other hosts, too, raise it from collective ``sequence`` on."""
+
+    @property
+    def begun(self) -> int:
+        """Collectives that this rank has begun: the sequence number of its next one."""
+        return self._begun if self._calls is None else self._calls.begun
+
+    def part(self, reason: str) -> None:
+        """Have the other ranks hear that this one begins nothing more, and why."""
+        if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
+            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), self.stops_at())
+
+    def stops_at(self) -> int:
+        """The first collective that this rank does not complete if it goes now."""
+        mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
+        return min((operation.sequence for operation in mine if operation.collective), default=self.begun)
+
+    def abort(self, reason: str) -> None:
+        self.part(reason)
+        self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
+        self._leave()
+
+    def close(self) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        _open.discard(self)
+        calls, self._calls, self._shared = self._calls, None, None
+        if calls is not None and self._segment is not None:
+            calls.close()
+
+
+_open: weakref.WeakSet[HostBackend] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
+
+
+def _part() -> None:
+    """The process of a rank ends: whoever waits for it in what it left open hears, and of whom it may have lost."""
+    for backend in list(_open):
+        killed = backend._calls.killed() if backend._calls is not None else None
+        backend.part("its process ended" if killed is None else f"its process ended, after that of rank {killed}")

@@ -1,0 +1,7 @@
+"""Memory that the ranks of one host share: what they call, whether they live, and collectives through it."""
+
+from kos.comm.host.shared.calls import Calls
+from kos.comm.host.shared.collectives import SharedCollectives
+from kos.comm.host.shared.segment import Segment, open_segment
+
+__all__ = ["Calls", "Segment", "SharedCollectives", "open_segment"]

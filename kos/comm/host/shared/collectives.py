@@ -1,0 +1,174 @@
+"""Collectives of the ranks of one host through their segment, in stages of a slot each.
+
+A stage has up to three steps, and every rank a word that counts each of them.  PUT: it has copied what
+others need to its slot.  REDUCED: it has reduced its own part, and copied it over what the next rank had put
+for it.  GOT: it has copied what it wants, and reads nothing more of this stage.  A slot is filled again when
+every rank has got what it wanted of the stage DEPTH before, and not ahead of its stage: that would push this
+one's data out of the core's cache.  So data crosses the memory bus once each way and all else stays in the
+caches (Jain et al., "Framework for Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from os import sched_yield
+from typing import Any
+
+import numpy as np
+
+from kos.comm.host.shared.calls import Calls, Wait
+from kos.comm.host.shared.plans import Plan, Plans
+from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED
+from kos.comm.operation import Operation
+from kos.comm.reduction import Reduction
+from kos.comm.work import Steps
+
+Array = np.ndarray[Any, Any]
+Came = Callable[[], bool]
+
+SPINS, CROWDED_SPINS = 300, 30
+"""Polls of a word (50 ns each) before a wait goes back to the engine, and where ranks outnumber cores: there a
+rank that spins keeps the one it waits for from running, so each of these polls gives the core away."""
+
+
+class SharedCollectives:
+    """Carries whole operations, from the user's input to the user's output."""
+
+    def __init__(self, calls: Calls, crowded: bool) -> None:
+        segment = calls.segment
+        self._calls, self._words, self._plans = calls, segment.words, Plans(segment)
+        self.rank, self.size = segment.rank, segment.size
+        self._lines = [segment.layout.line(rank) for rank in range(self.size)]
+        self._mine = self._lines[self.rank]
+        self._peers = [rank for rank in range(self.size) if rank != self.rank]
+        self._of_peers = [[self._lines[rank] + word for rank in self._peers] for word in range(CLOSED)]
+        self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
+        self._issued = self._served = 0  # operations that asked for the slots, that are done with them
+        self._stage = 0
+        self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the word, its value, the ranks last waited for
+
+    def start(self, o: Operation) -> Steps | None:
+        """Say that this rank begins ``o``, and how it goes on; None if it is not carried here."""
+        if o.name in ("all_reduce", "reduce") and o.algorithm == "auto":
+            assert o.send is not None and o.reduction is not None
+            self._calls.announce(o)
+            return self._reduce(o, o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction)
+        plan = self._plans.make(o)
+        return self._run(o, self._calls.publish(o), plan) if plan is not None else None
+
+    def behind(self) -> list[int]:
+        """The ranks that the operation which has the slots waits for."""
+        return [self._calls.segment.ranks[rank] for rank in self._laggards()]
+
+    def _run(self, o: Operation, came: Came, plan: Plan) -> Steps:
+        count, per_stage, sources, put, get = plan
+        words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
+        # Operations use the slots one after another, in the order of their launch, equal on all ranks.
+        turn, self._issued = self._issued, self._issued + 1
+        while self._served != turn:
+            came()
+            yield
+        first, stages = self._stage, -(-count // per_stage)
+        self._stage += stages
+        awaited = [self._lines[rank] + PUT for rank in sources]
+        start = 0
+        for stage in range(first, first + stages):
+            slot, end = stage % DEPTH, min(start + per_stage, count)
+            if put is not None:
+                if not self._reached(self._of_peers[GOT], stage + 1 - DEPTH):
+                    yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
+                put(slot, start, end)
+                words[mine + PUT] = stage + 1
+            if stage == first:
+                # One's own slot may be filled before, the others' are read once all calls agree.
+                while not came():
+                    spins -= 1
+                    if spins < 0:
+                        yield
+                    elif crowded:
+                        sched_yield()
+            if not self._reached(awaited, stage + 1):
+                yield from self._until(o, PUT, stage + 1, sources)
+            if get is not None:
+                get(slot, start, end)
+            words[mine + GOT] = stage + 1
+            start = end
+        if not stages:
+            while not came():
+                yield
+        self._served += 1
+
+    def _reduce(self, o: Operation, x: Array, out: Array | None, reduction: Reduction) -> Steps:
+        """An all_reduce; or a reduce, which differs in that ranks other than the root have no ``out``.
+
+        As ``_run`` would do it, with a step between and little between the lines.
+        """
+        words, mine, peers, plans, plain = self._words, self._mine, self._of_peers, self._plans, reduction.is_plain
+        turn, self._issued = self._issued, self._issued + 1
+        while self._served != turn:
+            self._calls.raise_failure(o.sequence)
+            yield
+        first, per_stage = self._stage, plans.block // reduction.carrier.itemsize
+        stages = 1 if x.size <= per_stage else -(-x.size // per_stage)
+        self._stage = first + stages
+        a, b = x, out
+        for stage in range(first, first + stages):
+            if stages > 1:
+                start = (stage - first) * per_stage
+                a = x[start : start + per_stage]
+                b = a if out is x else out[start : start + per_stage] if out is not None else None
+            own, puts, contributions, result, gets = plans.parts(reduction, a.size)[stage % DEPTH]
+            if not self._reached(peers[GOT], stage + 1 - DEPTH):
+                yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
+            for view, where in puts:
+                if plain:
+                    view[...] = a[where]
+                else:
+                    reduction.stage(a[where], view)
+            words[mine + PUT] = stage + 1
+            part = a[own]
+            if plain:
+                contributions = contributions.copy()
+                contributions[self.rank] = part
+            if b is not a:
+                part = b[own] if b is not None else np.empty_like(part)
+            if not self._reached(peers[PUT], stage + 1):
+                yield from self._until(o, PUT, stage + 1, self._peers)
+            if stage == first:
+                self._calls.check(o)
+            if b is not None or result is not None:
+                plans.sum(reduction, contributions, part)
+            if result is not None:
+                result[...] = part
+                words[mine + REDUCED] = stage + 1
+                if not self._reached(peers[REDUCED], stage + 1):
+                    yield from self._until(o, REDUCED, stage + 1, self._peers)
+                if b is not None:
+                    for view, where in gets:
+                        b[where] = view
+            words[mine + GOT] = stage + 1
+        self._served = turn + 1
+
+    def _reached(self, places: Sequence[int], value: int) -> bool:
+        """Spin for a while until the words at ``places`` have reached ``value``: whether they have."""
+        words, spins = self._words, self._spins
+        for at in places:
+            while words[at] < value:
+                if spins == 0:
+                    return False
+                spins -= 1
+                if self._crowded:
+                    sched_yield()
+        return True
+
+    def _laggards(self) -> Iterator[int]:
+        word, value, awaited = self._awaited
+        return (rank for rank in awaited if self._words[self._lines[rank] + word] < value)
+
+    def _until(self, o: Operation, word: int, value: int, ranks: Sequence[int]) -> Steps:
+        """Wait until that word of those ranks has reached ``value``."""
+        self._awaited = word, value, ranks
+        wait = Wait(self._calls, o)
+        while (rank := next(self._laggards(), None)) is not None:
+            wait.look(rank)
+            yield

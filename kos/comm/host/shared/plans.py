@@ -1,0 +1,235 @@
+"""How each collective uses the slots of a segment: what a rank puts into its own, reduces and gets.
+
+Contributions are added in rank order, each element by one rank or by all alike: the bits are the same on
+all ranks, and those of ``deterministic=True`` on every backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.comm.host.shared.segment import DEPTH, Segment
+from kos.comm.operation import Operation
+from kos.comm.reduction import Reduction
+
+Array = np.ndarray[Any, Any]
+Step = Callable[[int, int, int], None]  # slot, first element, end
+
+ONE_SHOT_BYTES = 64 * 1024
+"""The largest all_reduce that every rank reads from all others and reduces itself, with one wait less."""
+WHOLE_BYTES = 512 * 1024
+"""The most of a slot that is filled to be read whole: more would not stay in a core's second-level cache."""
+MOST_PARTS = 64
+"""Divisions of a stage that are kept."""
+_ALIGN = 64
+"""Bytes: ranks write to cache lines of their own."""
+
+
+class Plan(NamedTuple):
+    """How one rank takes part in one operation.  Steps that it has no part in are None."""
+
+    elements: int  # elements to go through, equal on all ranks
+    per_stage: int
+    sources: Sequence[int]  # the ranks whose slots this rank reads
+    put: Step | None = None
+    get: Step | None = None
+
+
+class Parts(NamedTuple):
+    """What one stage of an all_reduce does with one slot: views of it, and slices of the stage's elements.
+
+    A stage in one shot has no result: every rank reduces everything itself.
+    """
+
+    own: slice  # what this rank reduces
+    put: list[tuple[Array, slice]]  # where it puts what others reduce
+    contributions: list[Array]  # to what it reduces, by rank
+    result: Array | None  # where it puts that
+    get: list[tuple[Array, slice]]  # where it gets what others reduced
+
+
+class Plans:
+    """Makes the plans of one rank; they work from the user's input to the user's output."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._data, self.block, self._ranks = segment.data, segment.layout.block, segment.ranks
+        self.rank, self.size = segment.rank, segment.size
+        self.peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.one_shot_bytes = min(ONE_SHOT_BYTES, 3 * ONE_SHOT_BYTES // (self.size - 1), self.block)
+        self._slots: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._parts: dict[Any, list[Parts]] = {}
+        self._scratch = np.empty(0, np.uint8)
+
+    def make(self, o: Operation) -> Plan | None:
+        """The plan of ``o``, or None if it is not carried here."""
+        plan = _PLANS.get(o.name)
+        return plan(self, o) if plan is not None and o.algorithm == "auto" else None
+
+    def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
+        """The slots as arrays of ``dtype``, by rank and by stage % DEPTH."""
+        slots = self._slots.get(dtype)
+        if slots is None:
+            typed = self._data.view(dtype).reshape(self.size, DEPTH, self.block // dtype.itemsize)
+            slots = self._slots[dtype] = [list(slots) for slots in typed]
+        return slots
+
+    def sum(self, reduction: Reduction, contributions: list[Array], result: Array) -> None:
+        """Reduce contributions, in rank order, and finish; ``result`` may be the memory of one of them."""
+        combine, total, last = reduction.combine, contributions[0], contributions[-1]
+        same = result.dtype == reduction.carrier
+        if len(contributions) == 2 and same:
+            combine(total, last, result)
+            reduction.finish(result, result)
+            return
+        if self._scratch.size < self.block:
+            self._scratch = np.empty(self.block, np.uint8)
+        scratch = self._scratch[: total.nbytes].view(reduction.carrier)
+        for contribution in contributions[1:-1]:
+            combine(total, contribution, scratch)
+            total = scratch
+        reduced = result if same else scratch
+        combine(total, last, reduced)
+        reduction.finish(reduced, result)
+
+    def parts(self, reduction: Reduction, length: int) -> list[Parts]:
+        """How all_reduce divides a stage of ``length`` elements, by slot."""
+        key = reduction.carrier, reduction.dtype, reduction.is_plain, length
+        parts = self._parts.get(key)
+        if parts is None:
+            if len(self._parts) == MOST_PARTS:
+                self._parts.clear()
+            slots = self.typed(reduction.carrier)
+            parts = [self._divide(reduction, length, *slot) for slot in zip(*slots, strict=True)]
+            self._parts[key] = parts
+        return parts
+
+    def _divide(self, reduction: Reduction, length: int, *slots: Array) -> Parts:
+        mine = slots[self.rank]
+        if length * reduction.dtype.itemsize <= self.one_shot_bytes:
+            everything = slice(0, length)
+            return Parts(everything, [(mine[:length], everything)], [s[:length] for s in slots], None, [])
+        line = _ALIGN // reduction.dtype.itemsize
+        step = -(-length // (self.size * line)) * line
+        parts = [slice(min(r * step, length), min((r + 1) * step, length)) for r in range(self.size)]
+        own = parts[self.rank]
+        others = [part for part in (slice(0, own.start), slice(own.stop, length)) if part.stop > part.start]
+        put = [(mine[part], part) for part in (others if reduction.is_plain else [slice(0, length)])]
+        # Over what the next rank put for it: its core has just read these lines, and nobody else will.
+        results = [
+            slots[(r + 1) % self.size][part].view(reduction.dtype.numpy)[: part.stop - part.start]
+            for r, part in enumerate(parts)
+        ]
+        get = [(result, parts[r]) for r, result in enumerate(results) if r != self.rank and result.size]
+        return Parts(own, put, [s[own] for s in slots], results[self.rank], get)
+
+    # The operations.
+
+    def _reduce_scatter(self, o: Operation) -> Plan:
+        assert o.send is not None and o.recv is not None and o.reduction is not None
+        x, out, reduction, rank = o.send.flat, o.recv.flat, o.reduction, self.rank
+        count, slots = out.size, self.typed(reduction.carrier)
+        per_stage = self._per_part(reduction.carrier.itemsize)
+        plain = reduction.is_plain
+
+        def put(slot: int, a: int, b: int) -> None:
+            for r in self.peers if plain else range(self.size):
+                at = r * per_stage
+                reduction.stage(x[r * count + a : r * count + b], slots[rank][slot][at : at + b - a])
+
+        def get(slot: int, a: int, b: int) -> None:
+            at = rank * per_stage
+            contributions = [slots[r][slot][at : at + b - a] for r in range(self.size)]
+            if plain:
+                contributions[rank] = x[rank * count + a : rank * count + b]
+            self.sum(reduction, contributions, out[a:b])
+
+        return Plan(count, per_stage, self.peers, put=put, get=get)
+
+    def _broadcast(self, o: Operation) -> Plan:
+        assert o.send is not None and o.recv is not None
+        x, out, root = o.send.flat, o.recv.flat, self._root(o)
+        slots = self.typed(x.dtype)[root]
+
+        def put(slot: int, a: int, b: int) -> None:
+            slots[slot][: b - a] = x[a:b]
+            if x is not out:
+                out[a:b] = x[a:b]
+
+        def get(slot: int, a: int, b: int) -> None:
+            out[a:b] = slots[slot][: b - a]
+
+        per_stage = min(self.block, WHOLE_BYTES) // x.itemsize
+        if self.rank == root:
+            return Plan(x.size, per_stage, (), put=put)
+        return Plan(x.size, per_stage, (root,), get=get)
+
+    def _all_gather(self, o: Operation) -> Plan:
+        """all_gather, and gather where ``recv`` is the root's alone."""
+        assert o.send is not None
+        x, rank, slots = o.send.flat, self.rank, self.typed(o.send.flat.dtype)
+        out = o.recv.flat.reshape(self.size, -1) if o.recv is not None else None
+
+        def put(slot: int, a: int, b: int) -> None:
+            slots[rank][slot][: b - a] = x[a:b]
+
+        def get(slot: int, a: int, b: int) -> None:
+            assert out is not None
+            out[rank, a:b] = x[a:b]
+            for r in self.peers:
+                out[r, a:b] = slots[r][slot][: b - a]
+
+        per_stage = min(self.block, WHOLE_BYTES) // x.itemsize
+        if out is None:
+            return Plan(x.size, per_stage, (), put=put)
+        return Plan(x.size, per_stage, self.peers, put=put, get=get)
+
+    def _all_to_all(self, o: Operation) -> Plan:
+        """all_to_all, and scatter where ``send`` is the root's alone."""
+        assert o.recv is not None
+        out, rank, slots = o.recv.flat, self.rank, self.typed(o.recv.flat.dtype)
+        sources = range(self.size) if o.root is None else (self._root(o),)
+        count = out.size // len(sources)
+        x = o.send.flat.reshape(self.size, -1) if o.send is not None else None
+        per_stage = self._per_part(out.itemsize)
+
+        def put(slot: int, a: int, b: int) -> None:
+            assert x is not None
+            for r in self.peers:
+                slots[rank][slot][r * per_stage : r * per_stage + b - a] = x[r, a:b]
+
+        def get(slot: int, a: int, b: int) -> None:
+            at = rank * per_stage
+            for i, r in enumerate(sources):
+                theirs = slots[r][slot][at : at + b - a] if x is None or r != rank else x[rank, a:b]
+                out[i * count + a : i * count + b] = theirs
+
+        peers = [r for r in sources if r != rank]
+        return Plan(count, per_stage, peers, put=put if x is not None else None, get=get)
+
+    def _barrier(self, o: Operation) -> Plan:
+        return Plan(0, 1, ())
+
+    def _root(self, o: Operation) -> int:
+        assert o.root is not None
+        return self._ranks.index(o.root)
+
+    def _per_part(self, itemsize: int) -> int:
+        """Elements of each rank's part of a slot, of whole cache lines where they fit."""
+        part = self.block // self.size
+        return max(part // _ALIGN * _ALIGN, itemsize) // itemsize
+
+
+_PLANS: dict[str, Callable[[Plans, Operation], Plan]] = {
+    "reduce_scatter": Plans._reduce_scatter,
+    "broadcast": Plans._broadcast,
+    "all_gather": Plans._all_gather,
+    "gather": Plans._all_gather,
+    "all_to_all": Plans._all_to_all,
+    "scatter": Plans._all_to_all,
+    "barrier": Plans._barrier,
+    "split": Plans._barrier,
+    "duplicate": Plans._barrier,
+}

@@ -1,0 +1,178 @@
+"""One piece of memory mapped by the ranks of a communicator that run on one host.
+
+It is an anonymous file (memfd_create): it has no name that a stranger could open and leaves nothing behind,
+however its processes end.  Rank 0 of the host makes it, the others map it through ``/proc/<pid>/fd``, which
+the kernel allows to the same user.
+
+Every word has one writer.  Payload is written before the word that announces it and read after it; x86-64
+keeps that order for plain loads and stores (Intel SDM volume 3, 9.2; streaming stores of a large memmove
+end in a fence), so nothing else is needed.  Other machines are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import platform
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS
+from kos.comm.rendezvous.base import Rendezvous, host_id
+
+Array = np.ndarray[Any, Any]
+
+_LINE = 16
+"""Words of one rank's line: two cache lines, because the prefetcher fetches them in pairs."""
+PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED = range(7)
+"""The words of a line: who the rank is, collectives begun, stages put, reduced and got; whether it closed."""
+
+RING = 1024
+"""Fingerprints kept per rank: so far may one rank run ahead of another with its calls compared."""
+FAILURE_BYTES = 4096
+
+DEPTH = 2
+"""Slots of a rank: one is filled while the other is read."""
+BLOCK_BYTES = 1024 * 1024
+"""A slot: large enough that its waits cost little, small enough that what one rank reads of it stays in its cache."""
+SLOTS_BYTES = 16 << 20
+"""All slots of a segment: many ranks have smaller ones."""
+MAX_RANKS = 256
+LOCK_SECONDS = 1.0
+
+
+class Segment:
+    """The mapped memory and where things lie in it.  ``ranks`` are the communicator's ranks on this host."""
+
+    def __init__(self, file: int, ranks: list[int], rank: int) -> None:
+        self._file = file  # of this rank's own opening, so that flock excludes ranks in one process too
+        self.ranks, self.size, self.rank = ranks, len(ranks), rank
+        layout = _Layout(self.size)
+        memory = mmap.mmap(file, layout.total)
+        self.bytes = memoryview(memory)
+        self.words = self.bytes[: layout.texts].cast("Q")
+        self.layout = layout
+        self.data: Array = np.frombuffer(memory, np.uint8, offset=layout.data)
+
+    def close(self) -> None:
+        """Unmap; the memory is gone when the last rank has."""
+        self.__del__()
+        self.data = np.empty(0, np.uint8)
+        self.words = self.bytes = memoryview(b"")
+
+    def __del__(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude the other ranks; the kernel unlocks for a rank that dies.
+
+        Raises TimeoutError where one holds the lock for ``LOCK_SECONDS``: it was stopped just then.
+        """
+        deadline = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError from None
+                time.sleep(0.001)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+class _Layout:
+    """Offsets of a segment for ``size`` ranks: ``lines``, ``rings`` in words, the rest in bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.failure = 0  # the first line: bytes of the failure's description, 0 while there is none
+        self.lines = _LINE
+        self.rings = _LINE * (1 + size)
+        self.texts = 8 * (self.rings + RING * size)
+        self.failure_text = self.texts + TEXTS * TEXT_BYTES * size
+        self.data = -(-(self.failure_text + FAILURE_BYTES) // 4096) * 4096
+        self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
+        self.total = self.data + DEPTH * self.block * size
+
+    def line(self, rank: int) -> int:
+        return self.lines + _LINE * rank
+
+    def ring(self, rank: int) -> int:
+        return self.rings + RING * rank
+
+    def text(self, rank: int, index: int) -> int:
+        return self.texts + TEXT_BYTES * (TEXTS * rank + index)
+
+
+def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
+    """The segment of this rank's host, or None; and what there is, or why there is none.  Collective."""
+    refusal = "" if platform.machine() in ("x86_64", "AMD64") else f"{platform.machine()} reorders stores"
+    if not refusal and not hasattr(os, "memfd_create"):
+        refusal = "this system has no memfd_create"
+    hosts = rendezvous.allgather(json.dumps([_host(), refusal]).encode())
+    mine = json.loads(hosts[rendezvous.rank])[0]
+    ranks = [rank for rank, host in enumerate(hosts) if json.loads(host)[0] == mine]
+    refusal = next((reason for rank in ranks if (reason := json.loads(hosts[rank])[1])), "")
+    if len(ranks) > MAX_RANKS:
+        refusal = refusal or f"{len(ranks)} ranks on one host are more than {MAX_RANKS}"
+    alone = "" if len(ranks) > 1 else "no other rank runs on this host"
+
+    offer, file = "", -1
+    if not (refusal or alone) and rendezvous.rank == ranks[0]:
+        try:
+            file = os.memfd_create("kos", os.MFD_CLOEXEC)
+            os.ftruncate(file, _Layout(len(ranks)).total)
+            offer = f"/proc/{os.getpid()}/fd/{file}"
+        except OSError as error:
+            refusal = f"memfd_create: {error.strerror}"
+    offer = rendezvous.allgather(offer.encode())[ranks[0]].decode()
+    segment = None
+    if offer:
+        try:
+            opened = os.open(offer, os.O_RDWR | os.O_CLOEXEC)
+            segment = Segment(opened, ranks, ranks.index(rendezvous.rank))
+        except (OSError, ValueError) as error:
+            refusal = f"rank {rendezvous.rank} cannot map the memory of rank {ranks[0]}: {error}"
+    refusals = rendezvous.allgather(refusal.encode())
+    if file >= 0:
+        os.close(file)
+    refusal = next((refusals[rank].decode() for rank in ranks if refusals[rank]), "")
+    if refusal or segment is None:
+        if segment is not None:
+            segment.close()
+        return None, refusal or alone
+    return segment, f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
+
+
+def started(pid: int) -> int:
+    """When the process started, in clock ticks since boot; 0 if it has ended (a zombie has).
+
+    Raises OSError where that cannot be found, for want of file descriptors for one.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
+
+
+def _host() -> str:
+    """What processes must have in common to share memory and to see each other in /proc.
+
+    Network namespaces count as hosts: whoever separates them wants the network to be used.
+    """
+    spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path("/proc/self/ns").exists()]
+    return " ".join([host_id(), *spaces])

@@ -1,0 +1,239 @@
+"""The tcp backend: host memory over sockets, for jobs that no MPI started.
+
+What does not go through shared memory runs as schedules over ``tcp_messages``.  Between hosts a rank that meets
+another call than its own, or waits for long, tells its call to the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import select
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kos.comm.backend import Probe
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.fingerprints import Fingerprints, described
+from kos.comm.host.tcp_messages import BYE, CALL, FAILED, LEFT, Peer
+from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.schedules.execute import Request
+from kos.comm.work import Engine, Idle
+from kos.errors import KosError
+
+Array = np.ndarray[Any, Any]
+
+_RECENT = 1024  # collectives of which a rank knows what it called
+_PATIENCE = 0.05  # seconds of waiting in a collective before a rank tells what it called
+_LAST_WORDS = 1000  # characters
+_NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
+_FAREWELL_SECONDS = 0.2  # for what was begun, and last words behind it, when a rank leaves
+
+
+class TCPBackend(HostBackend):
+    """Carries a group whose ranks found each other over TCP."""
+
+    name = "tcp"
+
+    def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None, poller: Poller | None = None) -> None:
+        self._poller = poller or Poller()
+        mesh = Mesh(rendezvous, self._poller)
+        super().__init__(rendezvous, engine)
+        self._mesh = self.transport = mesh
+        self._fingerprints = self._calls or Fingerprints()
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        if rendezvous.connect is None:
+            return Probe(False, "the ranks did not meet over TCP (start with torchrun, srun, or RANK, WORLD_SIZE, …)")
+        return Probe(True, "sockets between the ranks")
+
+    def idle(self) -> Idle:
+        return self._poller if self._calls is None else super().idle()
+
+    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> TCPBackend | None:
+        return None if rendezvous is None else TCPBackend(rendezvous, self.engine, self._poller)
+
+    def close(self) -> None:
+        super().close()
+        self._poller.progress()  # who waits because it called something else has told
+        self._mesh.leave(BYE, "")
+        if self._mesh.disputed and self._mesh.failure is not None:  # of calls that were over here when it was found
+            error = self._mesh.failure[1]
+            raise type(error)(str(error))
+
+    def part(self, reason: str) -> None:
+        super().part(reason)
+        self._mesh.leave(BYE, reason)
+
+    def abort(self, reason: str) -> None:
+        self._mesh.leave(LEFT, str(self.broken or reason))  # whose fault it was, if another rank's
+        super().abort(reason)
+
+    def _tag(self, operation: Operation) -> int:
+        return COLLECTIVE_TAGS + operation.sequence  # which need not go round, as those of MPI
+
+    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+        """Between hosts nobody waits for that: messages of another call raise, or the words of who waits."""
+        here, mesh = super().agree(operation), self._mesh
+        if self.one_host:
+            return here
+        tag, tell_at = self._tag(operation), time.monotonic() + _PATIENCE
+        mesh.begin(operation, tag, self._fingerprints)
+
+        def go_on() -> bool:
+            nonlocal tell_at
+            if time.monotonic() > tell_at:
+                tell_at = math.inf
+                for rank in mesh.peers:
+                    mesh.describe(rank, tag)
+            if mesh.failure is not None:
+                mesh.check(tag)
+            return here is None or here()
+
+        return go_on
+
+    def awaited(self, operation: Operation) -> list[int]:
+        tag = self._tag(operation)
+        return sorted(rank for rank, peer in self._mesh.peers.items() if peer.awaits(tag))
+
+    def tell(self, failure: KosError, sequence: int) -> None:
+        self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)
+
+
+class Poller:
+    """All connections of this rank, of a communicator and its splits: a wait for one sees them all."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        # Weakly: a communicator that is dropped takes its connections with it, and epoll forgets what is closed.
+        self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
+
+    def add(self, peer: Peer) -> None:
+        self._peers[peer.sock.fileno()] = peer
+        self._epoll.register(peer.sock, select.EPOLLIN)
+
+    def want_room(self, peer: Peer, wanted: bool) -> None:
+        self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
+
+    def remove(self, peer: Peer) -> None:
+        del self._peers[peer.sock.fileno()]
+        self._epoll.unregister(peer.sock)
+
+    def progress(self) -> None:
+        """Read and write whatever is ready; never waits."""
+        for descriptor, _ in self._epoll.poll(0):
+            if (peer := self._peers.get(descriptor)) is not None:
+                peer.progress()
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        # What is ready stays ready until it is read, so nothing that came since ``mark`` is missed.
+        self._epoll.poll(_NAP_SECONDS if seconds is None else min(seconds, _NAP_SECONDS))
+
+
+class Mesh:
+    """The transport: the connections of one group, and what ranks say on them of its collectives, by their tags."""
+
+    def __init__(self, rendezvous: Rendezvous, poller: Poller) -> None:
+        self.rank, self.poller = rendezvous.rank, poller
+        self.lost: str | None = None  # the first rank that left without a goodbye
+        self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
+        self.disputed = False  # another rank's call differs from this one's: one of the two will say how
+        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's last: fingerprint and description
+        self._heard: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, where it has called nothing yet
+        self._group = ""
+        assert rendezvous.connect is not None
+        self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
+        for peer in self.peers.values():
+            poller.add(peer)
+
+    def isend(self, array: Array, peer: int, tag: int) -> Request:
+        return self.peers[peer].send(array, tag)
+
+    def irecv(self, array: Array, peer: int, tag: int) -> Request:
+        return self.peers[peer].receive(array, tag)
+
+    def forget(self, given_up: Callable[[Any], bool]) -> None:
+        for peer in self.peers.values():
+            peer.forget(given_up)
+
+    def begin(self, o: Operation, tag: int, fingerprints: Fingerprints) -> None:
+        """Compare ``o`` with what other ranks called as their collective of that tag, and told or will tell."""
+        mark, self._group = fingerprints.mark(o), o.group
+        self._calls[tag] = mark, fingerprints.texts[mark]
+        self._calls.pop(tag - _RECENT, None)
+        for rank, call in self._heard.pop(tag, {}).items():
+            self.compare(tag, rank, *call)
+
+    def called(self, tag: int) -> tuple[int, bytes]:
+        """What this rank called as its collective of that tag."""
+        return self._calls.get(tag, (0, b""))
+
+    def describe(self, rank: int, tag: int) -> None:
+        """Tell that rank what this one called as its collective of that tag."""
+        mark, text = self.called(tag)
+        self.peers[rank].say(CALL, tag, text, mark)
+
+    def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
+        """Have all ranks raise what differs between that rank's call and this one's, of the same tag.
+
+        Without its ``text`` it is told this rank's, and sees to that.
+        """
+        mine, mine_text = self.called(tag)
+        if mine == mark:
+            return
+        self.disputed = self.disputed or bool(mine)
+        if mine and not text:
+            self.describe(rank, tag)
+        elif mine:
+            sequence = tag - COLLECTIVE_TAGS
+            calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
+            self.fail(tag, mismatch(self._group, *calls))
+        elif len(self._heard) < _RECENT:
+            heard = self._heard.setdefault(tag, {})
+            if text or rank not in heard:
+                heard[rank] = mark, text
+
+    def fail(self, tag: int, failure: KosError) -> None:
+        """Have all ranks that are or come to be in that collective, or a later one, raise the same error."""
+        self.heed(tag, failure)
+        words = json.dumps([type(failure).__name__, str(failure)[:_LAST_WORDS]]).encode()
+        for peer in self.peers.values():
+            peer.say(FAILED, tag, words)
+
+    def heed(self, tag: int, failure: KosError) -> None:
+        """A rank failed in the collective of that tag; the earliest counts."""
+        if self.failure is None or tag < self.failure[0]:
+            self.failure = tag, failure
+
+    def check(self, tag: int) -> None:
+        """Raise what a rank failed of, if that concerns what has this tag: a later collective, or any message."""
+        if self.failure is not None:
+            failed, error = self.failure
+            if tag < COLLECTIVE_TAGS or tag >= failed:
+                raise type(error)(str(error))
+
+    def leave(self, kind: int, why: str) -> None:
+        """Close all connections, after a last word for whose way there is a moment."""
+        self._linger(lambda: self.disputed and self.failure is None)
+        if self.failure is not None:  # which this rank may have heard alone, in a message
+            self.fail(*self.failure)
+        for peer in self.peers.values():
+            peer.say(kind, 0, json.dumps(why[:_LAST_WORDS]).encode())
+        self._linger(lambda: any(peer.busy for peer in self.peers.values()))
+        for peer in self.peers.values():
+            peer.hang_up()
+
+    def _linger(self, needed: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while needed() and time.monotonic() < deadline:
+            self.poller.pause(seconds=0.001)
+            self.poller.progress()

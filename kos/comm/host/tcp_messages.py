@@ -1,0 +1,340 @@
+"""Messages of the tcp backend: one authenticated connection between every two ranks of a group.
+
+Short messages are sent at once and, if nobody has asked for them yet, kept by the receiver: more than
+``WINDOW_BYTES`` of them are never on their way or kept.  Those beyond and long ones are announced, and travel when
+the receiver grants them room, straight into its memory; it says then which short ones are gone.  So no order of
+sends and receives can block a connection, and no sender can fill a receiver's memory.
+
+With a message goes what it belongs to: its dtype, or the fingerprint of the collective where ranks do not compare
+their calls in shared memory.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from kos.comm.backend import drop, take, wrong_message
+from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code, failure_of
+from kos.comm.operation import COLLECTIVE_TAGS
+from kos.comm.rendezvous.wire import Waiting, fill
+from kos.errors import KosError, RankLost, RendezvousError
+
+Array = np.ndarray[Any, Any]
+
+EAGER_BYTES = 256 << 10  # longest message sent without being asked for: a segment of a schedule
+WINDOW_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
+KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
+WORDS_BYTES = 20_000  # of what ranks say about the group, at most
+
+HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
+SHORT, ASK, GRANT, REFUSE, LONG, CALL, FAILED, LEFT, BYE = range(1, 10)
+
+
+class Poller(Protocol):
+    """What waits for all connections of a rank."""
+
+    def progress(self) -> None: ...
+
+    def want_room(self, peer: Peer, wanted: bool) -> None: ...
+
+    def remove(self, peer: Peer) -> None: ...
+
+
+class Mesh(Protocol):
+    """The connections of a group, of which a ``Peer`` is one."""
+
+    rank: int
+    lost: str | None
+    failure: tuple[int, KosError] | None
+
+    @property
+    def poller(self) -> Poller: ...
+
+    def called(self, tag: int) -> tuple[int, bytes]: ...
+
+    def check(self, tag: int) -> None: ...
+
+    def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None: ...
+
+    def heed(self, tag: int, failure: KosError) -> None: ...
+
+
+class _Message:
+    """A message in flight, of one or the other end."""
+
+    __slots__ = ("call", "complete", "dtype", "error", "peer", "tag", "view")
+
+    def __init__(self, peer: Peer, tag: int, array: Array) -> None:
+        self.peer, self.tag, self.dtype = peer, tag, array.dtype
+        self.call = DTYPE_CODES[array.dtype] if tag < COLLECTIVE_TAGS else peer.mesh.called(tag)[0]
+        self.view = array.view(np.uint8).data
+        self.complete = False
+        self.error: KosError | None = None
+
+    def done(self) -> bool:
+        if not self.complete and self.error is None:
+            self.peer.mesh.poller.progress()
+        if self.error is not None:
+            raise self.error
+        if not self.complete:
+            self.peer.check(self.tag)
+        return self.complete
+
+
+class _Arrival(NamedTuple):
+    """A message that came: its bytes, or the number of one that waits for room."""
+
+    nbytes: int
+    call: int
+    data: memoryview | None
+    number: int = 0
+
+
+class _Outgoing:
+    """Bytes to be sent: a header, and what it announces if that goes with it."""
+
+    __slots__ = ("begun", "kind", "message", "views")
+
+    def __init__(self, kind: int, views: list[memoryview], message: _Message | None) -> None:
+        self.kind, self.views, self.message = kind, views, message
+        self.begun = False
+
+    def advance(self, sent: int) -> int:
+        """Take note that up to ``sent`` bytes are sent; how many of them were of this item."""
+        self.begun, used = True, 0
+        while self.views and used < sent:
+            part = min(sent - used, len(self.views[0]))
+            used += part
+            self.views[0] = self.views[0][part:]
+            if not self.views[0]:
+                del self.views[0]
+        if not self.views and self.message is not None and self.kind != ASK:
+            self.message.complete = True
+        return used
+
+
+class Peer:
+    """The connection to one rank of a group."""
+
+    def __init__(self, rank: int, mesh: Mesh, sock: socket.socket) -> None:
+        self.rank, self.mesh, self.sock = rank, mesh, sock
+        self.gone: str | None = None
+        self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
+        self._arrived: dict[int, deque[_Arrival]] = {}  # what nobody has asked for yet, by tag
+        self._outgoing: deque[_Outgoing] = deque()
+        self._asked: dict[int, _Message] = {}  # sends that wait for room, by number
+        self._granted: dict[int, _Message] = {}  # receives of those on their way, by number; 0: of a short one
+        self._window = WINDOW_BYTES  # of which so much is left to send
+        self._taken = 0  # of what came in the peer's window and is gone, but the peer does not know yet
+        self._count = 0
+        self._wants_room = False
+        self._reader = self._read()
+
+    def __del__(self) -> None:
+        self.sock.close()
+
+    def check(self, tag: int) -> None:
+        """Raise if what is not complete by now cannot become so."""
+        mesh = self.mesh
+        mesh.check(tag)
+        # Who left because a later collective failed had done its part of this one, or those who wait for it will tell.
+        later = mesh.failure is not None and tag >= COLLECTIVE_TAGS
+        if (why := self.gone or (None if later else mesh.lost)) is not None:
+            mesh.check(0)
+            raise RankLost(why)
+
+    def send(self, array: Array, tag: int) -> _Message:
+        self.check(tag)
+        message = _Message(self, tag, array)
+        nbytes = len(message.view)
+        if nbytes <= EAGER_BYTES and nbytes + KEEPING_BYTES <= self._window:
+            self._window -= nbytes + KEEPING_BYTES
+            self._queue(SHORT, tag, 0, nbytes, message.call, message.view, message)
+        else:
+            self._count = self._count % 0xFFFFFFFF + 1
+            self._asked[self._count] = message
+            self._queue(ASK, tag, self._count, nbytes, message.call, None, message)
+        return message
+
+    def receive(self, array: Array, tag: int) -> _Message:
+        message = _Message(self, tag, array)
+        arrival = take(self._arrived, tag)
+        if arrival is None:
+            self._posted.setdefault(tag, deque()).append(message)
+        else:
+            self._settle(message, arrival)
+        return message
+
+    def say(self, kind: int, tag: int, words: bytes, call: int = 0) -> None:
+        """Queue a few words about the group, and send them if there is room."""
+        if self.gone is None:
+            self._queue(kind, tag, 0, len(words), call, memoryview(words))
+
+    def awaits(self, tag: int) -> bool:
+        under_way = [*self._granted.values(), *self._asked.values()]
+        return tag in self._posted or any(message.tag == tag for message in under_way)
+
+    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+        """Nobody waits any more for these messages, and their memory is given back."""
+        drop(self._posted, given_up)
+        self._asked = {number: message for number, message in self._asked.items() if not given_up(message)}
+        for message in self._granted.values():
+            if given_up(message):
+                message.view = memoryview(bytearray(len(message.view)))
+        for item in list(self._outgoing):
+            if item.message is None or not given_up(item.message):
+                continue
+            if item.begun or item.kind == LONG:  # the other side counts on it
+                item.views = [memoryview(bytes(view)) for view in item.views]
+                continue
+            self._outgoing.remove(item)
+            if item.kind == SHORT:
+                self._window += len(item.message.view) + KEEPING_BYTES
+
+    def progress(self) -> None:
+        """Read and send as much as goes without waiting."""
+        try:
+            next(self._reader)
+            self._flush()
+        except StopIteration as goodbye:
+            self._lose(goodbye.value or "it closed its communicator", orderly=True)
+        except OSError:
+            self._lose("its connection was closed")
+        except (RendezvousError, ValueError) as error:
+            self._lose(str(error))
+        except BaseException:  # a Ctrl-C, of whatever communicator's wait: where in a message, nobody knows
+            self._lose("reading from it was interrupted")
+            raise
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is still to be sent, to a peer that is there."""
+        return self.gone is None and bool(self._outgoing)
+
+    def hang_up(self) -> None:
+        if self.gone is None:
+            self._lose("this rank closed the communicator", orderly=True)
+
+    def _lose(self, why: str, orderly: bool = False) -> None:
+        self.gone = f"rank {self.rank} is gone: {why}"
+        if not orderly and self.mesh.lost is None:
+            self.mesh.lost = self.gone
+        self.mesh.poller.remove(self)
+        self.sock.close()
+
+    def _queue(
+        self, kind: int, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
+        message: _Message | None = None,
+    ) -> None:  # fmt: skip
+        """Send a header, and the ``data`` behind it, as soon as there is room."""
+        header = memoryview(HEADER.pack(kind, tag, number, nbytes, call))
+        self._outgoing.append(_Outgoing(kind, [header, data] if data else [header], message))
+        if len(self._outgoing) == 1:
+            self._flush()
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            views = [view for item in islice(self._outgoing, 8) for view in item.views]
+            try:
+                sent = self.sock.sendmsg(views)
+            except OSError:  # no room; or broken, which shows when it is read, after what it still brings
+                break
+            while sent:
+                sent -= self._outgoing[0].advance(sent)
+                if not self._outgoing[0].views:
+                    self._outgoing.popleft()
+        if self._wants_room != bool(self._outgoing):
+            self._wants_room = bool(self._outgoing)
+            self.mesh.poller.want_room(self, self._wants_room)
+
+    def _read(self) -> Waiting[str]:
+        """All that the peer sends, until it says goodbye; yields when there is nothing to read."""
+        header = memoryview(bytearray(HEADER.size))
+        while True:
+            yield from fill(self.sock, lambda: header)
+            kind, tag, number, nbytes, call = HEADER.unpack(header)
+            if kind == SHORT and nbytes <= EAGER_BYTES:
+                posted = self._posted.get(tag)
+                if posted is not None and len(posted[0].view) == nbytes and posted[0].call == call:
+                    self._granted[0] = posted[0]
+                    take(self._posted, tag)
+                    yield from self._land(0)
+                    self._taken += nbytes + KEEPING_BYTES
+                else:
+                    kept = yield from self._words(nbytes)  # until the next: else its pages go back to the system
+                    self._arrive(tag, _Arrival(nbytes, call, kept))
+            elif kind == ASK:
+                self._arrive(tag, _Arrival(nbytes, call, None, number))
+            elif kind == GRANT:
+                self._window += nbytes
+                if (message := self._asked.pop(number, None)) is not None:  # else nobody waits for it any more
+                    self._queue(LONG, tag, number, len(message.view), call, message.view, message)
+            elif kind == REFUSE:
+                if (message := self._asked.pop(number, None)) is not None:
+                    expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
+                    got = len(message.view), message.dtype
+                    message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
+            elif kind == LONG and number in self._granted and len(self._granted[number].view) == nbytes:
+                yield from self._land(number)
+            elif kind in (CALL, FAILED, LEFT, BYE) and nbytes <= WORDS_BYTES:
+                data = bytes((yield from self._words(nbytes)))
+                if kind == CALL:
+                    self.mesh.compare(tag, self.rank, call, data)
+                    continue
+                words = json.loads(data)
+                if kind == BYE:
+                    return str(words)
+                if kind == LEFT:
+                    raise RendezvousError(words)
+                self.mesh.heed(tag, failure_of(words[0], words[1]))
+            else:
+                raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
+
+    def _land(self, number: int) -> Waiting[None]:
+        message = self._granted[number]
+        yield from fill(self.sock, lambda: message.view)
+        del self._granted[number]
+        message.complete = True
+
+    def _words(self, nbytes: int) -> Waiting[memoryview]:
+        words = memoryview(bytearray(nbytes))
+        yield from fill(self.sock, lambda: words)
+        return words
+
+    def _arrive(self, tag: int, arrival: _Arrival) -> None:
+        if tag >= COLLECTIVE_TAGS and arrival.call:
+            self.mesh.compare(tag, self.rank, arrival.call)
+        message = take(self._posted, tag)
+        if message is None:
+            self._arrived.setdefault(tag, deque()).append(arrival)
+        else:
+            self._settle(message, arrival)
+
+    def _settle(self, message: _Message, arrival: _Arrival) -> None:
+        """A receive meets the message that it is for."""
+        collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
+        fits = expected == got and message.call == arrival.call
+        if not fits and not (collective and message.call != arrival.call):  # of which all will hear
+            dtype = message.dtype if collective else dtype_of_code(arrival.call)
+            message.error = wrong_message(self.mesh.rank, (expected, message.dtype), self.rank, (got, dtype))
+        if arrival.data is not None:
+            if fits:
+                message.view[:] = arrival.data
+                message.complete = True
+            self._taken += got + KEEPING_BYTES
+        elif fits:
+            self._granted[arrival.number] = message
+            # Room is given back only with a grant: who does not wait for one may have closed, and what it has sent
+            # would be thrown away.
+            self._queue(GRANT, message.tag, arrival.number, self._taken, message.call)
+            self._taken = 0
+        elif message.error is not None:
+            self._queue(REFUSE, message.tag, arrival.number, expected, message.call)

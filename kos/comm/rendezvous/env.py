@@ -1,0 +1,382 @@
+"""Rendezvous by environment: ranks that torchrun, Slurm's srun or plain shells started.
+
+Each rank is told ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may be told ``LOCAL_RANK``, as
+torch.distributed has it; under srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` stand in for the ranks and
+the size.  Rank 0 listens at MASTER_PORT.  Under torchrun an agent already does: rank 0 takes the first free
+one of the ``AGENT_PORTS`` ports after it, and the others find it there by the handshake.
+
+The ranks prove to each other that they know the job's secret: see ``kos.comm.rendezvous.secret``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import resource
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
+from kos.comm.rendezvous.secret import load_secret
+from kos.comm.rendezvous.threads import ThreadGroup
+from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
+
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+AGENT_PORTS = 16
+GRACE_SECONDS = 2.0  # the hub names at the timeout who is missing; if it says nothing, it is the hub that is
+CALL_SECONDS = 2.0  # in which a host that is there answers
+BUSY_SECONDS = 1.0  # a port may be in use for a moment by a connection that the kernel gave it to
+
+
+class TCPRendezvous(Rendezvous):
+    """A group of ranks around the hub beside its rank 0; ``network`` is how they reach each other."""
+
+    def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
+        self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
+        self._told_local_rank, self._purpose, self._address = local_rank, b"", ""
+        self._connection: Connection | None = None  # to the hub, while the group is open
+        self._door: socket.socket | None = None  # where ranks that are left call
+        self._doors: list[tuple[str, int]] = []  # of all ranks
+        self._hub: Hub | None = None  # on rank 0
+        self._failure: KosError | None = None
+        if size == 1:
+            self.threads = ThreadGroup(1)
+
+    def allgather(self, data: bytes) -> list[bytes]:
+        if self.size == 1:
+            return [bytes(data)]
+        answer = self._ask(DATA + bytes(data))
+        parts, start = [], 4 * self.size
+        for length in struct.unpack_from(f"!{self.size}I", answer):
+            parts.append(answer[start : start + length])
+            start += length
+        return parts
+
+    def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
+        ranks = self._alike(color, key)
+        leads = len(ranks) > 1 and ranks[0] == self.rank
+        refusal = _lack_of_files(len(ranks), leads)
+        listener, card = self._listen() if leads and not refusal else (None, "")
+        answers = [json.loads(data) for data in self.allgather(json.dumps([refusal, card]).encode())]
+        for rank, (why, _) in enumerate(answers):
+            if why:  # on every rank, and before anybody waits for one that cannot come
+                if listener is not None:
+                    listener.close()
+                raise RendezvousError(f"rendezvous: rank {rank}: {why}")
+        return self._child(ranks, answers[ranks[0]][1], listener) if ranks else None
+
+    def connect(self) -> dict[int, Connection]:
+        deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
+        if self._door is None:
+            return found
+        purpose = self.allgather(os.urandom(16))[0]
+        try:
+            for peer in range(self.rank):
+                found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
+            above, key = set(range(self.rank + 1, self.size)), self.network.key(purpose)
+            others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
+            found |= others
+            if missing:
+                raise RendezvousError(f"ranks {missing} did not connect within {self.timeout:g} s")
+        except (OSError, RendezvousError) as error:
+            called = f"did not reach rank {len(found)}" if len(found) < self.rank else "waited for the ranks above it"
+            for connection in found.values():
+                connection.close()
+            raise RendezvousError(f"tcp: rank {self.rank} {called}: {error}") from error
+        return found
+
+    def check_shrink(self) -> None:
+        if self.size > 1 and self._connection is None:
+            raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
+
+    def shrink(self) -> TCPRendezvous:
+        """The group of the ranks that still listen at their doors; the lowest of them brings them together."""
+        deadline, purpose = time.monotonic() + self.timeout, b"shrink " + self._purpose
+        try:
+            for leader in filter(self._listens, range(self.rank)):
+                with contextlib.suppress(ConnectionError):  # it has gone meanwhile
+                    return self._follow(leader, purpose, deadline + GRACE_SECONDS)
+            return self._lead(purpose, deadline)
+        finally:
+            self.close()
+
+    def _follow(self, leader: int, purpose: bytes, deadline: float) -> TCPRendezvous:
+        try:
+            connection = self.network.call(*self._doors[leader], purpose, self.rank, self.size, deadline)
+            answer = json.loads(drive(connection.receive(), connection.sock, deadline))
+        except TimeoutError as error:
+            raise RendezvousError(f"shrink: ranks [{leader}] did not come within {self.timeout:g} s") from error
+        if isinstance(answer, str):
+            raise RendezvousError(answer)
+        ranks, card = answer
+        return self._child(ranks, card, None)
+
+    def _lead(self, purpose: bytes, deadline: float) -> TCPRendezvous:
+        above = set(filter(self._listens, range(self.rank + 1, self.size)))
+        if not above:
+            return self._child([self.rank], "", None)
+        assert self._door is not None
+        key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
+        others, missing = admit_all(self._door, key, above, self.size, deadline, gone)
+        ranks, (listener, card) = sorted([self.rank, *others]), self._listen()
+        problem = f"shrink: ranks {missing} did not come within {self.timeout:g} s" if missing else ""
+        for connection in others.values():
+            connection.post(json.dumps(problem or [ranks, card]).encode())
+            with contextlib.suppress(OSError):  # it has gone meanwhile: the group that meets will miss it
+                drive(connection.flush(), connection.sock, deadline + GRACE_SECONDS)
+        if problem:
+            listener.close()
+            raise RendezvousError(problem)
+        return self._child(ranks, card, listener)
+
+    def _listens(self, rank: int) -> bool:
+        """Whether that rank is there: the system of one that is gone refuses its callers."""
+        host, port = self._doors[rank]
+        try:
+            socket.create_connection((host or self.network.hub, port), CALL_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
+    def _listen(self) -> tuple[socket.socket, str]:
+        """For the hub of another group; and what its ranks must know to find it."""
+        listener = self.network.listen()
+        card = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
+        return listener, json.dumps(card)
+
+    def _child(self, ranks: list[int], card: str, listener: socket.socket | None) -> TCPRendezvous:
+        """The group of these ranks of this one, around the hub of that card."""
+        rank, size = ranks.index(self.rank), len(ranks)
+        child = TCPRendezvous(rank, size, self.timeout, self.network, self._told_local_rank)
+        if size > 1:
+            host, port, purpose = json.loads(card)
+            child._meet(host, [port], purpose.encode(), listener)
+        return child
+
+    def close(self) -> None:
+        self._hang_up(BYE)
+
+    def abandon(self, code: int | None) -> None:
+        self._hang_up(BYE if code is None else LEFT + b"it left by an exception")
+
+    def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
+        """Come together around the hub, which is this rank's if it has the listener."""
+        self._purpose = purpose
+        if listener is not None:
+            port = listener.getsockname()[1]
+            where = f"{host or self.network.hub}:{port}"
+            if not self.network.loopback:
+                where = f"port {port}, for others to find by {self._address or 'the address they know'}"
+            self._connection, hubs_end = pair()
+            self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
+            # If nobody closes the group, the others still get their last answers before the process ends.
+            self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
+            hub.start()
+        else:
+            self._connection = self._call_hub(host, ports, purpose)
+        try:
+            self._door = self.network.listen()
+            mine = self.network.host, self._door.getsockname()[1]
+            self._doors = [json.loads(door) for door in self.allgather(json.dumps(mine).encode())]
+        except BaseException:
+            self.close()
+            raise
+
+    def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
+        """Call at all ports in turn, until one is answered by the hub of this group."""
+        deadline, patience, pause = time.monotonic() + self.timeout, 1.0, 0.02
+        while True:
+            for port in ports:
+                try:
+                    return self.network.call(host, port, purpose, self.rank, self.size, deadline, patience)
+                except (OSError, Stranger) as error:
+                    problem = f"{host or self.network.hub}:{port}: {error}"
+                    if isinstance(error, Stranger) and len(ports) == 1:
+                        raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
+            if time.monotonic() >= deadline:
+                raise RendezvousError(
+                    f"rendezvous: rank {self.rank} did not reach rank 0 within {self.timeout:g} s: {problem}"
+                )
+            time.sleep(pause)
+            patience, pause = 2 * patience, min(2 * pause, 0.5)
+
+    def _hang_up(self, last_word: bytes) -> None:
+        connection, self._connection = self._connection, None
+        if self._door is not None:
+            self._door.close()
+        if connection is None:
+            return
+        self._failure = self._failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
+        _say(connection, last_word)
+        if self.rank == 0:
+            self._stop_hub()
+        connection.close()
+
+    def _ask(self, message: bytes) -> bytes:
+        """What the hub answers to all once everybody has said something."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+        assert self._connection is not None
+        if self._hub is not None:
+            self._hub.timeout = self.timeout  # which may have been set
+        connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
+        connection.post(message)
+        try:
+            with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
+                drive(connection.flush(), connection.sock, deadline)
+            answer = drive(connection.receive(), connection.sock, deadline)
+        except TimeoutError:
+            self._failure = RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s")
+        except OSError:
+            self._failure = RankLost("rendezvous: rank 0 is gone: its connection was closed")
+        else:
+            kind, answer = answer[:1], answer[1:]
+            if kind not in FAILURES:
+                return answer
+            self._failure = FAILURES[kind](answer.decode(errors="replace"))
+        raise self._failure
+
+    @property
+    def local_rank(self) -> int:
+        counted = super().local_rank  # collective, so also where it was told
+        return counted if self._told_local_rank is None else self._told_local_rank
+
+
+class EnvRendezvous(TCPRendezvous):
+    """The ranks that the environment names.  Collective.
+
+    ``timeout`` in seconds holds for the ranks to come and for every wait after that.  Raises RendezvousError
+    for variables that are missing or wrong, a port in use, a wrong secret, a rank that comes twice or with
+    another world size; names the ranks that do not come.
+    """
+
+    def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
+        place = Place.read(environ)
+        loopback = is_loopback(place.host)
+        network = Network(b"", place.host if loopback or place.rank else "127.0.0.1", "", loopback)
+        super().__init__(place.rank, place.size, timeout, network, place.local_rank)
+        if self.size > 1:
+            self._address = f"MASTER_ADDR={place.host}"
+            network.secret = load_secret(environ, one_host=self.rank == 0 or is_ours(place.host))
+            self._meet("", place.ports, place.purpose, None if self.rank else _listen(network, place.ports))
+
+    def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
+        connection = super()._call_hub(host, ports, purpose)
+        if not self.network.loopback:
+            mine = connection.sock.getsockname()[0].removeprefix("::ffff:")  # put around IPv4 addresses by IPv6 sockets
+            self.network.host = "" if is_loopback(mine) else mine
+        return connection
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What the environment says: which rank this process is, and where to find rank 0."""
+
+    rank: int
+    size: int
+    local_rank: int | None
+    host: str
+    ports: Sequence[int]  # one, or those among which rank 0 chooses
+    purpose: bytes  # tells jobs apart that share a secret
+
+    @staticmethod
+    def told(environ: Mapping[str, str] = os.environ) -> bool:
+        """Whether the environment says, or begins to say, which rank this process is.
+
+        A shell of a Slurm allocation has a number too, but no ranks beside it: only a step of srun has those.
+        """
+        return not environ.keys().isdisjoint(_VARIABLES) or environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Place:
+        """Raises RendezvousError for what is missing or wrong."""
+        launcher = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
+        if "RANK" in environ or "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ:
+            launcher = {name: name for name in launcher}
+        needed = [launcher["RANK"], launcher["WORLD_SIZE"]]
+        if environ.get(launcher["WORLD_SIZE"]) != "1":
+            needed += ["MASTER_ADDR", "MASTER_PORT"]
+        if missing := [name for name in needed if not environ.get(name)]:
+            given = [name for name in (*needed, *_VARIABLES) if environ.get(name)]
+            raise RendezvousError(
+                f"{', '.join(missing)}: expected beside {', '.join(dict.fromkeys(given)) or 'each other'}, got nothing "
+                f"(a process without any of {', '.join(_VARIABLES)} is a group of one)"
+            )
+        size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
+        rank = _number(environ, launcher["RANK"], 0, size - 1)
+        local_rank = None
+        if launcher["LOCAL_RANK"] in environ:
+            local_rank = _number(environ, launcher["LOCAL_RANK"], 0, size - 1)
+        if size == 1:
+            return cls(rank, size, local_rank, "127.0.0.1", [0], b"")
+        port = _number(environ, "MASTER_PORT", 1, 65535)
+        purpose = f"world {port} {environ.get('TORCHELASTIC_RUN_ID', '')}".encode()
+        ports = [port]
+        if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            ports = [(port + step - 1) % 65535 + 1 for step in range(1, AGENT_PORTS + 1)]
+        return cls(rank, size, local_rank, environ["MASTER_ADDR"], ports, purpose)
+
+
+def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = environ[name]
+    if not text.isdecimal() or not low <= int(text) <= high:
+        raise RendezvousError(f"{name}: expected a whole number from {low} to {high}, got {text!r}")
+    return int(text)
+
+
+def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
+    """A listener at the first port that is free."""
+    give_up = time.monotonic() + BUSY_SECONDS
+    while True:
+        for port in ports:
+            try:
+                return network.listen(port)
+            except OSError as error:
+                problem = error
+                if error.errno != errno.EADDRINUSE:
+                    raise RendezvousError(f"MASTER_PORT: rank 0 cannot listen at {port}: {error}") from error
+        if time.monotonic() >= give_up:
+            tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
+            raise RendezvousError(
+                f"MASTER_PORT: expected {tried} to be free for rank 0, got one in use "
+                f"(by another job, another rank 0, or torch.distributed?)"
+            ) from problem
+        time.sleep(0.05)
+
+
+def _lack_of_files(size: int, leads: bool) -> str:
+    """Why this process cannot open what a group of that many ranks takes: a connection to each (two for its hub, which
+    ``leads``) and memory.  Counted, not tried: other threads open files meanwhile."""
+    count = (2 if leads else 1) * size + 8 if size > 1 else 0
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        free = limit - len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        free = 0 if error.errno == errno.EMFILE else count
+    if free >= count or limit == resource.RLIM_INFINITY:
+        return ""
+    wanted = f"expected to open {count} more files for a group of {size}"
+    return f"{wanted}, got {free} (its limit is {limit}, see ulimit -n)"
+
+
+def _say(connection: Connection, last_word: bytes) -> None:
+    connection.post(last_word)
+    with contextlib.suppress(OSError):  # the hub went first
+        drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
+
+
+def _stop(connection: Connection, hub: Hub, rank: int) -> None:
+    """Rank 0 leaves: the hub ends once the others have what they wait for."""
+    if os.getpid() != rank:
+        return  # a process forked from rank 0 ends, not rank 0
+    if connection.sock.fileno() >= 0:
+        _say(connection, BYE)
+    hub.join()

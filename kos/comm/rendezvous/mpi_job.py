@@ -1,0 +1,258 @@
+"""The life of one process of an MPI job: finding mpirun, starting mpi4py, and ending the job as one.
+
+An MPI job in which one rank dies of a Python exception hangs: the others wait for it.  After
+``guard_job`` an uncaught exception on any rank, in any thread, ends all ranks at once, and a rank that
+left its communicator by an exception and exits takes the job with it if the others do not exit too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from kos.errors import BackendUnavailable, RankLost, RendezvousError
+
+log = logging.getLogger(__name__)
+
+_LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALNRANKS")
+RANK_AND_SIZE = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx tells the rank alone
+)
+_FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+_EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
+
+_unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
+_abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
+starting: tuple[Any, Any] | None = None  # the job's communicator that not all ranks came to make, and its request
+_loss = ""  # of a rank without which the job goes on
+_guarded = 0  # the process that ``guard_job`` guards: one that it forks is no rank, whatever hooks it inherits
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def under_mpirun() -> bool:
+    """Whether this process was started by an MPI launcher; mpi4py is not imported to find out."""
+    return any(name in os.environ for name in _LAUNCHER_VARIABLES)
+
+
+def fault_tolerant() -> bool:
+    """Whether the job goes on when a rank dies: Open MPI's ``mpirun --with-ft ulfm``."""
+    return os.environ.get(_FAULT_TOLERANCE) in ("1", "true")
+
+
+def load_mpi() -> Any:
+    """Import mpi4py.MPI, initialising MPI on the first call.
+
+    Raises BackendUnavailable where mpi4py or the MPI library is missing, RendezvousError where the library
+    is not the one whose mpirun started this process.
+    """
+    # Open MPI's "ofi" transport costs a second at start and serves only one-sided communication.
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
+    first = "mpi4py.MPI" not in sys.modules
+    try:
+        if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
+            # mpi4py's own end would also come in processes that this one forks, and wait there for ever.
+            rc.finalize = False
+            atexit.register(_finalize, os.getpid())
+        # By name: static importers see a compiled module without a matching platform as missing.
+        MPI: Any = importlib.import_module("mpi4py.MPI")
+    except (ImportError, RuntimeError) as error:
+        raise BackendUnavailable(
+            f"mpi: expected mpi4py and an MPI library (pip install 'kos[mpi]'), got: {error}"
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    started = next((int(os.environ[size]) for _, size in RANK_AND_SIZE[:2] if size in os.environ), None)
+    if started is not None and started != MPI.COMM_WORLD.size:
+        raise RendezvousError(
+            f"mpirun started {started} ranks but mpi4py sees {MPI.COMM_WORLD.size}: "
+            f"it uses another MPI library ({MPI.Get_library_version().split(',')[0].strip()})"
+        )
+    return MPI
+
+
+class Backoff:
+    """How a polling loop waits where nothing tells it what happened: spins, then yields the core, then sleeps.
+
+    Ranks often outnumber cores, so a rank that waits must let the one it waits for run: at once where it is
+    ``crowded``.  It is an ``Idle``.
+    """
+
+    __slots__ = ("_polls", "_sleep_at")
+    SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
+
+    def __init__(self, crowded: bool = False) -> None:
+        self._polls = self.SPINS if crowded else 0  # to spin is to keep the rank that is waited for from running
+        self._sleep_at = 0.0
+
+    def mark(self) -> int:
+        return 0
+
+    def pause(self, mark: int = 0, seconds: float | None = None) -> None:
+        self._polls += 1
+        if self._polls <= self.SPINS:
+            return
+        if self._polls <= self.YIELDS:
+            os.sched_yield()
+            return
+        now = time.monotonic()
+        if not self._sleep_at:
+            self._sleep_at = now + self.SLEEP_AFTER
+        if now < self._sleep_at:
+            os.sched_yield()
+        else:
+            time.sleep(self.SLEEP)
+
+
+def wait_request(request: Any, timeout: float | None) -> bool:
+    """Poll one MPI request; False when ``timeout`` seconds (None: no limit) pass first."""
+    deadline = None if timeout is None else time.monotonic() + timeout
+    backoff = Backoff()
+    while not request.Test():
+        if deadline is not None and time.monotonic() > deadline:
+            keep_unfinished(request)
+            return False
+        backoff.pause()
+    return True
+
+
+def shrink(comm: Any, timeout: float | None) -> Any:
+    """The MPI communicator of the ranks of ``comm`` that live; None if they do not all come in time.
+
+    In a thread, for MPI_Comm_shrink waits without a limit.  Open MPI 5.0.11 has no better way: its
+    MPI_Comm_ishrink fails, and after an MPI_Comm_iagree on COMM_WORLD MPI_Finalize may not return.
+    """
+    survivors: list[Any] = []
+    thread = threading.Thread(target=lambda: survivors.append(comm.Shrink()), daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if survivors and survivors[0].size < comm.size:
+        see_loss(_loss or "a rank")
+    return survivors[0] if survivors else None
+
+
+def failed_ranks(comm: Any) -> list[int]:
+    """The ranks of ``comm`` that are known to have failed, which takes a fault-tolerant job."""
+    if not fault_tolerant():
+        return []
+    failed = comm.Get_failed()
+    return list(failed.Translate_ranks(range(failed.size), comm.Get_group()))
+
+
+def see_loss(what: str) -> None:
+    """A rank was lost.  If the job goes on, this process will exit without MPI_Finalize, which in Open MPI 5.0.11
+    now and then waits for the dead, and without meeting the others: nobody hears of a rank whose exit code is not 0.
+    """
+    global _loss
+    _loss = what if fault_tolerant() else ""
+
+
+def last_loss() -> str:
+    """What was lost last, for an error; empty while nothing was."""
+    return _loss and f"; lost before: {_loss}"
+
+
+def keep_unfinished(request: Any) -> None:
+    """Keep a request that nobody waits for any more, and with it the memory that MPI may still touch."""
+    _unfinished[:] = [kept for kept in _unfinished if not is_over(kept)]
+    _unfinished.append(request)
+
+
+def is_over(request: Any) -> bool:
+    try:
+        return bool(request.Test())
+    except load_mpi().Exception:  # MPI has ended and freed it
+        return True
+
+
+def _finalize(process: int) -> None:
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is None or os.getpid() != process or _loss:
+        return
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def guard_job() -> None:
+    """Make an uncaught exception, an exit after one, and the death of mpirun end the whole job.  Idempotent."""
+    global _guarded
+    if _guarded:
+        return
+    _guarded = os.getpid()
+    _die_with_launcher()
+    previous, previous_thread = sys.excepthook, threading.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, value, trace)
+        if issubclass(kind, RankLost):
+            time.sleep(_EXIT_GRACE + 1)  # the rank that left ends the job, by its own reason and exit code
+        _end_job(f"{kind.__name__}: {value}", 130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def thread_hook(args: threading.ExceptHookArgs) -> None:
+        previous_thread(args)
+        if args.exc_type is not SystemExit:
+            _end_job(f"{args.exc_type.__name__} in a thread: {args.exc_value}", 1)
+
+    sys.excepthook, threading.excepthook = hook, thread_hook
+    atexit.register(_leave_job)
+
+
+def _die_with_launcher() -> None:
+    """Ask Linux to kill this process when mpirun is gone: a rank that computes alone would never notice."""
+    if under_mpirun() and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def abandon(code: int) -> None:
+    """Remember that this rank left its communicator by an exception and means to exit with ``code``."""
+    global _abandoned
+    _abandoned = code or 1
+
+
+def _end_job(reason: str, code: int) -> None:
+    MPI = load_mpi()
+    if os.getpid() != _guarded or MPI.Is_finalized():
+        return
+    world = MPI.COMM_WORLD
+    if world.size > 1:
+        log.critical("rank %d of %d ends the job: %s", world.rank, world.size, " ".join(reason.split()))
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    world.Abort(code)
+
+
+def _leave_job() -> None:
+    """At exit all ranks meet once more: MPI_Finalize would wait for ever for a rank that is not coming."""
+    MPI = load_mpi()
+    if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return
+    if _loss and _abandoned is None:
+        return
+    goes_on = fault_tolerant()
+    grace = _EXIT_GRACE if goes_on or starting or _abandoned is not None else None
+    together = False
+    with contextlib.suppress(MPI.Exception):  # a late rank may make other calls
+        if goes_on:
+            together = shrink(MPI.COMM_WORLD, grace) is not None  # without it MPI_Finalize waits for the dead
+        elif starting is None or wait_request(starting[1], grace):  # in the order of its calls
+            together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
+    if together:
+        return
+    if goes_on and _abandoned is None:
+        see_loss("this rank")  # others that shrink wait until its process has ended
+    else:
+        left = "it exits" if _abandoned is None else "it left its communicator by an exception"
+        _end_job(f"{left} and the others did not", _abandoned or 1)

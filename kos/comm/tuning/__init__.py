@@ -1,0 +1,175 @@
+"""Tuning tables: by which backend an operation on GPUs goes, and by which all-reduce kernel, as measured data.
+
+A table is a JSON file for one kind of GPU, link and number of ranks.  Shipped ones lie in ``kos/comm/tuning/tables``;
+the user's own, made by ``python -m kos.tune``, in $XDG_CACHE_HOME/kos/tuning, and win over them.  A file
+that is damaged or for another machine is refused with the reason, told of once, and not used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kos.comm.gpu.peer.launches import DEFAULT, TABLES, Launches, by_size, pick
+from kos.comm.rendezvous.base import Rendezvous
+from kos.cuda.devices import device_info, nvlinks
+from kos.errors import InvalidArgument
+from kos.files import cache_folder
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+BACKENDS = ("peer", "nccl")
+UNKNOWN = "unknown links"
+"""Where NVML does not say, as now and then it does not: such a machine may be any of those with its GPU."""
+UNMEASURED = ((None, "nccl"),)
+"""The route of what a table does not name."""
+
+Route = tuple[tuple[int | None, str], ...]
+"""(bytes up to which, backend), sorted; the last has no end."""
+
+
+def key(operation: str, wide: bool, symmetric: bool, graph: bool) -> str:
+    """What has a route of its own: "all_reduce 16-bit symmetric graph".
+
+    ``wide`` are elements of more than 16 bits; ``symmetric`` are both buffers, or else they count as ordinary.
+    """
+    bits, kind = "32-bit" if wide else "16-bit", "symmetric" if symmetric else "ordinary"
+    return f"{operation} {bits} {kind} {'graph' if graph else 'eager'}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured for one kind of machine."""
+
+    gpu: str
+    link: str
+    ranks: int
+    source: str  # where it comes from, for ``explain``
+    launches: Launches
+    routes: Mapping[str, Route]
+
+    def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
+        """By which backend the operation goes, by its bytes; what was not measured goes as what is most like it."""
+        flags = itertools.product((wide, not wide), (symmetric, not symmetric), (graph, not graph))
+        measured = {"send": "send_recv", "recv": "send_recv"}.get(operation, operation.removesuffix("_v"))
+        names = [key(measured, *each) for each in flags]
+        return next((self.routes[name] for name in names if name in self.routes), UNMEASURED)
+
+    def to_json(self) -> dict[str, Any]:
+        """The table alone; a file adds ``provenance`` and what was ``measured``."""
+        return {
+            "format": FORMAT,
+            "gpu": self.gpu,
+            "link": self.link,
+            "ranks": self.ranks,
+            "launches": self.launches.as_json(),
+            "routes": {name: [list(row) for row in route] for name, route in self.routes.items()},
+        }
+
+
+def parse(data: Any, source: str) -> Table:
+    """The table that JSON ``data`` describes.  Raises InvalidArgument, with the reason, for anything else."""
+    try:
+        if data["format"] != FORMAT:
+            raise InvalidArgument(f"format: expected {FORMAT}, got {data['format']!r}")
+        for name, kind in (("gpu", str), ("link", str), ("ranks", int)):
+            if type(data[name]) is not kind:
+                raise InvalidArgument(f"{name}: expected {kind.__name__}, got {data[name]!r}")
+        kernels = Launches.from_json(data["launches"])
+        routes = {name: tuple(by_size(name, route)) for name, route in data["routes"].items()}
+        for name, route in routes.items():
+            if wrong := [backend for _, backend in route if backend not in BACKENDS]:
+                raise InvalidArgument(f"{name}: expected peer or nccl, got {wrong[0]!r}")
+    except InvalidArgument:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
+    return Table(data["gpu"], data["link"], data["ranks"], source, kernels, routes)
+
+
+# Finding the table.
+
+
+def user_path(gpu: str, ranks: int) -> Path:
+    """Where the user's own table lies."""
+    return cache_folder() / "tuning" / _file(gpu, ranks)
+
+
+def _file(gpu: str, ranks: int) -> str:
+    words = "".join(letter if letter.isalnum() else " " for letter in gpu.lower()).split()
+    return f"{'-'.join(words)}-{ranks}.json"
+
+
+def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
+    """The table in a file.  Raises FileNotFoundError, or InvalidArgument if it is damaged or not for such a machine."""
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"expected a tuning table, got {type(error).__name__}: {error}") from error
+    table = parse(data, str(path))
+    alike = table.link == link or UNKNOWN in (table.link, link)
+    if (table.gpu, table.ranks) != (gpu, ranks) or not alike:
+        made_for = f"{table.ranks} x {table.gpu} ({table.link})"
+        raise InvalidArgument(f"measured on {made_for}, but this is {ranks} x {gpu} ({link})")
+    return table
+
+
+_told: set[str] = set()
+
+
+def load(gpu: str, link: str, ranks: int) -> Table:
+    """The table for so many ranks with such a GPU each: the user's, the shipped one, the nearest one, or defaults."""
+    nearest = sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other)) if ranks > 1 else []
+    places = [(user_path(gpu, ranks), ranks), (TABLES / _file(gpu, ranks), ranks)]
+    places += [(TABLES / _file(gpu, other), other) for other in nearest if other != ranks]
+    for path, measured in places:
+        try:
+            table = read(path, gpu, link, measured)
+            return table if measured == ranks else replace(table, source=f"{path.name}, the nearest one")
+        except FileNotFoundError:
+            continue
+        except InvalidArgument as error:
+            if str(path) not in _told:
+                _told.add(str(path))
+                log.warning("the tuning table %s is not used: %s", path, error)
+    return Table(gpu, link, ranks, "not measured on such a machine: python -m kos.tune", DEFAULT, {})
+
+
+def for_group(rendezvous: Rendezvous, device: int) -> Table:
+    """The table that rank 0 finds, on all ranks of this group; defaults where ranks share a GPU.  Collective."""
+    gpus = rendezvous.allgather(device_info(device).uuid.encode())
+    if len(set(gpus)) < len(gpus):
+        return Table(device_info(device).name, "shared", len(gpus), "none for ranks that share a GPU", DEFAULT, {})
+    return share(rendezvous, load(*machine(device), rendezvous.size) if rendezvous.rank == 0 else None)
+
+
+def machine(device: int) -> tuple[str, str]:
+    """GPU and link, as tables name them."""
+    links = nvlinks(device)
+    return device_info(device).name, UNKNOWN if links is None else f"{links} NVLinks" if links else "PCIe"
+
+
+def share(rendezvous: Rendezvous, table: Table | None) -> Table:
+    """Rank 0's table, on all ranks.  Collective."""
+    mine = b"" if table is None else json.dumps([table.source, table.to_json()]).encode()
+    source, data = json.loads(rendezvous.allgather(mine)[0])
+    return parse(data, source) if table is None else table
+
+
+def merged(table: Table, operation: str, wide: bool) -> tuple[list[int], list[dict[tuple[bool, bool], str]]]:
+    """The routes of an operation as one: bytes up to which, and the backends by (symmetric, graph) up to there.
+
+    There is one backend more than there are limits: that of everything above.
+    """
+    routes = {(s, g): table.route(operation, wide, s, g) for s in (False, True) for g in (False, True)}
+    limits = sorted({limit for route in routes.values() for limit, _ in route if limit is not None})
+    ends = [*limits, limits[-1] + 1 if limits else 1]
+    return limits, [{kind: pick(route, end) for kind, route in routes.items()} for end in ends]
