@@ -205,7 +205,7 @@ class Operations:
         """
         o = Operation("barrier", self.rank)
         if stream is not None:
-            o.stream, o.queue = self._stream(stream), stream
+            o.stream, o.queue = self._stream(stream), streams.keeper(stream)
         elif self.device is not None and self._batch is None and not async_op:
             return self._go(o, True, timeout).synchronize()
         return self._go(o, async_op, timeout)

@@ -309,10 +309,10 @@ class Communicator(Operations):
             return work if async_op else work.wait()
         if o.recv is None:
             return None
-        array = o.recv.array
+        result = o.recv.result
         if o.lasts and timeout is None and algorithm is AUTO and not o.deterministic and o.name in _REPEATED:
             self._keep(o)
-        return array
+        return result
 
     def _keep(self, o: Operation) -> None:
         """Have the same call find ``o``, which the backend keeps: without its arrays, which hold it weakly."""

@@ -170,7 +170,7 @@ class Work:
     def result(self) -> Array | None:
         """The output array, whose contents are valid once the operation is done."""
         recv = self.operation.recv
-        return recv.array if recv is not None else None
+        return recv.result if recv is not None else None
 
     def cancel(self, error: KosError) -> None:
         """Give the operation up; ``wait`` raises ``error``."""

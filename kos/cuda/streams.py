@@ -55,6 +55,25 @@ def handle(stream: Any) -> int:
     return int(stream.__cuda_stream__()[1]) or LEGACY
 
 
+def keeper(stream: Any) -> Any:
+    """What to hold so that ``stream`` stays; its handle where nothing is known to keep it; None for the legacy stream.
+
+    What torch and CuPy call external belongs to somebody else.
+    """
+    number = handle(stream)
+    if number == LEGACY:
+        return None
+    external = type(stream).__name__ == "ExternalStream" or getattr(stream, "stream_id", None) == number
+    return number if external or isinstance(stream, int) else stream
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that takes what is queued on the stream of this handle; 0 where it runs."""
+    if stream <= LEGACY or not int(call(cu.cuStreamIsCapturing, stream)):
+        return 0
+    return int(call(cu.cuStreamGetCaptureInfo, stream)[1])
+
+
 def order(before: Any, after: Any, device: int) -> None:
     """Let ``after`` wait, on the device, for what is queued on ``before`` now."""
     if handle(before) != handle(after):

@@ -21,7 +21,7 @@ import pytest
 
 import kos
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl, nccl_binding, nccl_schedule
+from kos.comm.gpu import nccl, nccl_binding, nccl_schedule, order
 from kos.comm.gpu import ordered_sum as nccl_ordered
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
@@ -268,7 +268,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         CUresult=SimpleNamespace(CUDA_ERROR_NOT_READY=600), cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, nccl_schedule):
+    for module in (array, streams, device, driver, graphs, nccl_schedule, order):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "is_current", lambda index: True)

@@ -14,14 +14,14 @@ from contextlib import ExitStack
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
-from kos.comm.gpu.backend import DeviceBackend, follow, is_captured
+from kos.comm.gpu.backend import DeviceBackend, is_captured
+from kos.comm.gpu.order import Order
 from kos.comm.host.backend import HostBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
 from kos.cuda import driver
-from kos.cuda.streams import Event
 from kos.dtypes import DTYPES, DType
 from kos.errors import KosError
 from kos.memory import Buffer
@@ -52,9 +52,8 @@ class AutoBackend(Backend):
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
             gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
-        # The last part to queue something, and on which streams.
-        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()
-        self._order = None if self._only is not None else Event(self.device)
+        self._order = Order(self.gpus[0].streams)
+        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()  # who queues where without asking again
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -136,21 +135,21 @@ class AutoBackend(Backend):
             self.check_fit(operation.name)
         if part is not self.host:
             stream, (former, last) = part.side if operation.overlap else operation.stream, self._turn
-            if part is not former or stream not in last:
-                self._take_turn(part, (stream,))
+            if (part is not former or stream not in last) and self._only is None:
+                self._take_turn(part, (operation,))
         work: Work | None = part.start(operation)
         return work
 
-    def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
+    def _take_turn(self, part: DeviceBackend, operations: Sequence[Operation]) -> None:
         """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
         might begin with another.  Of its own calls, on whatever streams, each lets one follow the other; a batch is
         in what order it likes."""
-        if self._order is not None:
-            (former, last), self._turn = self._turn, (part, streams)
-            if former is not part:
-                with driver.on_device(self.device):
-                    for stream, before in itertools.product(streams, last):
-                        follow(stream, before, self._order)
+        streams = [part.side if o.overlap else o.stream for o in operations]
+        for o, stream in zip(operations, streams, strict=True):
+            part.streams.hold(stream, part._side if o.overlap else o.queue)
+        with driver.on_device(self.device):
+            again = self._order.enter(part, dict.fromkeys(streams))
+        self._turn = part, streams if again else ()
 
     def in_order(self, operations: Sequence[Operation]) -> list[Operation]:
         """As they are launched together, the same on all ranks: part by part."""
@@ -165,7 +164,8 @@ class AutoBackend(Backend):
             if part is self.host:
                 started: list[Any] = [part.start(o) for o in mine]
             else:
-                self._take_turn(part, dict.fromkeys(part.side if o.overlap else o.stream for o in mine))
+                if self._only is None:
+                    self._take_turn(part, mine)
                 started = part.start_all(mine)
             works.update(zip(map(id, mine), started, strict=True))
         return [works[id(o)] for o in operations]
@@ -173,11 +173,9 @@ class AutoBackend(Backend):
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        former, last = self._turn
+        former, _ = self._turn
         for gpu in self.gpus if until is None else (former,):  # which looks at what all have found
             gpu.synchronize(timeout, stream, until)
-        if until is None:  # streams that hold nothing any more may be gone
-            self._turn = former, [each for each in last if stream not in (None, each)]
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
         return self._ordered.allocate(shape, dtype)

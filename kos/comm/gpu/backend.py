@@ -15,10 +15,11 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from kos.comm.arguments import check_timeout
+from kos.comm.gpu.order import Streams, is_over
 from kos.comm.host.backend import HostBackend
 from kos.comm.operation import POINT_TO_POINT, Operation
 from kos.comm.recorder import failed as record_failure
@@ -31,7 +32,7 @@ from kos.cuda import create_stream, driver
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import LEGACY, Event
+from kos.cuda.streams import capture_of
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -41,6 +42,7 @@ from kos.errors import (
     KosError,
     RankLost,
 )
+from kos.memory.libraries import immutable
 
 Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
@@ -87,17 +89,17 @@ class DeviceBackend(HostBackend):
         self._known: dict[tuple[Any, ...], tuple[Launch, str | None, int]] = {}  # with the call's way and mark
         self._kept: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # by their inputs
         self._last: Operation | None = None
-        self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
+        self.streams = Streams(self.device)
         self._announced: Operation | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
-        self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
+        self._flying: deque[list[DeviceWork]] = deque()  # whose arrays must live until the GPU is done with them
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
 
     def join(self, others: Sequence[DeviceBackend], host: HostBackend | None) -> None:
         """Carry one communicator's operations together with ``others`` of this GPU, and with ``host``."""
-        self.together = others
+        self.together, self.streams = others, others[0].streams
         if self._side is None and len(others) > 1:
             side = create_stream(self.device, urgent=True)
             for each in others:
@@ -192,12 +194,30 @@ class DeviceBackend(HostBackend):
                     self._confirm()
             if operation.overlap:
                 return self._start_beside((operation,))[0]
+            keeper, held = operation.queue, self.streams
+            if held.keepers.get(stream, self) is not keeper:
+                held.hold(stream, keeper)
             operation.launch(stream)  # type: ignore[misc]
+            if type(keeper) is int:
+                self._mark(operation)
         except Exception as error:
             self._give_up(operation, error)
         self._last = operation
-        self._streams[stream] = operation.queue
         return None
+
+    def _mark(self, *operations: Operation) -> None:
+        """Record where operations end whose streams nothing keeps; hold arrays that are not freed in stream order."""
+        for o in operations:
+            self.streams.mark(o.stream)
+            if o.send is not None and immutable(o.send.array) and not is_captured(o.stream):
+                event = _Event(self._events)
+                call(cu.cuEventRecord, event.handle, o.stream)
+                self._flying.append([DeviceWork(o, self, event)])
+                self._let_landed_go()
+
+    def _let_landed_go(self) -> None:
+        while self._flying and self._flying[0][-1].over():
+            self._flying.popleft()
 
     def start_all(self, operations: Sequence[Operation]) -> list[Work]:
         self.check_fit(operations[0].name)
@@ -212,11 +232,13 @@ class DeviceBackend(HostBackend):
             self.check(first)
             if first.overlap:
                 return self._start_beside(operations)
+            for o in operations:
+                self.streams.hold(o.stream, o.queue)
             self.queue(operations, None)
+            self._mark(*operations)
         except Exception as error:
             self._give_up(first, error)
         self._last = operations[-1]
-        self._streams.update((o.stream, o.queue) for o in operations)
         return [DeviceWork(o, self) for o in operations]
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
@@ -238,8 +260,9 @@ class DeviceBackend(HostBackend):
         first, last = operations[0], operations[-1]
         streams = (first.stream,) if first is last else {o.stream for o in operations}
         captured = any(map(is_captured, streams))
-        while not captured and self._flying and self._flying[0][-1].over():
-            self._flying.popleft()
+        if not captured:
+            self._let_landed_go()
+        self.streams.hold(side, self._side)
         with driver.on_device(self.device):
             event = _Event(self._events)
             for stream in streams:
@@ -308,22 +331,19 @@ class DeviceBackend(HostBackend):
         last = self._last or Operation("synchronize", self.rank)
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
-        streams = set(self._streams) if stream is None else {stream}
-        if stream is None and self._flying:
-            streams.add(self.side)
-        for each in streams:
-            self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
+        several = self.streams.keepers.copy() if stream is None else {stream: None}
+        for each, keeper in several.items():
+            over = partial(self._over, each, keeper)
+            self.wait_on_host(last, over, timeout or self.timeout)
         reached(last, time.time_ns())
-        for each in streams:
-            self._streams.pop(each, None)
+        for each in several:
+            self.streams.forget(each)
         if stream is None:
             self._flying.clear()
 
-    def idle_stream(self, stream: int) -> bool:
-        """Whether everything queued on it has run."""
+    def _over(self, stream: int, keeper: Any) -> bool:
         with driver.on_device(self.device):
-            (status,) = cu.cuStreamQuery(stream)
-        return _is_over("cuStreamQuery", status)
+            return self.streams.over(stream, keeper)
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
         """What ``function()`` returns: a call of a library that may wait for other ranks without a limit.
@@ -338,7 +358,7 @@ class DeviceBackend(HostBackend):
 
         def run() -> None:
             try:
-                with driver.on_device(self.device):
+                with driver.on_device(self.device), relaxed_capture():  # another thread may be capturing a graph
                     outcome.extend((function(), None))
             except BaseException as error:
                 outcome.extend((None, error))
@@ -389,7 +409,7 @@ class DeviceBackend(HostBackend):
 
     def leave(self, reason: str) -> None:
         """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
-        if self._calls is not None and (self._streams or self._flying):
+        if self._calls is not None and (self.streams.keepers or self._flying):
             self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
 
 
@@ -412,9 +432,9 @@ class DeviceWork(Work):
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
         if self.event is None:
-            return self.backend.idle_stream(self.operation.stream)
+            return self.backend._over(self.operation.stream, self.operation.queue)
         (status,) = cu.cuEventQuery(self.event.handle)
-        return _is_over("cuEventQuery", status)
+        return is_over("cuEventQuery", status)
 
     def done(self) -> bool:
         self.backend.check_fit(self.operation)
@@ -431,7 +451,7 @@ class DeviceWork(Work):
         if self.event is not None:
             with driver.on_device(backend.device):
                 call(cu.cuStreamWaitEvent, self.operation.stream, self.event.handle, 0)
-        return recv.array if recv is not None else None
+        return recv.result if recv is not None else None
 
     def synchronize(self, timeout: float | None = None) -> Any:
         self.backend.check_fit(self.operation)
@@ -460,17 +480,7 @@ class _Event:
 
 def is_captured(stream: int) -> bool:
     """Whether what is queued on the stream goes into a graph."""
-    return stream != LEGACY and bool(int(call(cu.cuStreamIsCapturing, stream)))
-
-
-def follow(stream: int, last: int, event: Event) -> None:
-    """Let ``stream`` wait for what ``last`` holds now; 0 holds nothing.
-
-    What a graph captures and what it does not cannot wait for each other.
-    """
-    if last not in (0, stream) and is_captured(last) == is_captured(stream):
-        event.record(last)
-        event.hold(stream)
+    return capture_of(stream) != 0
 
 
 class Scratch:
@@ -486,11 +496,3 @@ class Scratch:
         if pointer:
             with driver.on_device(self._device):
                 call(cu.cuMemFree, pointer)
-
-
-def _is_over(name: str, status: Any) -> bool:
-    if status == cu.CUresult.CUDA_ERROR_NOT_READY:
-        return False
-    if status:
-        raise driver.error_of(name, status)
-    return True

@@ -16,13 +16,14 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from math import prod
 from typing import Any
 
 from kos.comm.backend import Probe
-from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of, follow
+from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of
+from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
 from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Piece, Run
@@ -34,7 +35,6 @@ from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
 from kos.memory.array import Array, Shape, as_dtype
@@ -69,10 +69,9 @@ class PeerBackend(DeviceBackend):
         self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
         self._made = 0  # windows, so far
-        self._at = 0  # the stream of the last operation
+        self._at = -1  # the stream of the last operation, if more may go there as it is
         self._scratch: list[Scratch] = []
         self._exchanges: dict[tuple[Piece, ...], Run] = {}
-        self._order = Event(self.device)
         try:
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
@@ -245,15 +244,20 @@ class PeerBackend(DeviceBackend):
         with relaxed_capture():
             return partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o)), True
 
+    @cached_property
+    def _order(self) -> Order:
+        return Order(self.streams)  # by now those of all that carry the communicator
+
     def _launch(self, run: Run, stream: int) -> None:
         """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
         if not driver.is_current(self.device):
             with driver.on_device(self.device):
                 return self._launch(run, stream)
-        if stream != self._at:
-            last, self._at = self._at, stream
-            follow(stream, last, self._order)
+        if stream == self._at:
+            return run(stream)
+        self._at = stream if self._order.enter(stream, (stream,)) else -1
         run(stream)
+        self.streams.mark(stream)
 
     def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""

@@ -1,0 +1,327 @@
+"""Callers' streams, without a GPU: what follows what, in and out of captures, where streams end after the call.
+
+A stand-in for the driver knows of each stream what its work comes after, refuses what CUDA refuses, and fails the test
+where a stream is asked anything that is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.gpu.peer import engine
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver, streams
+from kos.errors import KosError
+from kos.memory.array import Array
+from tests.comm import fake_peer, test_auto
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, communicator, no_gpu
+from tests.host_compiler import COMPILER
+
+SIDE = 99  # the stand-ins' stream of the communicator
+
+
+class Device:
+    """Streams and events: of each the calls that it comes after, apart for what runs and for each capture."""
+
+    def __init__(self) -> None:
+        self.alive = {0, streams.LEGACY, SIDE}
+        self.busy: set[int] = set()
+        self._capture: dict[int, int] = {}
+        self._behind: dict[tuple[int, int], set[Any]] = {}
+        self._events: dict[Any, tuple[int, set[Any]]] = {}
+        self._calls: dict[tuple[int, int], list[tuple[Any, Any]]] = {}
+        self._last: dict[Any, set[Any]] = {}
+        self.over: set[Any] = set()  # as the host was told
+        self._lock = threading.RLock()
+        self._made = 0
+
+    def install(self, cu: Any) -> None:
+        cu.cuStreamIsCapturing = lambda stream: (0, int(self._asked(stream)[0] > 0))
+        cu.cuStreamGetCaptureInfo = lambda stream: (0, 1, self._asked(stream)[0], None)
+        cu.cuStreamQuery, cu.cuEventQuery = self._query, self._event_query
+        cu.cuEventRecord, cu.cuStreamWaitEvent = self._record, self._wait
+        cu.CUresult.CUDA_SUCCESS = 0
+
+    def _asked(self, stream: int) -> tuple[int, int]:
+        assert stream in self.alive, f"a stream that is gone was asked: {stream}"
+        return self._capture.get(stream, 0), stream
+
+    def _query(self, stream: int) -> tuple[int]:
+        assert not self._asked(stream)[0], "queried amid a capture"
+        if stream in self.busy:
+            return (600,)
+        self.over |= self._behind.get((0, stream), set())
+        return (0,)
+
+    def _event_query(self, event: Any) -> tuple[int]:
+        capture, behind = self._events.get(event, (0, set()))
+        assert not capture, "a captured event was queried"
+        self.over |= behind
+        return (0,)
+
+    def _record(self, event: Any, stream: int) -> tuple[int]:
+        with self._lock:
+            place = self._asked(stream)
+            self._events[event] = place[0], set(self._behind.get(place, ()))
+        return (0,)
+
+    def _wait(self, stream: int, event: Any, flags: int) -> tuple[int]:
+        with self._lock:
+            capture, behind = self._events.get(event, (0, set()))
+            if capture and not self._asked(stream)[0]:
+                self._capture[stream] = capture  # it joins
+            place = self._asked(stream)
+            assert place[0] == capture, "what is captured and what runs wait for each other"
+            self._behind.setdefault(place, set()).update(behind)
+        return (0,)
+
+    def launched(self, stream: int, party: Any) -> None:
+        """Fail unless the launch comes after all those of other parties of this rank; a party orders its own."""
+        with self._lock:
+            place, rank = self._asked(stream), threading.get_ident()
+            behind = self._behind.setdefault(place, set())
+            if party is not None:
+                behind |= self._last.get((party, place[0]), set())
+            calls = self._calls.setdefault((rank, place[0]), [])
+            others = {call for call, other in calls if party is None or other != party}
+            missed = others - behind - self.over
+            assert not missed, f"call {len(calls)} on stream {stream} does not follow call {missed}"
+            call = (rank, place[0], len(calls))
+            calls.append((call, party))
+            behind.add(call)
+            self._last[party, place[0]] = set(behind)
+
+    @contextmanager
+    def capturing(self, stream: int) -> Iterator[None]:
+        with self._lock:
+            self._made += 1
+            capture = self._capture[stream] = self._made
+        yield
+        with self._lock:
+            for each in [each for each, of in self._capture.items() if of == capture]:
+                del self._capture[each]
+
+
+class Stream:
+    """A stream that is destroyed with its last reference."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        assert handle not in device.alive
+        self.handle, self._device = handle, device
+        device.alive.add(handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def __del__(self) -> None:
+        self._device.alive.discard(self.handle)
+        self._device._behind.pop((0, self.handle), None)
+
+
+Body = Callable[[kos.Communicator, Device, Callable[..., None]], None]
+"""Gets a function that makes two all_reduces on a stream, by different parts of ``auto``."""
+
+
+@pytest.fixture(params=["nccl", "peer", "auto"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Body], None]]:
+    device = Device()
+    if request.param == "peer":
+        if COMPILER is None:
+            pytest.skip("needs a C++ compiler")
+        with fake_peer.no_gpus(monkeypatch, 1):
+            device.install(driver.cu)
+            monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, fake_peer.HostKernel(*a, **b)))
+            comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+            yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
+        return
+    with no_gpu(monkeypatch) as fake:
+        device.install(driver.cu)
+        note(fake, device, alone=request.param == "nccl")
+        if request.param == "nccl":
+            comm = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+            yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40))
+        else:
+            monkeypatch.setattr(test_auto, "SIZE", 1)
+            yield lambda body: test_auto.run(
+                lambda comm, log: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
+            )
+
+
+class Noted:
+    """A kernel that tells of its launches."""
+
+    def __init__(self, device: Device, kernel: Any) -> None:
+        self._device, self._kernel = device, kernel
+
+    def bind(self, *arguments: Any, **options: Any) -> Callable[[Any], None]:
+        run = self._kernel.bind(*arguments, **options)
+
+        def launch(stream: Any) -> None:
+            self._device.launched(streams.handle(stream), None)
+            run(stream)
+
+        return launch
+
+
+def note(fake: FakeNCCL, device: Device, alone: bool) -> None:
+    all_reduce = fake.all_reduce
+
+    def noting(send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
+        device.launched(stream, "nccl" if alone else comm.group)
+        all_reduce(send, recv, count, code, op, comm, stream)
+
+    fake.all_reduce = noting  # type: ignore[method-assign]
+
+
+def reduce(comm: kos.Communicator, stream: Any, *counts: int) -> None:
+    for count in counts:
+        comm.all_reduce(Array.zeros(count, np.float16, 0), stream=stream)
+
+
+KINDS = pytest.mark.parametrize("given", ["object", "handle"])
+
+
+def named(stream: Stream, given: str) -> Any:
+    return stream if given == "object" else stream.handle
+
+
+@KINDS
+def test_a_stream_may_be_gone_after_the_call(run: Callable[[Body], None], given: str) -> None:
+    """An object is kept; of a bare handle nothing is asked any more.  What comes later still follows."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        def on_a_new_one(handle: int) -> None:
+            stream = Stream(device, handle)
+            call(named(stream, given))
+
+        for turn in range(4):
+            on_a_new_one(1000 + turn)
+        gc.collect()
+        call(None)
+        on_a_new_one(2000)
+        on_a_new_one(2000 if given == "handle" else 2001)  # CUDA gives handles again
+        comm.barrier()
+        on_a_new_one(3000)
+        comm.synchronize()
+        gc.collect()
+        assert not [each for each in device.alive if each in range(1000, 3000)], "kept for ever"
+        call(None)
+        comm.close()
+
+    run(body)
+
+
+def test_a_persistent_call_is_over_after_its_stream(run: Callable[[Body], None]) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        stream = Stream(device, 1000)
+        persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
+        work = persistent.start()
+        del stream
+        assert work.done()
+        comm.synchronize()
+        assert work.done()
+
+    run(body)
+
+
+def test_many_streams_are_not_all_kept(run: Callable[[Body], None]) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        for turn in range(100):
+            call(Stream(device, 1000 + turn))
+        gc.collect()
+        assert len(device.alive) < 50
+        device.busy.update(range(2000, 2100))
+        for turn in range(100):  # whose work goes on
+            call(Stream(device, 2000 + turn))
+        assert len(device.alive) > 100
+
+    run(body)
+
+
+@KINDS
+def test_what_runs_follows_what_ran_whatever_was_captured_between(run: Callable[[Body], None], given: str) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        first, second, third = (Stream(device, 1000 + k) for k in range(3))
+        call(named(first, given))
+        with device.capturing(second.handle):
+            call(named(second, given))
+            call(named(second, given))
+        call(named(third, given))
+        with device.capturing(first.handle):
+            call(named(first, given))
+        call(named(first, given))
+        call(named(second, given))
+        comm.synchronize()
+
+    run(body)
+
+
+@KINDS
+def test_calls_of_one_capture_follow_each_other(run: Callable[[Body], None], given: str) -> None:
+    """On streams that have joined it; also after eager calls on the first of them."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        first, second = (Stream(device, 1000 + k) for k in range(2))
+        for _ in range(3):
+            call(named(first, given))
+        with device.capturing(first.handle):
+            call(named(first, given))
+            device._record("fork", first.handle)
+            device._wait(second.handle, "fork", 0)
+            call(named(second, given))
+            call(named(first, given))
+            call(named(second, given))
+        call(named(second, given))
+        call(named(first, given))
+
+    run(body)
+
+
+def test_what_overlaps_is_captured_with_the_rest(run: Callable[[Body], None]) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        stream, other = Stream(device, 1000), Stream(device, 1001)
+        x = Array.zeros(40, np.float16, 0)
+        call(stream)
+        comm.all_reduce(x, stream=stream, async_op=True).wait()
+        with device.capturing(stream.handle):
+            call(stream)
+            comm.all_reduce(x, stream=stream, async_op=True).wait()
+            call(stream)
+        comm.all_reduce(x, stream=other, async_op=True).wait()
+        call(stream)
+
+    run(body)
+
+
+def test_what_cannot_follow_is_refused(run: Callable[[Body], None]) -> None:
+    """A call that runs after another one whose stream is being captured now: neither can wait for the other."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        if comm.backend_name == "nccl":
+            return  # which orders its own
+        first, second = (Stream(device, 1000 + k) for k in range(2))
+        call(first)
+        with device.capturing(first.handle), pytest.raises(KosError, match="is being captured now"):
+            call(second)
+
+    run(body)
+
+
+def test_a_stream_that_its_owner_closed(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        stream = Stream(device, 1000)
+        call(stream)
+        device.alive.discard(stream.handle)
+        stream.handle = 0
+        monkeypatch.setattr(driver, "synchronize", lambda index: device.over.update(*device._behind.values()))
+        call(None)
+
+    run(body)
