@@ -129,9 +129,7 @@ def _c_library() -> ctypes.CDLL:
 
 
 def captured_graph(stream: int) -> CapturedGraph | None:
-    """The graph that ``stream`` is capturing, or None."""
-    if stream == streams.LEGACY or not int(call(cu.cuStreamIsCapturing, stream)):  # takes a third of the next
-        return None
+    """The graph that ``stream``, which is not the legacy default stream, is capturing, or None."""
     status, capture, graph, *_ = call(cu.cuStreamGetCaptureInfo, stream)
     if status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         return None

@@ -10,7 +10,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from kos.cuda.driver import cu
 from kos.cuda.graphs import CapturedGraph, captured_graph
+from kos.cuda.streams import LEGACY
 
 
 class Registrar(Protocol):
@@ -73,8 +75,7 @@ class InWindows:
         self.launch, self._memories = launch, memories
 
     def __call__(self, stream: int) -> None:
-        graph = captured_graph(stream)
-        if graph is not None:
+        if stream != LEGACY and cu.cuStreamIsCapturing(stream)[1] and (graph := captured_graph(stream)) is not None:
             for memory in self._memories:
                 memory.add(graph)
         self.launch(stream)

@@ -29,7 +29,7 @@ from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.cuda import driver, graphs, streams
 from kos.dtypes import DTYPES
-from kos.memory import array
+from kos.memory import array, windows
 
 WAIT = 20.0  # seconds
 DTYPE_OF = {code: dtype for dtype, code in nccl_binding.CODE_OF.items()}
@@ -304,7 +304,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         CUresult=SimpleNamespace(CUDA_ERROR_NOT_READY=600), cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, nccl_schedule):
+    for module in (array, streams, device, driver, graphs, nccl_schedule, windows):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "is_current", lambda index: True)
