@@ -83,6 +83,21 @@ def order(before: Any, after: Any, device: int) -> None:
             event.hold(after)
 
 
+def is_idle(stream: int) -> bool:
+    """Whether everything queued on the stream of this handle has run."""
+    (status,) = cu.cuStreamQuery(stream)
+    return is_over("cuStreamQuery", status)
+
+
+def is_over(query: str, status: Any) -> bool:
+    """What a query of a stream or an event found."""
+    if status == cu.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    if status:
+        raise driver.error_of(query, status)
+    return True
+
+
 def synchronize(stream: Any, device: int) -> None:
     """Wait on the host until everything queued on ``stream`` has run."""
     with driver.on_device(device):
@@ -123,9 +138,7 @@ class Event:
     def done(self) -> bool:
         """Whether the device has passed it (or it was never recorded)."""
         (status,) = cu.cuEventQuery(self._handle)
-        if status not in (cu.CUresult.CUDA_SUCCESS, cu.CUresult.CUDA_ERROR_NOT_READY):
-            raise driver.error_of("cuEventQuery", status)
-        return bool(status == cu.CUresult.CUDA_SUCCESS)
+        return is_over("cuEventQuery", status)
 
     def seconds_since(self, before: Event) -> float:
         """From ``before`` to this on the device, which has passed both; both are ``timed``."""

@@ -11,9 +11,8 @@ from itertools import product
 from typing import Any
 
 from kos.cuda import driver, streams
-from kos.cuda.driver import cu
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import LEGACY, Event, capture_of
+from kos.cuda.streams import LEGACY, Event, capture_of, is_idle
 from kos.errors import InvalidArgument
 
 _MANY = 16
@@ -59,7 +58,7 @@ class Streams:
         if stream > LEGACY and type(keeper) is int:
             end = self._ends.get((0, stream))
             return end is None or end.done()
-        return self._waited_if_closed(stream, keeper) or idle(stream)
+        return self._waited_if_closed(stream, keeper) or is_idle(stream)
 
     def follow(self, stream: int, before: int, capture: int) -> None:
         """Let ``stream`` wait for what was queued on ``before``, both in ``capture``."""
@@ -134,18 +133,3 @@ class Order:
             kept = before in self._streams.keepers and self._streams.is_kept(before)
             if kept and before != stream and capture_of(before) == capture:
                 self._streams.follow(stream, before, capture)
-
-
-def idle(stream: int) -> bool:
-    """Whether everything queued on a stream that exists has run."""
-    (status,) = cu.cuStreamQuery(stream)
-    return is_over("cuStreamQuery", status)
-
-
-def is_over(name: str, status: Any) -> bool:
-    """What a query of an event or a stream says."""
-    if status == cu.CUresult.CUDA_ERROR_NOT_READY:
-        return False
-    if status:
-        raise driver.error_of(name, status)
-    return True
