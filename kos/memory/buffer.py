@@ -14,7 +14,7 @@ from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, ON_GPU, host_array
-from kos.memory.libraries import current_stream, immutable, orders_itself
+from kos.memory.libraries import current_stream, immutable, orders_itself, plain_array
 
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 
@@ -89,6 +89,8 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
     """
     if type(x) is Array:
         return _of_device(x, x, what, writable, stream)
+    if type(x) is not np.ndarray and (plain := plain_array(x)) is not None:
+        return _of_device(x, plain, what, writable, stream)
     array = x if type(x) is np.ndarray else _host_array(x, what)
     if array is None:
         buffer = _of_device(x, _shared_array(x, what, stream), what, writable, stream)

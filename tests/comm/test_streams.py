@@ -377,6 +377,8 @@ class Tensor:
 class Torch:
     """torch's current stream: of its pool, the legacy default stream, or somebody else's."""
 
+    Tensor, strided = None, "strided"
+
     def __init__(self) -> None:
         self.handle = self.stream_id = 0
         self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: self.handle)
@@ -434,6 +436,31 @@ def test_a_tensor_in_gives_a_tensor_back(torch: Torch) -> None:
     comm.close()
 
 
+def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
+    """Which refuses what is not plain: complex numbers that may be conjugated, strides, gradients."""
+
+    class Plain(Tensor):
+        layout, dtype, requires_grad, contiguous, shape = "strided", "torch.float32", False, True, (2, 3)
+
+        def data_ptr(self) -> int:
+            return self.memory.pointer
+
+        def is_contiguous(self) -> bool:
+            return self.contiguous
+
+    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35  # type: ignore[assignment]
+    x = Plain(Array.zeros(6, np.float32, 0))
+    buffer = as_buffer(x, "x", True)
+    assert (buffer.pointer, buffer.shape, buffer.dtype.name) == (x.memory.pointer, (2, 3), "float32")
+    assert (buffer.stream, buffer.array, x.asked) == (5000, x, [])
+    odd = {"dtype": "torch.complex64", "contiguous": False, "requires_grad": True, "layout": "csr"}
+    for name, value in odd.items():
+        other = Plain(Array.zeros(6, np.float32, 0))
+        setattr(other, name, value)
+        as_buffer(other, "x", True)
+        assert other.asked == [-1], name
+
+
 def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
     device = Device()
     device.install(driver.cu)
@@ -448,7 +475,7 @@ def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: To
         device = SimpleNamespace(id=0)
 
     current = [Owned(device, 1000)]
-    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda index: current[0]))
+    cupy = SimpleNamespace(ndarray=None, cuda=SimpleNamespace(get_current_stream=lambda index: current[0]))
     monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
     comm, x = alone(), CuPyArray(Array.zeros(6, np.float32, 0))
     comm.all_reduce(x)
@@ -504,6 +531,8 @@ def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch)
 
         def __dlpack__(self, **options: Any) -> Any:
             return self.memory.__dlpack__(**options)
+
+    monkeypatch.setitem(sys.modules, "torch", Torch())  # type: ignore[arg-type]
 
     def body(comm: kos.Communicator) -> None:
         x = HostTensor(np.full(2, comm.rank + 1.0))

@@ -41,6 +41,7 @@ from kos.errors import (
     KosError,
     RankLost,
 )
+from kos.memory.array import Array
 from kos.memory.libraries import immutable
 
 Launch = Callable[[int], None]
@@ -208,7 +209,9 @@ class DeviceBackend(HostBackend):
         for each in calls:
             self.streams.mark(each.stream)
             send = each.operation.send
-            if send is not None and immutable(send.array) and not is_captured(each.stream):
+            if send is None or type(send.array) is Array or not immutable(send.array):
+                continue
+            if not is_captured(each.stream):
                 event = _Event(self._events)
                 call(cu.cuEventRecord, event.handle, each.stream)
                 self._flying.append([DeviceWork(each, self, event)])

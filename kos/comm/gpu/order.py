@@ -49,9 +49,10 @@ class Streams:
         """Record where the work on ``stream`` ends now, if it is not kept."""
         if not self.is_kept(stream):
             place = capture_of(stream), stream
-            if place not in self._ends:
-                self._ends[place] = self._spare.pop() if self._spare else Event(self._device)
-            self._ends[place].record(stream)
+            end = self._ends.get(place)
+            if end is None:
+                end = self._ends[place] = self._spare.pop() if self._spare else Event(self._device)
+            end.record(stream)
 
     def over(self, stream: int, keeper: Any) -> bool:
         """Whether all work that was queued on ``stream`` has run."""
