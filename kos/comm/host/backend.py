@@ -34,6 +34,7 @@ class HostBackend(Backend):
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
+        self._told: int | None = None  # the earliest collective whose failure was reported to other hosts
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
@@ -90,7 +91,7 @@ class HostBackend(Backend):
                 self._calls.check(operation)
             except KosError as known:  # the ranks of the host know better what it met on its way
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
-        first, failure = self.broken is None, super().failed(operation, error)
+        failure = super().failed(operation, error)
         sequence = operation.sequence if operation.collective else self.begun
         told = failure
         if self.lost(failure):  # no error of the others: this rank is of no more use to them
@@ -99,7 +100,8 @@ class HostBackend(Backend):
             told = CollectiveError(f"rank {self.rank}: {failure}")
         if self._calls is not None:
             self._calls.fail(told, sequence)
-        if first:
+        if self._told is None or sequence < self._told:  # of an earlier one others may wait that heard of the later
+            self._told = sequence
             self.tell(told, sequence)
         return failure
 
