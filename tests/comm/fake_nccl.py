@@ -265,7 +265,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
         cuStreamIsCapturing=lambda stream: (0, 0),
         cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
-        CUresult=SimpleNamespace(CUDA_ERROR_NOT_READY=600), cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
     for module in (array, streams, device, driver, graphs, nccl_schedule):

@@ -506,6 +506,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(peer_backend.driver, "synchronize", broken)
     backend = object.__new__(peer_backend.PeerBackend)
     backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
+    backend.failing = threading.RLock()
     engine = SimpleNamespace(abort=lambda: None)
     late = CollectiveTimeout("ranks [1] did not arrive")
     calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: told.append(error))

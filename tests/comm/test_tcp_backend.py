@@ -174,7 +174,7 @@ def test_who_fails_and_leaves_takes_no_part_of_what_came_before() -> None:
 
 
 def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all() -> None:
-    """After a later one failed, the rank that waits for the lost rank itself reports it to those that wait for others."""
+    """A later one had failed; who waits for the lost rank itself reports it to those that wait for others."""
     launched, failed, reported = threading.Barrier(4), threading.Barrier(4), threading.Barrier(3)
 
     def body(comm: kos.Communicator) -> None:

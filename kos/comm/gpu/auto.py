@@ -15,7 +15,6 @@ from typing import Any
 
 from kos.comm.backend import Backend, Probe
 from kos.comm.gpu.backend import DeviceBackend, follow, is_captured
-from kos.comm.host.backend import HostBackend
 from kos.comm.operation import Operation
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table, merged
@@ -51,7 +50,7 @@ class AutoBackend(Backend):
         self._ordered = self._by_name.get("peer", self.gpus[0])  # whose sums are in rank order, without a detour
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
-            gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
+            gpu.join(self.gpus)
         # The last part to queue something, and on which streams.
         self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()
         self._order = None if self._only is not None else Event(self.device)
@@ -132,6 +131,8 @@ class AutoBackend(Backend):
 
     def start(self, operation: Operation) -> Work | None:
         part = operation.via
+        if part is self.host:
+            self._compare(operation)
         if part is self.host or self.host.broken is not None:
             self.check_fit(operation.name)
         if part is not self.host:
@@ -140,6 +141,11 @@ class AutoBackend(Backend):
                 self._take_turn(part, (stream,))
         work: Work | None = part.start(operation)
         return work
+
+    def _compare(self, o: Operation) -> None:
+        """Compare the calls on GPUs before one in host memory: of two ranks that differ the later one finds it."""
+        for gpu in self.gpus:
+            gpu.confirm(o)
 
     def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
         """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
@@ -163,6 +169,7 @@ class AutoBackend(Backend):
         for part, several in itertools.groupby(self.in_order(operations), lambda o: o.via):
             mine = list(several)
             if part is self.host:
+                self._compare(mine[0])
                 started: list[Any] = [part.start(o) for o in mine]
             else:
                 self._take_turn(part, dict.fromkeys(part.side if o.overlap else o.stream for o in mine))
@@ -184,14 +191,14 @@ class AutoBackend(Backend):
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
         host = self.host.split(rendezvous, color, key)
-        parts = [gpu.split(rendezvous, color, key) for gpu in self.gpus]
+        parts = [gpu.split(rendezvous, color, key, host) for gpu in self.gpus]
         if rendezvous is None or host is None:
             return None
-        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
+        return AutoBackend(rendezvous, host, [part for part in parts if part is not None])
 
     def shrink(self, rendezvous: Rendezvous) -> Backend:
-        host, parts = self.host.shrink(rendezvous), [gpu.shrink(rendezvous) for gpu in self.gpus]
-        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
+        host = self.host.shrink(rendezvous)
+        return AutoBackend(rendezvous, host, [gpu.shrink(rendezvous, host) for gpu in self.gpus])
 
     def close(self) -> None:
         with ExitStack() as parts:  # each, whatever fails of another; the host last, which tells the other ranks

@@ -22,7 +22,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from kos.comm.backend import Probe
+from kos.comm import watchdog
+from kos.comm.backend import Backend, Probe
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend, Launch, Scratch, device_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
@@ -56,9 +57,12 @@ class NCCLBackend(DeviceBackend):
     """Carries a group whose ranks have a GPU each."""
 
     name = "nccl"
+    marks = 16
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None) -> None:
-        super().__init__(rendezvous, device)
+    def __init__(
+        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: Backend | None = None
+    ) -> None:
+        super().__init__(rendezvous, device, host)
         self._nccl = binding.library()
         self._made = comm
         self._joining = self._join(rendezvous) if comm is None else None
@@ -86,6 +90,7 @@ class NCCLBackend(DeviceBackend):
             "recv": self._prepare_message,
             "send_recv": self._prepare_message,
         }
+        watchdog.add(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -131,16 +136,18 @@ class NCCLBackend(DeviceBackend):
                 raise
             raise named from error
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> NCCLBackend | None:
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+    ) -> NCCLBackend | None:
         if self._comm is None:  # aborted: the ranks that are left meet anew
-            return None if rendezvous is None else NCCLBackend(rendezvous, self.device)
+            return None if rendezvous is None else NCCLBackend(rendezvous, self.device, None, host)
         comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos"))
-        return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm)
+        return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
 
     def withdraw(self, reason: str) -> None:
         super().abort(reason)
 
-    def shrink(self, rendezvous: Rendezvous) -> NCCLBackend:
+    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> NCCLBackend:
         """By NCCL's own shrink where every rank that is left holds a revoked communicator; else they meet anew."""
         revoked, self._revoked, comm = self._revoked, None, None
         mine = json.dumps([self.rank, revoked is not None])
@@ -156,9 +163,10 @@ class NCCLBackend(DeviceBackend):
             self._end(binding.abort, revoked)
         if comm is not None and not agreed:
             self._end(binding.abort, comm)
-        return type(self)(rendezvous, self.device, comm if agreed else None)
+        return type(self)(rendezvous, self.device, comm if agreed else None, host)
 
     def close(self) -> None:
+        self.unwatch()
         try:
             comm = self._comm
         except KosError as error:  # no call has needed it

@@ -11,6 +11,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from kos.comm.backend import Backend, ends_group
 from kos.comm.host.shared import Calls, SharedCollectives, open_segment
@@ -26,9 +27,7 @@ class HostBackend(Backend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        if not _open:
-            atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
-        _open.add(self)
+        at_exit(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
@@ -44,10 +43,10 @@ class HostBackend(Backend):
             if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded)
 
-    def share_calls(self, host: HostBackend) -> None:
-        """Compare calls where ``host`` does: the two carry the operations of one communicator."""
-        self._leave()
-        self._segment, self._calls = None, host._calls
+    @property
+    def calls(self) -> Calls | None:
+        """Where the ranks of this host compare their calls; a backend for GPUs of the same communicator joins in."""
+        return self._calls
 
     @property
     def shares_memory(self) -> bool:
@@ -119,7 +118,7 @@ class HostBackend(Backend):
 
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
-        if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
+        if self._calls is not None:
             self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), self.stops_at())
 
     def stops_at(self) -> int:
@@ -136,14 +135,34 @@ class HostBackend(Backend):
         self._leave()
 
     def _leave(self) -> None:
-        _open.discard(self)
+        closed(self)
         calls, self._calls, self._shared = self._calls, None, None
-        if calls is not None and self._segment is not None:
+        if calls is not None:
             calls.close()
 
 
-_open: weakref.WeakSet[HostBackend] = weakref.WeakSet()
+class Leaving(Protocol):
+    """A backend that reports the end of its process to the other ranks."""
+
+    _calls: Calls | None
+
+    def part(self, reason: str) -> None: ...
+
+
+_open: weakref.WeakSet[Leaving] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
+
+
+def at_exit(backend: Leaving) -> None:
+    """Have ``backend`` report it when the process ends before the backend is closed."""
+    if not _open:
+        atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
+    _open.add(backend)
+
+
+def closed(backend: Leaving) -> None:
+    """``backend`` has nothing more to report."""
+    _open.discard(backend)
 
 
 def _part() -> None:

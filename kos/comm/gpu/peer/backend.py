@@ -21,7 +21,8 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from kos.comm.backend import Probe
+from kos.comm import watchdog
+from kos.comm.backend import Backend, Probe
 from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of, follow
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
@@ -63,8 +64,8 @@ class PeerBackend(DeviceBackend):
     name = "peer"
     _engine: PeerEngine
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
-        super().__init__(rendezvous, device)
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
+        super().__init__(rendezvous, device, host)
         self._rendezvous = rendezvous
         self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
@@ -80,6 +81,7 @@ class PeerBackend(DeviceBackend):
         except KosError as error:
             super().close()
             raise BackendUnavailable(f"peer: {error}") from error
+        watchdog.add(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -107,8 +109,10 @@ class PeerBackend(DeviceBackend):
         if "_engine" in self.__dict__:
             self._engine.timeout = seconds
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> PeerBackend | None:
-        return None if rendezvous is None else PeerBackend(rendezvous, self.device)
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+    ) -> PeerBackend | None:
+        return None if rendezvous is None else PeerBackend(rendezvous, self.device, host)
 
     # Memory that all ranks map.
 
@@ -181,6 +185,7 @@ class PeerBackend(DeviceBackend):
             memory.close()
 
     def close(self) -> None:
+        self.unwatch()
         for number in sorted(self._windows):
             self._windows[number].unmap()  # arrays that live on keep their own rank's part
         for number in self._dropped:
