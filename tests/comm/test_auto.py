@@ -568,7 +568,7 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], broken: str, taken: list[str], why: str
 ) -> None:
     class Some(NCCLBackend):
-        def __init__(self, rendezvous: Any) -> None:
+        def __init__(self, rendezvous: Any, host: Any) -> None:
             if self.name == "peer" and broken:
                 raise BackendUnavailable(broken)
 
@@ -577,7 +577,7 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes)] == taken  # type: ignore[arg-type]
+    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None)] == taken  # type: ignore[arg-type]
     assert probes["peer"] == Probe(not broken, why)
 
 

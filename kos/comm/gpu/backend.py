@@ -118,7 +118,7 @@ class DeviceBackend(Backend):
         self._free_marks = [_Mark(self.device) for _ in range(self.marks)]
         self._marks: deque[_Mark] = deque()  # of what is in flight
         self._captures = False  # whether the last call that asked was captured
-        self._seen: tuple[int, float] = 0, 0.0  # the last call that the watchdog saw, and when it saw it first
+        self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it saw it first
         self._gone: str | None = None  # why a rank will do nothing more, as far as the watchdog knows
         self._look_at = 0.0  # when it looks for such ranks again
         self._closing = False
@@ -194,6 +194,7 @@ class DeviceBackend(Backend):
             o.name, send and send.pointer, send and send.count, send and send.dtype,
             recv is not send and recv and (recv.pointer, recv.count, recv.dtype),
             reduction and reduction.op, reduction and reduction.factor, o.root, o.algorithm, o.deterministic, o.overlap,
+            None if o.timeout == self.timeout else o.timeout,
             o.name in _IN_PIECES and (o.dst, o.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
         known = self._known.get(key)
@@ -508,6 +509,8 @@ class DeviceBackend(Backend):
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
         with self.failing:
             if self.broken is not None:
+                if not isinstance(error, KosError):  # a launch amid which the watchdog ended the communicator
+                    error = type(self.broken)(f"{operation}: the communicator failed before: {self.broken}")
                 return super().failed(operation, error)
             failure = super().failed(operation, self._cause(operation, error))
             record_failure(operation, failure)
