@@ -389,6 +389,7 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         comm.all_reduce(Array.zeros(3, np.int32, 0))
         comm.rendezvous.barrier()
         if comm.rank == 1:
+            comm.backend.unwatch()  # as its process is dead
             comm.rendezvous.threads.world.depart(1, "it is dead")
             whole.wait(20)
             comm._closed = True
