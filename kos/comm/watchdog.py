@@ -21,7 +21,7 @@ from kos.errors import KosError
 
 log = logging.getLogger(__name__)
 
-TICK = 0.2
+TICK = 0.25
 """Seconds between two looks."""
 
 Callback = Callable[[KosError], None]

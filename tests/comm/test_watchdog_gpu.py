@@ -18,7 +18,8 @@ pytestmark = [
 ]
 
 PROGRAM = """
-import json, os, signal, threading, time
+import json, os, signal, sys, threading, time
+sys.path += {path}
 import numpy as np
 import kos
 from kos.cuda import streams
@@ -68,7 +69,7 @@ os._exit(0)
 def test_a_stream_comes_back_and_the_next_use_names_the_rank(backend: str, how: str, graph: bool, count: int) -> None:
     if len(cuda.visible_devices()) < 2:
         pytest.skip("needs two GPUs")
-    program = PROGRAM.format(backend=backend, timeout=TIMEOUT, count=count, signal=how, graph=graph)
+    program = PROGRAM.format(backend=backend, timeout=TIMEOUT, count=count, signal=how, graph=graph, path=sys.path)
     port = free_port()
     ranks = [start([sys.executable, "-c", program], rank, 2, port) for rank in range(2)]
     try:
