@@ -16,6 +16,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu import nccl_binding
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
+from kos.comm.operation import Operation, Route
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
 from kos.memory.array import Array
 from tests.comm.fake_nccl import FakeNCCL
@@ -34,10 +35,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
 
 
+def _nothing(self: NCCLBackend, o: Operation, route: Route) -> bool:
+    route.launch = lambda stream: None
+    return True
+
+
 @pytest.fixture
 def quiet(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Calls queue nothing, and the GPU ends nothing of it."""
-    monkeypatch.setattr(NCCLBackend, "resolve", lambda self, o: ((lambda stream: None), True))
+    monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
     monkeypatch.setattr(device._Mark, "ended", lambda mark: False)
 
 
