@@ -103,10 +103,15 @@ def describe(error: BaseException) -> tuple[str, str]:
     if mine:
         line += f" ({Path(mine[-1].filename).name}:{mine[-1].lineno})"
     within = bool(kept.stack) and _in_kos(kept.stack[-1])  # a defect of kos, unless it raised on purpose
-    chained = not isinstance(error, KosError) and (kept.__cause__ or (kept.__context__ and not kept.__suppress_context__))
-    if chained or (within and not isinstance(error, KosError)) or os.environ.get("KOS_DEBUG", "0") != "0":
+    chained = kept.__cause__ or (kept.__context__ and not kept.__suppress_context__)
+    if debugging() or (not isinstance(error, KosError) and (chained or within)):
         return line, "".join(kept.format())
     return line, "".join(traceback.StackSummary.from_list(mine).format())
+
+
+def debugging() -> bool:
+    """Whether KOS_DEBUG asks for whole tracebacks."""
+    return os.environ.get("KOS_DEBUG", "0") not in ("", "0")
 
 
 def _in_kos(frame: traceback.FrameSummary) -> bool:
@@ -115,7 +120,7 @@ def _in_kos(frame: traceback.FrameSummary) -> bool:
 
 def install(extras: str) -> str:
     """The command that installs these extras of kos, which is on no package index."""
-    clone = _PACKAGE.parent
+    clone, wanted = _PACKAGE.parent, f"[{extras}]" if extras else ""
     if (clone / "pyproject.toml").exists():
-        return f"pip install -e '{clone}[{extras}]'"
-    return f"in a clone of kos: pip install '.[{extras}]'"
+        return f"pip install -e '{clone}{wanted}'"
+    return f"in a clone of kos: pip install -e '.{wanted}'"

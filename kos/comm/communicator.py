@@ -174,7 +174,7 @@ class Communicator(Operations):
 
     @contextmanager
     def _meeting(self, call: str, timeout: float | None = None) -> Iterator[None]:
-        """Exchanges of the rendezvous are this ``call``'s, and their errors name this communicator, which they break."""
+        """Exchanges of the rendezvous carry ``call``.  Their errors name this communicator and break it."""
         rendezvous = self.rendezvous
         usual = rendezvous.call, rendezvous.timeout
         rendezvous.call, rendezvous.timeout = call, self._timeout if timeout is None else check_timeout(timeout)

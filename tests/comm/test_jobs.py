@@ -309,7 +309,10 @@ except kos.errors.BackendUnavailable as error:
 @needs_mpirun
 @pytest.mark.parametrize(
     ("launcher", "size"),
-    [({"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_SIZE"), ({"PMIX_RANK": "1", "SLURM_NTASKS": "3"}, "SLURM_NTASKS")],
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMIX_RANK": "1", "SLURM_NTASKS": "3"}, "SLURM_NTASKS"),
+    ],
     ids=["mpirun", "srun"],
 )
 def test_a_launcher_that_mpi_does_not_know(tmp_path: Path, launcher: dict[str, str], size: str) -> None:
@@ -323,7 +326,7 @@ except kos.errors.RendezvousError as error:
     print(error)
 """
     done = start(sys.executable, program(tmp_path, text))
-    said = f"{size}: expected 3 ranks in MPI_COMM_WORLD, got 1: the launcher is not of the MPI library in use (Open MPI"
+    said = f"{size}: expected 3 ranks in MPI_COMM_WORLD, got 1: the launcher does not fit the MPI library in use (Open"
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(said) and ("srun --mpi=none" in done.stdout) == (size == "SLURM_NTASKS")
 

@@ -88,13 +88,12 @@ def _check_world(MPI: Any) -> None:
         if not started.isdecimal() or (by_pmix and rank not in os.environ):
             continue
         if int(started) > MPI.COMM_WORLD.size:
+            library = MPI.Get_library_version().split(",")[0].strip()
+            wrong = f"{size}: expected {started} ranks in MPI_COMM_WORLD, got {MPI.COMM_WORLD.size}"
             remedy = "start the job with the mpirun of that library"
             if by_pmix:
-                remedy += ", by srun --mpi= with what it speaks, or without MPI (srun --mpi=none, MASTER_ADDR, MASTER_PORT)"
-            raise RendezvousError(
-                f"{size}: expected {started} ranks in MPI_COMM_WORLD, got {MPI.COMM_WORLD.size}: the launcher is not of "
-                f"the MPI library in use ({MPI.Get_library_version().split(',')[0].strip()}): {remedy}"
-            )
+                remedy += ", with another srun --mpi=, or without MPI (srun --mpi=none, MASTER_ADDR, MASTER_PORT)"
+            raise RendezvousError(f"{wrong}: the launcher does not fit the MPI library in use ({library}): {remedy}")
         return
 
 
@@ -224,7 +223,7 @@ def guard_job() -> None:
     atexit.register(_leave_job)
 
 
-def _end_by(error: BaseException, own: Callable[[], None] | None, usual: Callable[[], None]) -> None:
+def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Callable[[], object]) -> None:
     """Report an uncaught exception and end the job: one line on each rank that has one, the frames on one rank.
 
     ``own`` is the program's own report, if it has one; ``usual`` is also right for a process that is no rank.
