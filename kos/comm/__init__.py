@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from datetime import datetime
 
 from kos.comm.arguments import check_timeout, number_in
 from kos.comm.backend import Backend, Probe
@@ -128,7 +129,8 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
     """
     mine = {name: kind.probe(rendezvous) for name, kind in BACKENDS.items()}
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
-    said = [wanted, ballot, os.urandom(8).hex(), device]
+    job = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}"  # begins with the time: folders are sorted
+    said = [wanted, ballot, job, device]
     ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(said).encode())]
     rendezvous.job = ballots[0][2]
     for rank, (theirs, *_) in enumerate(ballots):

@@ -226,11 +226,10 @@ class Communicator(Operations):
         """
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
-        if self.device is None:
-            return self.backend.allocate(shape, kind.numpy)
-        with self._meeting(f"allocate of {kind.name}{list(shape)}"):
-            self.rendezvous.barrier()
-            return self.backend.allocate(shape, kind.numpy)
+        if self.device is not None:
+            with self._meeting(f"allocate of {kind.name}{list(shape)}"):
+                self.rendezvous.barrier()
+        return self.backend.allocate(shape, kind.numpy)
 
     def explain(self) -> str:
         """Which backends can carry this group, and why not the others; which of them, and how, carries what."""

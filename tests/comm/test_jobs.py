@@ -227,6 +227,37 @@ def test_a_process_that_a_rank_forked_is_no_rank(tmp_path: Path) -> None:
 
 
 @needs_mpirun
+def test_a_rendezvous_by_mpi_that_is_out_of_step(tmp_path: Path) -> None:
+    """Calls that differ, then a rank that comes after the other has given up."""
+    text = """
+from kos.comm.rendezvous.mpi import MPIRendezvous
+world = MPIRendezvous(timeout=60)
+different, late = world.split(0), world.split(0)
+different.call = f"call {world.rank}"
+if world.rank == 1:
+    world.barrier()
+late.timeout = 0.3
+for attempt in range(2):
+    try:
+        late.allgather(b"x" * attempt)
+    except kos.errors.RendezvousError as error:
+        print(error, flush=True)
+if world.rank == 0:
+    world.barrier()
+for attempt in range(2):
+    try:
+        different.allgather(b"x" * world.rank)
+    except kos.errors.CollectiveMismatch as error:
+        print(error, flush=True)
+"""
+    done = mpirun(2, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+    waited = [f"rendezvous: allgather: rank {rank} waited 0.3 s for rank {1 - rank}" for rank in (0, 1)]
+    differ = "rank 0 called call 0 (exchange 1) but rank 1 called call 1 (exchange 1)"
+    assert sorted(done.stdout.splitlines()) == sorted([*waited * 2, *[differ] * 4])
+
+
+@needs_mpirun
 def test_mpi_is_finalized_once(tmp_path: Path) -> None:
     """After what the program registered, whoever imports mpi4py."""
     text = """
