@@ -11,7 +11,7 @@ import os
 import traceback
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE, _PYTHON = Path(__file__).resolve().parent, Path(os.__file__).parent
 
 
 class KosError(RuntimeError):
@@ -100,8 +100,8 @@ def describe(error: BaseException) -> tuple[str, str]:
     kept = traceback.TracebackException.from_exception(error)
     line = " ".join("".join(kept.format_exception_only()).split()).removeprefix("kos.errors.")
     mine = [frame for frame in kept.stack if not _in_kos(frame)]
-    if mine:
-        line += f" ({Path(mine[-1].filename).name}:{mine[-1].lineno})"
+    if places := [frame for frame in mine if not Path(frame.filename).is_relative_to(_PYTHON)]:
+        line += f" ({Path(places[-1].filename).name}:{places[-1].lineno})"
     within = bool(kept.stack) and _in_kos(kept.stack[-1])  # a defect of kos, unless it raised on purpose
     chained = kept.__cause__ or (kept.__context__ and not kept.__suppress_context__)
     if debugging() or (not isinstance(error, KosError) and (chained or within)):
