@@ -167,6 +167,9 @@ class DeviceBackend(Backend):
     def let_go(self) -> None:
         """Let kernels of our own that wait for other ranks give up, without waiting for that."""
 
+    def trim(self) -> None:
+        """Free what only calls used that have run: the host has waited for all of them."""
+
     @abstractmethod
     def halt(self) -> None:
         """End what is in flight on the GPU, now, without the other ranks."""
@@ -394,6 +397,7 @@ class DeviceBackend(Backend):
             self._streams.pop(each, None)
         if stream is None:
             self._flying.clear()
+            self.trim()
 
     def idle_stream(self, stream: int) -> bool:
         """Whether everything queued on it has run."""
