@@ -316,7 +316,7 @@ def test_communicators_of_one_gpu_take_turns(ranks: ThreadRanks, monkeypatch: py
         for comm, stream in ((one, 5), (other, 6), (other, 6), (one, 5), (one, 5)):
             comm.all_reduce(x, stream=stream)
         assert [pair for pair in order[rendezvous.rank] if pair[0]] == [(5, 6), (6, 5)]
-        one.close(), other.close()
+        one.backend.close(), other.close()
 
     ranks.run_bare(body)
 
