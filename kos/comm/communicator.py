@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm import watchdog
 from kos.comm.arguments import check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
@@ -19,7 +20,7 @@ from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, KosError, RankLost, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Array, Shape, as_dtype
 
@@ -33,8 +34,8 @@ class Communicator(Operations):
     the array that holds the result.
 
     Arrays on a GPU: a backend for GPUs queues an operation and returns.  It is ordered with the other work on
-    ``stream``, which is that of the array (``Array.stream``, CuPy's current one) unless it is given, and the
-    legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
+    ``stream``, which is that of the array (``Array.stream``, torch's or CuPy's current one) unless it is given,
+    and the legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
     do.  With ``async_op=True`` it runs on a stream of the communicator's own, and ``Work.wait()`` makes
     ``stream`` wait for it.  The host waits where it is asked to: ``Work.wait(timeout)``, ``Work.synchronize()``,
     ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory carry GPU arrays
@@ -104,7 +105,7 @@ class Communicator(Operations):
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
         if not self.backend.carries_host:
-            with self._meeting(timeout):
+            with self._meeting("all_gather_bytes", timeout):
                 return self.rendezvous.allgather(bytes(data))
         x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
         send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
@@ -149,13 +150,10 @@ class Communicator(Operations):
             if (work := self._launch(control, 3)) is not None:
                 work.wait()
         else:
-            with self._meeting():
-                calls = [theirs.decode() for theirs in self.rendezvous.allgather(call.encode())]
-            for rank, theirs in enumerate(calls):
-                if theirs != calls[0]:
-                    raise CollectiveMismatch(f"{self.name}: rank 0 called {calls[0]} but rank {rank} called {theirs}")
+            with self._meeting(call):
+                self.rendezvous.barrier()
         name, self._splits = f"{self.name}.{self._splits}", self._splits + 1  # the same on all ranks: all of them split
-        with self._meeting():
+        with self._meeting(call):
             rendezvous = self.rendezvous.split(color, key)
         backend = self.backend.split(rendezvous, color, key)
         if rendezvous is None or backend is None:
@@ -173,23 +171,27 @@ class Communicator(Operations):
         self._check_open()
         self.rendezvous.check_shrink()
         self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
-        with self._meeting():
+        with self._meeting("shrink"):
             rendezvous = self.rendezvous.shrink()
         backend = self.backend.shrink(rendezvous)
         # Once is all, so no number: a split amid which a rank was lost has got one on some ranks and not on others.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
     @contextmanager
-    def _meeting(self, timeout: float | None = None) -> Iterator[None]:
-        """Errors of the rendezvous, which knows no names, with this communicator's."""
-        rendezvous, usual = self.rendezvous, self.rendezvous.timeout
-        rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
+    def _meeting(self, call: str, timeout: float | None = None) -> Iterator[None]:
+        """Exchanges of the rendezvous carry ``call``.  Their errors name this communicator and break it."""
+        rendezvous = self.rendezvous
+        usual = rendezvous.call, rendezvous.timeout
+        rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         try:
             yield
-        except (RendezvousError, RankLost) as error:
-            raise type(error)(f"{self.name}: {error}") from error
+        except (RendezvousError, CollectiveMismatch, RankLost) as error:
+            words = f"{self.name}: {error}"
+            if rendezvous.failure is not None and self.backend.broken is None:
+                self.backend.broken = type(error)(words)
+            raise type(error)(words) from error
         finally:
-            rendezvous.timeout = usual
+            rendezvous.call, rendezvous.timeout = usual
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         mine = str(self._group.ranks[self.rank]).encode()
@@ -228,7 +230,22 @@ class Communicator(Operations):
         With nccl that is a symmetric window on this rank's GPU, with host memory a plain ndarray.
         """
         self._check_open()
-        return self.backend.allocate(check_shape(shape), as_dtype(dtype).numpy)
+        shape, kind = check_shape(shape), as_dtype(dtype)
+        if self.device is not None:
+            with self._meeting(f"allocate of {kind.name}{list(shape)}"):
+                self.rendezvous.barrier()
+        return self.backend.allocate(shape, kind.numpy)
+
+    def on_failure(self, callback: Callable[[KosError], None]) -> None:
+        """Have ``callback(error)`` called once when this communicator has failed, at once if it has already.
+
+        It runs on the watchdog's thread, within a fraction of a second: also where the program waits for a stream, and
+        where it was the program's own call that found the failure.  By then what was in flight has been ended, and its
+        results are undefined.  ``callback`` may not wait for long, nor use this communicator but for ``abort``.
+        """
+        if not callable(callback):
+            raise InvalidArgument(f"callback: expected a function of the error, got {callback!r}")
+        watchdog.on_failure(self.backend, callback)
 
     def explain(self) -> str:
         """Which backends can carry this group, and why not the others; which of them, and how, carries what."""
@@ -244,11 +261,11 @@ class Communicator(Operations):
             return
         if self.backend.broken is not None:
             self._give_up(str(self.backend.broken))  # ranks out of step cannot close together
-            self.rendezvous.abandon(None)
+            self.rendezvous.abort(None)
             return
         self.recorder.close(self._group)
         self.synchronize()
-        self._closed = True
+        self._closed, self.rendezvous.call = True, "close"
         try:
             self.backend.close()
         finally:
@@ -263,7 +280,7 @@ class Communicator(Operations):
         code = whole_number("code", code)
         if not self._closed:
             self._give_up(str(reason))
-            self.rendezvous.abandon(code)
+            self.rendezvous.abort(code)
 
     def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
         self._closed = True

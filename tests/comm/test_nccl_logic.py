@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import re
 import threading
 import time
 import traceback
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.gpu import nccl as nccl_backend
 from kos.comm.gpu import nccl_binding, nccl_schedule
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
@@ -143,10 +146,24 @@ def test_batch_is_one_group(fake: FakeNCCL) -> None:
     assert groups == [1]
 
 
-def test_split_against_duplicate(fake: FakeNCCL) -> None:
+CONTROL: dict[str, Callable[[kos.Communicator], Any]] = {
+    "split": lambda comm: comm.split(0),
+    "duplicate": lambda comm: comm.duplicate(),
+    "allocate of float32[4]": lambda comm: comm.allocate(4, np.float32),
+    "allocate of float64[4]": lambda comm: comm.allocate(4, np.float64),
+    "all_gather_bytes": lambda comm: comm.all_gather_bytes(b"{"),
+}
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [*itertools.combinations(CONTROL, 2)])
+def test_calls_of_the_control_plane_that_differ(fake: FakeNCCL, mine: str, theirs: str) -> None:
+    """All ranks raise it, and again from the next call, of whatever kind; closing still ends."""
+
     def body(gpu: Any) -> None:
-        with pytest.raises(CollectiveMismatch, match="world: rank 0 called split but rank 1 called duplicate"):
-            gpu.comm.split(0) if gpu.rank == 0 else gpu.comm.duplicate()
+        said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
+        for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
+            with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
+                call(gpu.comm)
 
     FakeRanks(SIZE).run(body)
 
@@ -318,6 +335,26 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
     FakeRanks(SIZE).run(body)
 
 
+def test_scratch_memory_does_not_grow_with_the_streams(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no graph can hold is free when the host has waited for all."""
+    monkeypatch.setattr(nccl_backend, "is_captured", lambda stream: stream == 7)
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
+        for stream in range(5, 25):
+            comm.all_reduce(x, stream=stream)
+        comm.all_reduce(Array.zeros(1 << 20, np.int16, 0), stream=24)
+        pieces = [piece for each in comm.backend._scratch.values() for piece in each]
+        assert len(pieces) == 21
+        comm.synchronize()
+        assert {stream: len(each) for stream, each in comm.backend._scratch.items()} == {7: 1, 24: 1}
+        assert sum(piece.closed for piece in pieces) == 19
+        comm.all_reduce(x, stream=7)
+        comm.all_reduce(x, stream=5)
+
+    FakeRanks(2).run(body)
+
+
 @pytest.mark.parametrize("how", ["abort", "killed"])
 def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
     fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str
@@ -349,6 +386,7 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
 def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
     monkeypatch.setattr(fake, "comm_destroy", lambda comm: None)
+    closed = threading.Barrier(SIZE)
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
@@ -357,7 +395,7 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monk
         if comm.rank == 1:
             calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1
             comm.close()
-        comm.rendezvous.barrier()
+        closed.wait(20)
         if comm.rank == 0:
             until = time.monotonic() + 1.5
             comm.backend.wait_on_host(last, lambda: time.monotonic() > until, 20)
@@ -391,6 +429,7 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         comm.all_reduce(Array.zeros(3, np.int32, 0))
         comm.rendezvous.barrier()
         if comm.rank == 1:
+            comm.backend.unwatch()  # as its process is dead
             comm.rendezvous.threads.world.depart(1, "it is dead")
             whole.wait(20)
             comm._closed = True

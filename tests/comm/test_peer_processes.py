@@ -51,7 +51,8 @@ def child(role: str, algorithm: str) -> None:
     if algorithm == "specialized":
         engine.register(memory)
         places = memory.pointer, memory.pointer + memory.nbytes // 2
-        x, y = (Array(at, (COUNT,), np.float32, device).copy_from(each) for at, each in zip(places, (x, y), strict=True))
+        pairs = zip(places, (x, y), strict=True)
+        x, y = (Array(at, (COUNT,), np.float32, device).copy_from(each) for at, each in pairs)
     run = engine.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2))
     cuda.synchronize(device)
     rendezvous.barrier()

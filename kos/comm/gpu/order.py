@@ -104,12 +104,11 @@ class Order:
     runs follows what ran last, whatever was captured in between.
     """
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._last: dict[int, tuple[Any, Collection[int]]] = {}  # who queued last, and where, by capture
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Any, Collection[int], Streams]] = {}  # who queued last, and where, by capture
 
-    def enter(self, party: Any, mine: Collection[int]) -> bool:
-        """``party`` is about to queue work on the streams ``mine``.
+    def enter(self, party: Any, mine: Collection[int], held: Streams) -> bool:
+        """``party`` is about to queue work on the streams ``mine``, which are held in ``held``.
 
         Returns whether it may queue more there without asking again, as long as no other party does.
         """
@@ -117,20 +116,23 @@ class Order:
         for stream in mine:
             captures.setdefault(capture_of(stream), []).append(stream)
         for capture, here in captures.items():
-            former, last = self._last.get(capture, (party, ()))
-            if former != party or not all(map(self._streams.is_kept, last)):
+            former, last, holding = self._last.get(capture, (party, (), held))
+            if former != party or not all(map(holding.is_kept, last)):
                 for stream, before in product(here, last):
-                    self._streams.follow(stream, before, capture)
+                    holding.follow(stream, before, capture)
             if capture and capture not in self._last:
                 self._follow_what_went_on(here, capture)
-            self._last[capture] = party, here
+            self._last[capture] = party, here, held
         for ended in sorted(each for each in self._last if each)[:-_MANY]:
             del self._last[ended]
-        return captures.keys() == {0} and all(map(self._streams.is_kept, mine))
+        return captures.keys() == {0} and all(map(held.is_kept, mine))
 
     def _follow_what_went_on(self, here: Collection[int], capture: int) -> None:
         """Who does not ask again may have queued work on a stream that has begun to capture since."""
-        for stream, before in product(here, self._last.get(0, (None, ()))[1]):
-            kept = before in self._streams.keepers and self._streams.is_kept(before)
+        if 0 not in self._last:
+            return
+        _, last, holding = self._last[0]
+        for stream, before in product(here, last):
+            kept = before in holding.keepers and holding.is_kept(before)
             if kept and before != stream and capture_of(before) == capture:
-                self._streams.follow(stream, before, capture)
+                holding.follow(stream, before, capture)
