@@ -22,12 +22,13 @@ import kos
 from kos.comm.gpu.peer import engine
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
-from kos.errors import KosError
+from kos.errors import CollectiveMismatch, KosError
 from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.testing import spawn
 from tests.comm import fake_peer, test_auto
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, communicator, no_gpu
+from tests.comm.shared_ranks import SharedOnly
 from tests.host_compiler import COMPILER
 
 SIDE = 99  # the stand-ins' stream of the communicator
@@ -321,6 +322,20 @@ def test_batches_and_what_overlaps_follow_the_rest(run: Callable[[Body], None]) 
             call(several[2])
 
     run(body)
+
+
+@pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
+def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int]) -> None:
+    """Whichever part of ``auto`` has carried them."""
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        comm.all_reduce(Array.zeros(counts[comm.rank], np.float16, 0))
+        with pytest.raises(CollectiveMismatch, match=f"{counts[0]} against {counts[1]}"):
+            comm.synchronize()
+
+    with no_gpu(monkeypatch) as fake:
+        monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+        test_auto.run(body, host=SharedOnly)
 
 
 def test_what_cannot_follow_is_refused(run: Callable[[Body], None]) -> None:

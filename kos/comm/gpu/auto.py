@@ -189,8 +189,8 @@ class AutoBackend(Backend):
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        former, _ = self._turn
-        for gpu in self.gpus if until is None else (former,):  # which looks at what all have found
+        last, _ = self._turn  # first: a wait for what it has queued names that
+        for gpu in sorted(self.gpus, key=lambda gpu: gpu is not last) if until is None else (last,):
             gpu.synchronize(timeout, stream, until)
 
     def allocate(self, shape: Any, dtype: Any) -> Any:

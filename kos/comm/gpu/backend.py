@@ -351,7 +351,8 @@ class DeviceBackend(Backend):
 
     def check(self, o: Call) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
-        self._confirm()
+        for each in self.together:
+            each._confirm()
         for each in self.together:
             each.inspect(o)
 
