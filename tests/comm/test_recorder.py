@@ -88,7 +88,7 @@ def test_a_caller_that_is_not_python() -> None:
         _thread.start_new_thread(comm.barrier, ())
         while not comm.recorder.entries() or comm.recorder.entries()[0]["state"] != "completed":
             pass
-        assert comm.recorder.entries()[0]["frames"][0]["filename"].endswith("operations.py")
+        assert comm.recorder.entries()[0]["frames"][0]["filename"].endswith("collectives.py")
 
 
 def test_messages_and_groups() -> None:
