@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kos.comm.arguments import whole_number
-from kos.comm.operation import Operation
+from kos.comm.operation import Call
 from kos.comm.rendezvous.threads import ThreadWorld
 from kos.errors import CollectiveError, InvalidArgument
 
@@ -62,7 +62,7 @@ class FaultPlan:
         self.operations = [0] * size  # that each rank started
         self._stalled = 0
 
-    def strike(self, world: ThreadWorld, rank: int, operation: Operation) -> Callable[[], None] | None:
+    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
         """Do what happens to the operation that world rank ``rank`` is about to start.
 
         Returns what to call for each of its messages if none of them is to arrive.
@@ -81,21 +81,21 @@ class FaultPlan:
                 with world.lock:
                     world.wakeup[rank].wait_for(lambda: False, fault.seconds or 0.02)
             elif fault.kind == "error":
-                raise CollectiveError(f"{operation}: rank {rank} failed, as the test's plan says")
+                raise CollectiveError(f"{call}: rank {rank} failed, as the test's plan says")
             elif fault.kind == "stall":
-                self._stall(world, rank, operation)
+                self._stall(world, rank, call)
             else:
-                raise Crashed(f"it crashed before {operation.name}")
+                raise Crashed(f"it crashed before {call.name}")
         return lost
 
     def _drop(self, fault: Fault) -> Callable[[], None]:
         return lambda: self.pending.discard(fault)
 
-    def _stall(self, world: ThreadWorld, rank: int, operation: Operation) -> None:
+    def _stall(self, world: ThreadWorld, rank: int, call: Call) -> None:
         """Stay until all other ranks have ended or stalled too."""
         with world.lock:
             self._stalled += 1
             world.notify(list(range(len(world.wakeup))))
             while len(world.departed) + self._stalled < len(world.wakeup):
-                world.wait(rank, None, lambda: [(f"stalled before {operation.name}, as the test's plan says", [])])
-        raise Crashed(f"it stalled before {operation.name}")
+                world.wait(rank, None, lambda: [(f"stalled before {call.name}, as the test's plan says", [])])
+        raise Crashed(f"it stalled before {call.name}")

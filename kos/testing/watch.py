@@ -6,13 +6,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from kos.comm.host.mock import MockBackend
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Operation
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadWorld, Waits
 from kos.comm.work import Steps
 from kos.errors import CollectiveError, CollectiveTimeout
@@ -47,9 +48,9 @@ class Watch:
 
     # Faults.
 
-    def strike(self, world: ThreadWorld, rank: int, operation: Operation) -> Callable[[], None] | None:
+    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
         """See ``FaultPlan.strike``."""
-        return None if self.plan is None else self.plan.strike(world, rank, operation)
+        return None if self.plan is None else self.plan.strike(world, rank, call)
 
     # Deadlocks.
 
@@ -93,22 +94,23 @@ class Watch:
 
     # Arrays.
 
-    def guard(self, o: Operation, run: Callable[[Operation], Steps]) -> Steps:
-        """Take the steps of ``o`` on copies of its arrays, which nobody may write meanwhile."""
-        if not self._arrays or any(buffer is not None and buffer.device is not None for buffer in (o.send, o.recv)):
-            yield from run(o)
+    def guard(self, call: Call, run: Callable[[Call], Steps]) -> Steps:
+        """Take the steps of ``call`` on copies of its arrays, which nobody may write meanwhile."""
+        o = call.operation
+        if not self._arrays:
+            yield from run(call)
             return
         send = _copy(o.send)
         recv = send if o.recv is o.send else _copy(o.recv)
-        before = _checksums(o)
-        at_launch = True
-        for _ in run(replace(o, send=send, recv=recv)):
+        before, at_launch, carried = _checksums(o), True, copy(call)
+        carried.operation = replace(o, send=send, recv=recv)
+        for _ in run(carried):
             at_launch = False
             yield
         if at_launch:
             yield  # so that the program has its turn
         if _checksums(o) != before:
-            raise CollectiveError(f"{o}: rank {o.rank} wrote to its array while the operation was in flight")
+            raise CollectiveError(f"{call}: rank {o.rank} wrote to its array while the operation was in flight")
         if o.recv is not None and recv is not None:
             np.copyto(o.recv.flat, recv.flat)
 

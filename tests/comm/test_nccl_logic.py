@@ -599,7 +599,7 @@ def test_refused_by_this_backend(fake: FakeNCCL) -> None:
         }.items():
             with pytest.raises(InvalidArgument, match=message):
                 call()
-        assert comm._group.collectives == comm._group.messages == 0
+        assert comm.recorder.count == 0
 
     FakeRanks(2).run(body)
 

@@ -28,7 +28,7 @@ from kos.comm.gpu.backend import DeviceBackend, Launch, Scratch, device_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.nccl_schedule import Message, ScheduledCollective
 from kos.comm.gpu.ordered_sum import OrderedReduction, Piece, kernel_types
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import driver
@@ -212,8 +212,8 @@ class NCCLBackend(DeviceBackend):
     def async_error(self) -> str | None:
         return binding.async_error(self._made) if self._made is not None else None
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        return super().failed(operation, binding.error_of(error, str(operation)) or error)
+    def failed(self, call: Call, error: Exception) -> KosError:
+        return super().failed(call, binding.error_of(error, str(call)) or error)
 
     # Memory that NCCL reaches best.
 
@@ -261,40 +261,43 @@ class NCCLBackend(DeviceBackend):
 
     # How operations are carried: each function returns the launch of one operation.
 
-    def resolve(self, o: Operation) -> tuple[Launch, bool]:
-        named = o.algorithm != "auto"
+    def resolve(self, o: Operation, route: Route) -> bool:
+        named = o.options.algorithm != AUTO
         launch = ScheduledCollective(self, o) if named else self._launchers[o.name](o)
-        buffer = o.send or o.recv
+        buffer, message = o.send or o.recv, o.message
         # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes, and by peer.
-        how = f"{type(launch).__name__} {o.algorithm} {o.root} {o.dst} {o.src}"
+        how = f"{type(launch).__name__} {o.options.algorithm} {o.root} {message.dst} {message.src}"
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, how
-        return (launch, True) if kind in self._met else (_First(self, o, launch, kind), False)
+        connected = kind in self._met
+        route.launch = launch if connected else _First(self, o, route, launch, kind)
+        return connected
 
-    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
         """What NCCL does alone goes as one group; what our kernels take part in follows, one by one."""
-        if len(operations) == 1:
-            super().queue(operations, stream)
+        if len(calls) == 1:
+            super().queue(calls, stream)
             return
-        alone = [o for o in operations if isinstance(_bare(o.launch), OrderedReduction | ScheduledCollective)]
-        together = [o for o in operations if o not in alone]
+        alone = [c for c in calls if isinstance(_bare(c.route), OrderedReduction | ScheduledCollective)]
+        together = [c for c in calls if c not in alone]
 
         def launch() -> None:
             self._nccl.group_start()
             try:
-                for o in together:
-                    _bare(o.launch)(o.stream if stream is None else stream)
+                for c in together:
+                    _bare(c.route)(c.stream if stream is None else stream)
             finally:
                 self._nccl.group_end()
 
         if len(together) > 1:
-            kinds = frozenset(o.launch.kind for o in together if isinstance(o.launch, _First))
+            launches = (c.route.launch for c in together if c.route is not None)
+            kinds = frozenset(launch.kind for launch in launches if isinstance(launch, _First))
             if kinds and (len(together), kinds) not in self._met_together:
-                self.bounded(launch, together[0].timeout, str(together[0]))
+                self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
                 self._met_together.add((len(together), kinds))
             else:
                 launch()
         else:
-            alone = list(operations)
+            alone = list(calls)
         super().queue(alone, stream)
 
     def _native(self, o: Operation) -> tuple[int, int, int] | None:
@@ -304,7 +307,7 @@ class NCCLBackend(DeviceBackend):
         if key not in _NATIVE:
             _NATIVE[key] = _native(*key)
         native = _NATIVE[key]
-        if o.deterministic and o.reduction.dtype.kind in ("float", "complex"):
+        if o.options.deterministic and o.reduction.dtype.kind in ("float", "complex"):
             native = None
         return native
 
@@ -402,11 +405,11 @@ class NCCLBackend(DeviceBackend):
 
     def _prepare_message(self, o: Operation) -> Launch:
         sends: list[Piece] = [(0, 0)] * self.size
-        recvs = list(sends)
-        if o.dst is not None and o.send is not None:
-            sends[o.dst] = o.send.pointer, o.send.nbytes
-        if o.src is not None and o.recv is not None:
-            recvs[o.src] = o.recv.pointer, o.recv.nbytes
+        recvs, message = list(sends), o.message
+        if message.dst is not None and o.send is not None:
+            sends[message.dst] = o.send.pointer, o.send.nbytes
+        if message.src is not None and o.recv is not None:
+            recvs[message.src] = o.recv.pointer, o.recv.nbytes
         return partial(self.exchange, sends, recvs)
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
@@ -441,21 +444,22 @@ class NCCLBackend(DeviceBackend):
 class _First:
     """The first launch of its kind: NCCL may have to connect to the other ranks, and waits for them."""
 
-    __slots__ = ("_backend", "_what", "kind", "launch")
+    __slots__ = ("_backend", "_route", "_timeout", "kind", "launch")
 
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: _Kind) -> None:
-        # Not the operation itself, which has this: its arrays would live until the collector comes.
-        self._backend, self._what, self.launch, self.kind = backend, weakref.ref(o), launch, kind
+    def __init__(self, backend: NCCLBackend, o: Operation, route: Route, launch: Launch, kind: _Kind) -> None:
+        # Weakly: the route has this, and neither shall wait for the collector.
+        self._backend, self._route, self.launch, self.kind = backend, weakref.ref(route), launch, kind
+        self._timeout = o.options.timeout
 
     def __call__(self, stream: int) -> None:
-        backend, launch, o = self._backend, self.launch, self._what()
-        assert o is not None  # who calls this has it from there
+        backend, launch, route = self._backend, self.launch, self._route()
         if self.kind not in backend._met:
-            backend.bounded(lambda: launch(stream), o.timeout, str(o))
+            backend.bounded(lambda: launch(stream), self._timeout, "nccl")
             backend._met.add(self.kind)
         else:
             launch(stream)
-        o.launch = launch  # without this detour from now on
+        if route is not None:
+            route.launch = launch  # without this detour from now on
 
 
 def cut(pointer: int, counts: Sequence[int], itemsize: int) -> list[Piece]:
@@ -497,7 +501,8 @@ def _outlives_ranks(rendezvous: Rendezvous) -> bool:
     return rendezvous.size > 1
 
 
-def _bare(launch: Any) -> Any:
+def _bare(route: Any) -> Any:
+    launch = route.launch
     return launch.launch if isinstance(launch, _First) else launch
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import Backend, Probe, drop, ends_group, take, wrong_message
-from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
+from kos.comm.operation import COLLECTIVE_TAGS, Call, mismatch
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.schedules.execute import Request
@@ -60,27 +60,27 @@ class MockBackend(Backend):
     def idle(self) -> Idle:
         return self._idle
 
-    def start(self, operation: Operation) -> Work | None:
-        if self._watch is not None and self.broken is None and operation.name not in ("split", "duplicate"):
+    def start(self, call: Call) -> Work[Any] | None:
+        if self._watch is not None and self.broken is None and call.name not in ("split", "duplicate"):
             try:
-                lost = self._watch.strike(self._group.world, self._group.members[self.rank], operation)
+                lost = self._watch.strike(self._group.world, self._group.members[self.rank], call)
             except CollectiveError as error:
-                raise self.failed(operation, error) from None
-            self._mailboxes.lose(self._tag(operation) if operation.collective else operation.tag, lost)
-        return super().start(operation)
+                raise self.failed(call, error) from None
+            self._mailboxes.lose(self._tag(call) if call.collective else call.operation.message.tag, lost)
+        return super().start(call)
 
-    def _steps(self, operation: Operation) -> Steps:
-        if self._watch is not None and operation.overlap:
-            return self._watch.guard(operation, super()._steps)
-        return super()._steps(operation)
+    def _steps(self, call: Call) -> Steps:
+        if self._watch is not None and call.operation.options.overlap:
+            return self._watch.guard(call, super()._steps)
+        return super()._steps(call)
 
-    def waits_for(self, operation: Operation) -> list[int]:
+    def waits_for(self, call: Call) -> list[int]:
         """The world ranks without which an operation in flight does not go on."""
-        tag = self._tag(operation) if operation.collective else None
+        tag = self._tag(call) if call.collective else None
         with self._group.world.lock:
-            calls = self._room.calls.get(operation.sequence, {}) if operation.collective else {}
+            calls = self._room.calls.get(call.sequence, {}) if call.collective else {}
             ranks = [rank for rank in range(self.size) if rank not in calls] if calls else []
-            ranks = ranks or self._mailboxes.peers(operation, tag)
+            ranks = ranks or self._mailboxes.peers(call, tag)
         return [self._group.members[rank] for rank in ranks]
 
     def unreceived(self) -> list[str]:
@@ -99,22 +99,22 @@ class MockBackend(Backend):
         self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
         self._group.leave(self.rank, reason)
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+    def agree(self, call: Call) -> Callable[[], bool] | None:
         if self.size == 1:
             return None
         group, rank = self._group, self.rank
-        mine = operation.call, operation.fingerprint()
+        mine = call.text, call.fingerprint()
         with group.world.lock:
             group.raise_failure()
-            calls = self._room.calls.setdefault(operation.sequence, {})
+            calls = self._room.calls.setdefault(call.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(CollectiveMismatch, str(mismatch(operation.group, (peer, *theirs), (rank, *mine))))
+                    group.fail(CollectiveMismatch, str(mismatch(call.group, (peer, *theirs), (rank, *mine))))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
-                del self._room.calls[operation.sequence]
+                del self._room.calls[call.sequence]
                 group.notify_all()
 
         def everybody_came() -> bool:
@@ -124,24 +124,24 @@ class MockBackend(Backend):
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
                     if (why := group.departed(peer)) is not None:
-                        raise RankLost(f"{operation}: rank {peer} is gone: {why}")
+                        raise RankLost(f"{call}: rank {peer} is gone: {why}")
             return False
 
         return everybody_came
 
-    def missing(self, operation: Operation) -> str:
-        if not operation.collective:
-            return super().missing(operation)
+    def missing(self, call: Call) -> str:
+        if not call.collective:
+            return super().missing(call)
         with self._group.world.lock:
-            calls = self._room.calls.get(operation.sequence, {})
+            calls = self._room.calls.get(call.sequence, {})
             late = [rank for rank in range(self.size) if rank not in calls]
         if calls and late:
             return f"ranks {late} did not arrive"
-        return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(operation))}"
+        return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(call))}"
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        first, failure = self.broken is None, super().failed(operation, error)
-        if first and ends_group(operation, error):
+    def failed(self, call: Call, error: Exception) -> KosError:
+        first, failure = self.broken is None, super().failed(call, error)
+        if first and ends_group(call, error):
             self._group.fail(type(failure), str(failure))
         return failure
 
@@ -201,12 +201,13 @@ class _Mailboxes:
         with self._group.world.lock:
             return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self._rank, tag)})
 
-    def peers(self, o: Operation, tag: int | None) -> list[int]:
+    def peers(self, call: Call, tag: int | None) -> list[int]:
         """The ranks whose messages, or whose receives, an operation waits for."""
         if tag is not None:
             return self.awaited(tag)
-        sends = [o.dst] if o.dst is not None and (self._rank, o.dst, o.tag) in self._room.sent else []
-        receives = [o.src] if o.src is not None and (o.src, self._rank, o.recv_tag) in self._room.posted else []
+        dst, src, sent, received = call.operation.message
+        sends = [dst] if dst is not None and (self._rank, dst, sent) in self._room.sent else []
+        receives = [src] if src is not None and (src, self._rank, received) in self._room.posted else []
         return sends + receives
 
     def forget(self, given_up: Callable[[Any], bool]) -> None:
@@ -268,6 +269,6 @@ class _WakeUp:
                 world.wait(self._me, seconds, lambda: [_waits_for(work) for work in flying])
 
 
-def _waits_for(work: Work) -> tuple[str, list[int]]:
+def _waits_for(work: Work[Any]) -> tuple[str, list[int]]:
     backend: Any = work.backend
-    return str(work.operation), backend.waits_for(work.operation) if isinstance(backend, MockBackend) else []
+    return str(work.call), backend.waits_for(work.call) if isinstance(backend, MockBackend) else []
