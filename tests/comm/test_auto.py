@@ -28,7 +28,7 @@ from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, RankLost
 from kos.memory import as_buffer
 from kos.memory.array import Array
-from kos.tune import __main__ as tune
+from kos.tune import measure as tune
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
 from tests.comm.gpu_ranks import noting_who_adds
 from tests.comm.ranks import SUMS_IN_16_BITS
