@@ -54,3 +54,31 @@ def test_a_part_of_the_suite_on_threads() -> None:
             return run(world, only="mismatch")
 
     assert run_threads(lambda: body(0), lambda: body(1)) == [{}, {}]
+
+
+def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = files.__init__.__globals__["Folder"].write
+
+    def wrong(folder: Any, name: str, data: bytes, first: bool = False) -> None:
+        message = name.startswith("0-1-") and len(data) > 100
+        write(folder, name, data[:-1] + bytes([data[-1] ^ 1]) if message else data, first)
+
+    monkeypatch.setattr(files.__init__.__globals__["Folder"], "write", wrong)
+
+    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
+            return run(world, only="broadcast float32")
+
+    for broken in run_ranks(2, body):
+        assert "rank 1: " in broken["broadcast float32"] and "bytes differ" in broken["broadcast float32"]
+
+
+def test_the_suite_finds_a_backend_that_compares_no_calls(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "agree", lambda backend, call: None)
+
+    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
+            return run(world, only="mismatch op")
+
+    for broken in run_ranks(2, body):
+        assert "mismatch op" in broken
