@@ -66,7 +66,8 @@ class Watch:
         ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.departed]
         if not stuck.issuperset(ranks):
             return seconds
-        if all(t in self._others or t in stuck or t in self.threads for t in threading.enumerate()):
+        idle = stuck | self._others | set(self.threads)
+        if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
             world.fail(Deadlock, self._describe(world))
             return 0.0
         return _LOOK if seconds is None else min(seconds, _LOOK)

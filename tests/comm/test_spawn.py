@@ -122,6 +122,17 @@ def test_a_thread_that_ends_without_helping() -> None:
         spawn(body, 2, LONG)
 
 
+def test_the_watchdog_helps_nobody() -> None:
+    """It acts on failures alone, and is no reason to wait for a timeout."""
+
+    def body(comm: kos.Communicator) -> None:
+        comm.on_failure(lambda error: None)
+        ring(comm)
+
+    with pytest.raises(Deadlock):
+        spawn(body, 2, 20)
+
+
 def test_many_ranks_and_many_operations_are_in_no_deadlock() -> None:
     """Whatever order threads run in."""
 
