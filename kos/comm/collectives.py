@@ -27,6 +27,7 @@ from kos.comm.arguments import (
     refuse_overlap,
     truth,
 )
+from kos.comm.cached import CallCache
 from kos.comm.operation import AUTO, Message, Operation, Options
 from kos.comm.persistent import Persistent
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
@@ -66,16 +67,15 @@ class Operations:
     size: int
     device: int | None
     """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
+    _cache: CallCache
     _defaults: Options
-    """The options of a call that names none."""
+    """The options of a call that names none,"""
+    _overlapped: Options
+    """and of one with ``async_op=True`` alone."""
 
     @abstractmethod
     def _go(self, o: Operation) -> Any:
         """Take the operation."""
-
-    @abstractmethod
-    def _repeat(self, name: str, x: Array, out: Any, parameter: Any) -> bool:
-        """Launch the cached call of these arguments; False if there is none."""
 
     @property
     def _deferred(self) -> bool:
@@ -86,8 +86,11 @@ class Operations:
         self, name: str, stream: Any, async_op: bool, timeout: float | None, algorithm: str = AUTO,
         deterministic: bool = False,
     ) -> Options:  # fmt: skip
-        if stream is timeout is None and async_op is deterministic is False and algorithm is AUTO:
-            return self._defaults
+        if stream is timeout is None and deterministic is False and algorithm is AUTO:
+            if async_op is False:
+                return self._defaults
+            if async_op is True and not self._deferred:
+                return self._overlapped
         seconds = self._defaults.timeout if timeout is None else check_timeout(timeout)
         ordered, overlap = truth("deterministic", deterministic), truth("async_op", async_op)
         if overlap and self._deferred:
@@ -100,15 +103,15 @@ class Operations:
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                    deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result in ``x``, or in ``out`` of x's shape."""
-        if (
-            type(x) is Array and stream is timeout is None and async_op is deterministic is False
-            and algorithm is AUTO and self._repeat("all_reduce", x, out, op)
-        ):
+        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
+        if plain and type(x) is Array and self._cache.repeat(self, "all_reduce", x, out, op):
             return x if out is None else out
-        options = self._options("all_reduce", stream, async_op, timeout, algorithm, deterministic)
+        options = self._defaults
+        if not plain:
+            options = self._options("all_reduce", stream, async_op, timeout, algorithm, deterministic)
         send, recv = in_and_out(x, out, stream)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("all_reduce", self.rank, send, recv, reduction, options=options))
+        return self._go(Operation("all_reduce", self.rank, options, send, recv, reduction))
 
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
@@ -121,7 +124,7 @@ class Operations:
         else:
             send = _input(x, stream)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("reduce", self.rank, send, recv, reduction, root, options=options))
+        return self._go(Operation("reduce", self.rank, options, send, recv, reduction, root))
 
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
@@ -131,17 +134,16 @@ class Operations:
         ``out`` has ``x.size / size`` elements.  Without it an array is made, of shape
         ``(x.shape[0] / size, *x.shape[1:])`` if ``x`` divides so, else 1-D.
         """
-        if (
-            type(x) is Array and out is not None and stream is timeout is None
-            and async_op is deterministic is False and algorithm is AUTO
-            and self._repeat("reduce_scatter", x, out, op)
-        ):
+        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
+        if plain and out is not None and type(x) is Array and self._cache.repeat(self, "reduce_scatter", x, out, op):
             return out
-        options = self._options("reduce_scatter", stream, async_op, timeout, algorithm, deterministic)
+        options = self._defaults
+        if not plain:
+            options = self._options("reduce_scatter", stream, async_op, timeout, algorithm, deterministic)
         send = _input(x, stream)
         recv = output(out, send, part_of(send, self.size), stream, self.rank)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("reduce_scatter", self.rank, send, recv, reduction, options=options))
+        return self._go(Operation("reduce_scatter", self.rank, options, send, recv, reduction))
 
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -155,7 +157,7 @@ class Operations:
         recv = output(out, send, (counts[self.rank],), stream)
         reduction = resolve(op, send.dtype, self.size)
         return self._go(Operation(
-            "reduce_scatter_v", self.rank, send, recv, reduction, send_counts=counts, options=options
+            "reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts
         ))
 
     # Collectives that move.
@@ -163,18 +165,16 @@ class Operations:
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Every rank gets root's ``x``, in ``x`` or in ``out`` of its shape."""
-        if (
-            type(x) is Array and stream is timeout is None and async_op is False and algorithm is AUTO
-            and self._repeat("broadcast", x, out, root)
-        ):
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        if plain and type(x) is Array and self._cache.repeat(self, "broadcast", x, out, root):
             return x if out is None else out
-        options = self._options("broadcast", stream, async_op, timeout, algorithm)
+        options = self._defaults if plain else self._options("broadcast", stream, async_op, timeout, algorithm)
         root = check_rank("root", root, self.size)
         if out is None and self.rank == root:
             send = recv = _input(x, stream)
         else:
             send, recv = in_and_out(x, out, stream)
-        return self._go(Operation("broadcast", self.rank, send, recv, root=root, options=options))
+        return self._go(Operation("broadcast", self.rank, options, send, recv, root=root))
 
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
@@ -183,15 +183,13 @@ class Operations:
         ``out`` has ``size * x.size`` elements; without it an array of shape ``(size, *x.shape)`` is made.
         ``x`` may be its own part of ``out``.
         """
-        if (
-            type(x) is Array and out is not None and stream is timeout is None and async_op is False
-            and algorithm is AUTO and self._repeat("all_gather", x, out, None)
-        ):
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        if plain and out is not None and type(x) is Array and self._cache.repeat(self, "all_gather", x, out, None):
             return out
-        options = self._options("all_gather", stream, async_op, timeout, algorithm)
+        options = self._defaults if plain else self._options("all_gather", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
         recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        return self._go(Operation("all_gather", self.rank, send, recv, options=options))
+        return self._go(Operation("all_gather", self.rank, options, send, recv))
 
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None) -> Any:
@@ -206,7 +204,7 @@ class Operations:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
         recv = output(out, send, (sum(counts),), stream)
-        return self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts, options=options))
+        return self._go(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
 
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
@@ -215,7 +213,7 @@ class Operations:
         send = _input(x, stream)
         part_of(send, self.size)
         recv = output(out, send, send.shape, stream)
-        return self._go(Operation("all_to_all", self.rank, send, recv, options=options))
+        return self._go(Operation("all_to_all", self.rank, options, send, recv))
 
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *,
                      stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
@@ -230,7 +228,7 @@ class Operations:
             raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
         recv = output(out, send, (sum(recv_counts),), stream)
         return self._go(Operation(
-            "all_to_all_v", self.rank, send, recv, send_counts=send_counts, recv_counts=recv_counts, options=options
+            "all_to_all_v", self.rank, options, send, recv, send_counts=send_counts, recv_counts=recv_counts
         ))
 
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
@@ -242,7 +240,7 @@ class Operations:
             recv = output(out, send, (self.size, *send.shape), stream, self.rank)
         elif out is not None:
             raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(Operation("gather", self.rank, send, recv, root=root, options=options))
+        return self._go(Operation("gather", self.rank, options, send, recv, root=root))
 
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
@@ -257,7 +255,7 @@ class Operations:
             refuse_overlap(send, recv, self.rank)
         elif x is not None:
             raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(Operation("scatter", self.rank, send, recv, root=root, options=options))
+        return self._go(Operation("scatter", self.rank, options, send, recv, root=root))
 
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
@@ -269,7 +267,7 @@ class Operations:
             self._handle(stream)
         on_host = self.device is not None and stream is None and async_op is False and not self._deferred
         options = self._options("barrier", stream, on_host or async_op, timeout)
-        done = self._go(Operation("barrier", self.rank, options=options))
+        done = self._go(Operation("barrier", self.rank, options))
         return done.synchronize() if on_host else done
 
     def _handle(self, stream: Any) -> int:
@@ -288,7 +286,7 @@ class Operations:
         """
         options = self._options("send", stream, async_op, timeout)
         message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
-        return self._go(Operation("send", self.rank, _input(x, stream), message=message, options=options))
+        return self._go(Operation("send", self.rank, options, _input(x, stream), message=message))
 
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
@@ -296,7 +294,7 @@ class Operations:
         options = self._options("recv", stream, async_op, timeout)
         message = Message(src=check_peer("src", src, self.rank, self.size), recv_tag=check_tag(tag))
         recv = as_buffer(x, "x", writable=True, stream=stream)
-        return self._go(Operation("recv", self.rank, recv=recv, message=message, options=options))
+        return self._go(Operation("recv", self.rank, options, recv=recv, message=message))
 
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
@@ -307,7 +305,7 @@ class Operations:
         expect_place("out", recv, send)
         refuse_overlap(send, recv)
         message = Message(dst, src, check_tag(tag), tag)
-        return self._go(Operation("send_recv", self.rank, send, recv, message=message, options=options))
+        return self._go(Operation("send_recv", self.rank, options, send, recv, message=message))
 
     # Persistent forms, named as MPI 4 names them.
 
@@ -333,12 +331,10 @@ class _Builder(Operations):
 
     def __init__(self, comm: Operations) -> None:
         self.rank, self.size, self.device, self._defaults = comm.rank, comm.size, comm.device, comm._defaults
+        self._cache = CallCache()
 
     def _go(self, o: Operation) -> Operation:
         return o
-
-    def _repeat(self, name: str, x: Array, out: Any, parameter: Any) -> bool:
-        return False
 
 
 def _input(x: Any, stream: Any) -> Buffer:

@@ -140,10 +140,11 @@ class AutoBackend(Backend):
 
     def start(self, call: Call) -> Work[Any] | None:
         part: Any = call.route.backend  # type: ignore[union-attr]
-        if part is self.host or self.host.broken is not None:
-            self.check_fit(call.name)
+        if (part is self.host or self.host.broken is not None) and self.broken is not None:
+            self.refuse(call)
         if part is not self.host:
-            stream, (former, last) = part.side if call.operation.options.overlap else call.stream, self._turn
+            stream = part.side if call.route.overlap else call.stream  # type: ignore[union-attr]
+            former, last = self._turn
             if part is not former or stream not in last:
                 self._take_turn(part, (stream,))
         work: Work[Any] | None = part.start(call)
