@@ -37,11 +37,11 @@ class Communicator(Operations):
     legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
     do.  With ``async_op=True`` it runs on a stream of the communicator's own, and ``Work.wait()`` makes
     ``stream`` wait for it.  The host waits where it is asked to: ``Work.wait(timeout)``, ``Work.synchronize()``,
-    ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory carry GPU arrays
-    through pinned memory, and wait.
+    ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU
+    arrays.
 
-    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting;
-    ``timeout`` in seconds replaces the communicator's own.  Where contributions are added, results are
+    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting, whose ``wait()``
+    returns what the call would have; ``timeout`` in seconds replaces the communicator's own.  Where contributions are added, results are
     bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and round once (not in NCCL's own sums);
     ``deterministic=True`` adds in rank order, so that results are bit-identical from run to run and between
     backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto" lets the backend choose).
@@ -98,7 +98,12 @@ class Communicator(Operations):
         self._cache.clear()
 
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
-        """All ranks' ``data``, of any lengths, in rank order: for small things that steer a program."""
+        """All ranks' ``data``, of any lengths, in rank order.  Collective; for small things that steer a program.
+
+        Not in a batch.  ``timeout`` in seconds replaces the communicator's own.
+
+            names = comm.all_gather_bytes(socket.gethostname().encode())
+        """
         if self._batch is not None:
             raise InvalidArgument("all_gather_bytes: expected a call outside of a batch, got one inside")
         if not isinstance(data, bytes | bytearray | memoryview):
@@ -118,7 +123,12 @@ class Communicator(Operations):
     def batch(self, *, async_op: bool = False) -> Batch:
         """Operations called in ``with comm.batch() as batch:`` are checked at once and launched together.
 
-        They start when the block ends, and are waited for unless ``async_op``; if it raises, none starts.
+        They start when the block ends, and are waited for unless ``async_op``; if it raises, none starts.  None may use
+        memory that another one writes: that raises InvalidArgument when the block ends.
+
+            with comm.batch():
+                comm.send(mine, dst=right)
+                comm.recv(theirs, src=left)
         """
         return Batch(self, truth("async_op", async_op))
 
@@ -127,7 +137,10 @@ class Communicator(Operations):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks that gave the same ``color``, ranked by (key, rank).
 
-        Collective.  A rank with color None takes part and gets None.
+        Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None takes part and gets
+        None.  Waits for what is in flight.
+
+            pair = comm.split(comm.rank // 2)
         """
         largest = (1 << 31) - 1  # a C int, for MPI
         color = None if color is None else number_in("color", color, 0, largest, " or None")
@@ -244,7 +257,10 @@ class Communicator(Operations):
         return "\n".join([*_columns([*rows, *self.backend.details()]), *_columns(self.backend.routes())])
 
     def close(self) -> None:
-        """Wait for what is in flight and give the communicator back.  Collective; once is enough."""
+        """Wait for what is in flight and free what the communicator holds.  Collective; a second call does nothing.
+
+        Raises what an operation in flight failed of.  A communicator that has failed is aborted instead.
+        """
         if self._closed:
             return
         if self.backend.broken is not None:
@@ -261,7 +277,7 @@ class Communicator(Operations):
             self.rendezvous.close()
 
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
-        """Give up on what is in flight without waiting for anybody; the communicator is closed after it.
+        """End what is in flight without waiting for anybody; the communicator is closed after it.
 
         Other ranks that wait for this one raise RankLost (mock), or are ended when this process exits, with
         ``code`` as the job's exit status (mpi).
