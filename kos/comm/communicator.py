@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm import watchdog
 from kos.comm.arguments import check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
@@ -19,7 +20,7 @@ from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, KosError, RankLost, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Shape, as_dtype
 
@@ -40,11 +41,12 @@ class Communicator(Operations):
     ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU
     arrays.
 
-    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting, whose ``wait()``
-    returns what the call would have; ``timeout`` in seconds replaces the communicator's own.  Where contributions are added, results are
-    bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and round once (not in NCCL's own sums);
-    ``deterministic=True`` adds in rank order, so that results are bit-identical from run to run and between
-    backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto" lets the backend choose).
+    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting, whose
+    ``wait()`` returns what the call would have; ``timeout`` in seconds replaces the communicator's own. Where
+    contributions are added, results are bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and
+    round once (not in NCCL's own sums); ``deterministic=True`` adds in rank order, so that results are bit-
+    identical from run to run and between backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto"
+    lets the backend choose).
 
     Raises InvalidArgument for arguments that are refused before anything is sent; CollectiveMismatch where
     ranks made calls that do not belong together; CollectiveTimeout; RankLost.  After a collective has failed
@@ -137,8 +139,8 @@ class Communicator(Operations):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks that gave the same ``color``, ranked by (key, rank).
 
-        Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None takes part and gets
-        None.  Waits for what is in flight.
+        Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None takes part and
+        gets None.  Waits for what is in flight.
 
             pair = comm.split(comm.rank // 2)
         """
@@ -247,6 +249,17 @@ class Communicator(Operations):
             with self._meeting(f"allocate of {kind.name}{list(shape)}"):
                 self.rendezvous.barrier()
         return self.backend.allocate(shape, kind.numpy)
+
+    def on_failure(self, callback: Callable[[KosError], None]) -> None:
+        """Have ``callback(error)`` called once when this communicator has failed, at once if it has already.
+
+        It runs on the watchdog's thread, within a fraction of a second: also where the program waits for a stream, and
+        where it was the program's own call that found the failure.  By then what was in flight has been ended, and its
+        results are undefined.  ``callback`` may not wait for long, nor use this communicator but for ``abort``.
+        """
+        if not callable(callback):
+            raise InvalidArgument(f"callback: expected a function of the error, got {callback!r}")
+        watchdog.on_failure(self.backend, callback)
 
     def explain(self) -> str:
         """Which backends can carry this group, and why not the others; which of them, and how, carries what."""

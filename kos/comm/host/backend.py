@@ -11,6 +11,7 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from kos.comm.backend import Backend, ends_group
 from kos.comm.host.shared import Calls, SharedCollectives, open_segment
@@ -26,14 +27,13 @@ class HostBackend(Backend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        if not _open:
-            atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
-        _open.add(self)
+        at_exit(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
+        self._told: int | None = None  # the earliest collective whose failure was reported to other hosts
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
@@ -43,10 +43,10 @@ class HostBackend(Backend):
             if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded)
 
-    def share_calls(self, host: HostBackend) -> None:
-        """Compare calls where ``host`` does: the two carry the operations of one communicator."""
-        self._leave()
-        self._segment, self._calls = None, host._calls
+    @property
+    def calls(self) -> Calls | None:
+        """Where the ranks of this host compare their calls; a backend for GPUs of the same communicator joins in."""
+        return self._calls
 
     @property
     def shares_memory(self) -> bool:
@@ -93,7 +93,7 @@ class HostBackend(Backend):
                 self._calls.check(call)
             except KosError as known:  # the ranks of the host know better what it met on its way
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
-        first, failure = self.broken is None, super().failed(call, error)
+        failure = super().failed(call, error)
         sequence = call.sequence if call.collective else self.begun
         told = failure
         if self.lost(failure):  # no error of the others: this rank is of no more use to them
@@ -102,7 +102,8 @@ class HostBackend(Backend):
             told = CollectiveError(f"rank {self.rank}: {failure}")
         if self._calls is not None:
             self._calls.fail(told, sequence)
-        if first:
+        if self._told is None or sequence < self._told:  # of an earlier one others may wait that heard of the later
+            self._told = sequence
             self.tell(told, sequence)
         return failure
 
@@ -120,7 +121,7 @@ class HostBackend(Backend):
 
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
-        if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
+        if self._calls is not None:
             self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), self.stops_at())
 
     def stops_at(self) -> int:
@@ -137,14 +138,34 @@ class HostBackend(Backend):
         self._leave()
 
     def _leave(self) -> None:
-        _open.discard(self)
+        closed(self)
         calls, self._calls, self._shared = self._calls, None, None
-        if calls is not None and self._segment is not None:
+        if calls is not None:
             calls.close()
 
 
-_open: weakref.WeakSet[HostBackend] = weakref.WeakSet()
+class Leaving(Protocol):
+    """A backend that reports the end of its process to the other ranks."""
+
+    _calls: Calls | None
+
+    def part(self, reason: str) -> None: ...
+
+
+_open: weakref.WeakSet[Leaving] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
+
+
+def at_exit(backend: Leaving) -> None:
+    """Have ``backend`` report it when the process ends before the backend is closed."""
+    if not _open:
+        atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
+    _open.add(backend)
+
+
+def closed(backend: Leaving) -> None:
+    """``backend`` has nothing more to report."""
+    _open.discard(backend)
 
 
 def _part() -> None:

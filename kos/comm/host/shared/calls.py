@@ -88,7 +88,8 @@ class Calls(Fingerprints):
 
         Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
         """
-        words, end, absent = self._words, o.sequence + 1, None
+        words, absent = self._words, None
+        end = min(o.sequence + 1, self.begun)  # the watchdog may see ``o`` numbered anew, and not yet announced
         through = end
         for local, line, ring in self._peers:
             came = words[line + ARRIVED]
