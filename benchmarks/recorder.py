@@ -34,7 +34,7 @@ def best(call: Callable[[], object]) -> float:
 def example() -> Call:
     buffer = as_buffer(np.zeros((4, 4), np.float32), "x", writable=True)
     reduction = resolve(ReduceOp.SUM, dtype_of(buffer.dtype.numpy), 1)
-    return Call(Operation("all_reduce", 0, buffer, buffer, reduction, options=Options(timeout=120.0)), sequence=0)
+    return Call(Operation("all_reduce", 0, Options(timeout=120.0), buffer, buffer, reduction), sequence=0)
 
 
 def calls_beside_others(ranks: int, call: Call) -> Calls:

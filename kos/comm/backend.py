@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import numpy as np
 
 from kos.comm.cached import CallCache
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Call, Operation
+from kos.comm.recorder import failed
 from kos.comm.reduction import Reduction
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules import runnable
@@ -161,9 +162,19 @@ class Backend(ABC):
         if self.broken is not None:
             raise type(self.broken)(f"{what}: the communicator failed before: {self.broken}")
 
+    def refuse(self, call: Call) -> NoReturn:
+        """Raise the first failure of this communicator from ``call``, which is on record already."""
+        try:
+            self.check_fit(call.name)
+        except KosError as error:
+            failed(call, error)
+            raise
+        raise AssertionError(f"{call}: refused without a reason")
+
     def start(self, call: Call) -> Work[Any] | None:
         """Launch a prepared call; None where it is queued in the order of its stream, so that nobody waits."""
-        self.check_fit(call.name)
+        if self.broken is not None:
+            self.refuse(call)
         work: Work[Any] = Work(call, self._steps(call), self)
         self.engine.launch(work)
         return work

@@ -36,28 +36,34 @@ class CallCache:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def find(self, name: str, x: Array, out: Any, parameter: Any) -> Call | None:
-        """The call of the same arguments, unless anything about its arrays has changed."""
+    def repeat(self, comm: Any, name: str, x: Array, out: Any, parameter: Any) -> bool:
+        """Launch the cached call of the same arguments; False if there is none, or its arrays have changed."""
         entry = self._entries.get(id(x))
         if (
             entry is None or entry.name is not name or entry.parameter is not parameter
-            or entry.stream is not (stream := x.stream) or getattr(x.owner, "closed", False)
+            or entry.stream is not (stream := x.stream) or comm._batch is not None or getattr(x.owner, "closed", False)
         ):  # fmt: skip
-            return None
+            return False
         if out is None or out is x:
-            return None if entry.out is not None or x.readonly else entry.call
-        if (
+            if entry.out is not None or x.readonly:
+                return False
+        elif (
             entry.out is None or entry.out() is not out or out.stream is not stream or out.readonly
             or getattr(out.owner, "closed", False)
         ):  # fmt: skip
-            return None
-        return entry.call
+            return False
+        if comm._closed:
+            comm._check_open()
+        call = entry.call
+        call.sequence = next(comm._collectives)
+        comm._group.note(call, 3)
+        comm.backend.start(call)
+        return True
 
     def add(self, call: Call) -> None:
         """Cache a call that was launched, where its arrays and arguments allow it."""
-        o = call.operation
-        send, recv, options, reduction = o.send, o.recv, o.options, o.reduction
-        if o.name not in CACHED or send is None or recv is None or options.stream is not None:
+        name, _, _, send, recv, reduction, root, *_ = call.operation
+        if name not in CACHED or send is None or recv is None:
             return
         x, out = send.array, recv.array
         if not type(x) is type(out) is Array:
@@ -69,7 +75,7 @@ class CallCache:
                 return
             key, entries = id(x), self._entries
             array = weakref.ref(x, lambda _: entries.pop(key, None))
-            parameter = o.root if reduction is None else reduction.op
+            parameter = root if reduction is None else reduction.op
             entries[key] = _Entry(call, parameter, array, None if out is x else weakref.ref(out))
             send.array = recv.array = None
 

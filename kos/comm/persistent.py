@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import pairwise
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from kos.comm.operation import Call, Operation
 from kos.comm.work import Work
@@ -16,7 +16,7 @@ T = TypeVar("T")
 class Persistent(Generic[T]):
     """An operation that is checked once and started many times, always on the same arrays."""
 
-    __slots__ = ("__weakref__", "_call", "_comm", "_queued", "_work")
+    __slots__ = ("__weakref__", "_call", "_comm", "_fixed", "_queued", "_work")
 
     def __init__(self, comm: Any, operation: Operation) -> None:
         self._comm, self._call = comm, Call(operation, comm.name)
@@ -28,6 +28,7 @@ class Persistent(Generic[T]):
     def _prepare(self) -> None:
         self._comm.backend.prepare(self._call)
         self._queued = self._comm.backend.queued(self._call)
+        self._fixed = self._call.route is None or self._call.route.fixed
 
     def start(self) -> Work[T]:
         """Launch the operation once more; returns its Work.  Inside a batch it starts with the batch.
@@ -42,15 +43,17 @@ class Persistent(Generic[T]):
         # Not whether it is over, which some ranks find and others do not.
         if self._work is not None and not self._work.told:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {call}")
-        if call.route is not None and not call.route.fixed:  # in a graph another backend may be faster
+        if not self._fixed:  # in a graph another backend may be faster
             self._prepare()
         if comm._batch is not None:
-            return cast("Work[T]", comm._batch.add(call, self))
-        work = comm._launch(call, 2)
+            return comm._batch.add(call, self)
+        call.sequence = next(comm._collectives if call.collective else comm._messages)
+        comm._group.note(call, 2)
+        work = comm.backend.start(call)
         if work is None:
-            return cast("Work[T]", self._queued)
+            return self._queued  # type: ignore[return-value]
         self._work = work
-        return cast("Work[T]", work)
+        return work
 
 
 class Batch:

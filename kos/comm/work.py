@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Generator
 from time import time_ns
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Call
@@ -164,7 +164,7 @@ class Work(Generic[T]):
     def result(self) -> T:
         """The output array, whose contents are valid once the operation is done."""
         recv = self.call.operation.recv
-        return cast(T, recv.result if recv is not None else None)
+        return recv.result if recv is not None else None  # type: ignore[return-value]
 
     def cancel(self, error: KosError) -> None:
         """Give the operation up; ``wait`` raises ``error``."""

@@ -202,7 +202,7 @@ def trial(comm: Communicator) -> Check:
     places = ["host"] if comm.device is None else ["host", "GPUs"]
     for place in places:
         try:
-            array = Array.from_numpy(mine, comm.device or 0) if place == "GPUs" else mine.copy()
+            array: Any = Array.from_numpy(mine, comm.device or 0) if place == "GPUs" else mine.copy()
             result = comm.all_reduce(array)
             wrong = int(np.sum((result.numpy() if place == "GPUs" else result) != expected))
         except Exception as error:

@@ -164,7 +164,7 @@ def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
 
         def way(**options: Any) -> str:
             x = zeros(1 << 20)
-            o = Operation("all_reduce", comm.rank, comm_buffer(x), comm_buffer(x), options=Options(**options))
+            o = Operation("all_reduce", comm.rank, Options(**options), comm_buffer(x), comm_buffer(x))
             return backend.choose_part(o)[0].name
 
         assert (way(), way(deterministic=True)) == ("nccl", "peer")
@@ -509,7 +509,7 @@ def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> No
         backend = comm.backend
         assert isinstance(backend, AutoBackend)
         x = comm_buffer(zeros(8))
-        calls = [Call(Operation("all_reduce", 0, x, x)) for _ in range(3)]
+        calls = [Call(Operation("all_reduce", 0, send=x, recv=x)) for _ in range(3)]
         for call, part in zip(calls[1:], backend.gpus, strict=True):
             call.route = Route(part)
         prints = [call.fingerprint() for call in calls]

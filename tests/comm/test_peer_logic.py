@@ -434,7 +434,7 @@ def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
             for name, x in zip(names, (ordinary, symmetric, symmetric[4:], other), strict=True):
                 buffer = as_buffer(x[:count], "x", writable=True)
                 reduction = resolve(ReduceOp.SUM, buffer.dtype, comm.size)
-                call = Call(Operation("all_reduce", comm.rank, buffer, buffer, reduction))
+                call = Call(Operation("all_reduce", comm.rank, send=buffer, recv=buffer, reduction=reduction))
                 comm.backend.prepare(call)
                 ways[name, count] = call.fingerprint()["kernel"]
         assert len({ways[name, 100] for name in names}) == 1

@@ -121,8 +121,7 @@ class AutoBackend(Backend):
         return self._choices[operation, dtype]
 
     def details(self) -> list[tuple[str, str, str]]:
-        tuned = next((gpu for gpu in self.gpus if gpu.table is not None), None)
-        return self.host.details() + ([] if tuned is None else tuned.details())
+        return list(dict.fromkeys(row for part in (self.host, *self.gpus) for row in part.details()))
 
     def owns(self, work: Work[Any]) -> bool:
         return work.backend is self.host or work.backend in self.gpus
@@ -140,12 +139,13 @@ class AutoBackend(Backend):
         part: Any = call.route.backend  # type: ignore[union-attr]
         if part is self.host:
             self._compare(call)
-        if part is self.host or self.host.broken is not None:
-            self.check_fit(call.name)
+        if (part is self.host or self.host.broken is not None) and self.broken is not None:
+            self.refuse(call)
         if part is not self.host:
-            stream, (former, last) = part.side if call.operation.options.overlap else call.stream, self._turn
+            overlap = call.route.overlap  # type: ignore[union-attr]
+            stream, (former, last) = part.side if overlap else call.stream, self._turn
             if (part is not former or stream not in last) and self._only is None:
-                self._take_turn(part, (call,), call.operation.options.overlap)
+                self._take_turn(part, (call,), overlap)
         work: Work[Any] | None = part.start(call)
         return work
 

@@ -19,7 +19,7 @@ from time import time_ns
 from types import CodeType
 from typing import Any, NamedTuple
 
-from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Message
+from kos.comm.operation import NO_MESSAGE, Call, Message
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
 from kos.files import replace_file
@@ -70,12 +70,11 @@ class Group:
         """Note that ``call`` is launched now, by the caller ``depth`` frames up."""
         description = call.description
         if description is None:
-            o = call.operation
-            name, send, recv = o.name, o.send, o.recv
+            name, _, options, send, recv, reduction, root, message, *_ = call.operation
             call.description = description = (  # a _Description: as a plain tuple it takes a fifth of the time
-                self, o.message if name in POINT_TO_POINT else None, o.options.timeout, name,
+                self, None if call.collective else message, options.timeout, name,
                 send and send.shape, recv is not send and recv and recv.shape,
-                send.dtype if send else recv and recv.dtype, o.reduction, o.root,
+                send.dtype if send else recv and recv.dtype, reduction, root,
             )  # fmt: skip
         try:
             frame = _getframe(depth)
