@@ -302,35 +302,6 @@ def test_a_timeout_of_one_call_is_that_call_s_alone(
     ranks.run_bare(body)
 
 
-def test_communicators_of_one_gpu_take_turns(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two kernels at once each could hold a part of the GPU, and another part on another rank."""
-    order: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(SIZE)}
-    here = threading.local()
-    monkeypatch.setattr(peer_backend, "follow", lambda stream, last, _: order[here.rank].append((last, stream)))
-    monkeypatch.setattr(peer_backend, "_last_on", OfThisThread())
-
-    def body(rendezvous: Rendezvous) -> None:
-        here.rank = rendezvous.rank
-        one, other = (communicator(rendezvous, 20.0) for _ in range(2))
-        x = Array.zeros(4, np.float32, 0)
-        for comm, stream in ((one, 5), (other, 6), (other, 6), (one, 5), (one, 5)):
-            comm.all_reduce(x, stream=stream)
-        assert [pair for pair in order[rendezvous.rank] if pair[0]] == [(5, 6), (6, 5)]
-        one.backend.close(), other.close()
-
-    ranks.run_bare(body)
-
-
-class OfThisThread(dict[int, Any]):
-    """One entry a thread, whose rank's GPU it stands for."""
-
-    def get(self, key: int, default: Any = None) -> Any:
-        return super().get(threading.get_ident(), default)
-
-    def __setitem__(self, key: int, value: Any) -> None:
-        super().__setitem__(threading.get_ident(), value)
-
-
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 def test_blocks_of_one_role_each_do_not_wait_for_ever(ranks: ThreadRanks, how: str) -> None:
     """Whichever of a rank's blocks gives up first, it names the rank that is not there."""

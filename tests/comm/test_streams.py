@@ -324,6 +324,27 @@ def test_batches_and_what_overlaps_follow_the_rest(run: Callable[[Body], None]) 
     run(body)
 
 
+@KINDS
+def test_communicators_of_one_gpu_follow_each_other(run: Callable[[Body], None], given: str) -> None:
+    """Of two kernels of ``peer`` at once each could hold a part of the GPU, and another part on another rank."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        if comm.backend_name != "peer":
+            return
+        other = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+        first, second = (Stream(device, 1000 + k) for k in range(2))
+        for _ in range(3):
+            call(named(first, given))
+            reduce(other, named(second, given), 40, 20_000)
+        with device.capturing(first.handle):
+            call(named(first, given))
+            reduce(other, named(first, given), 40)
+        reduce(other, named(first, given), 40)
+        call(named(second, given))
+
+    run(body)
+
+
 @pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
 def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int]) -> None:
     """Whichever part of ``auto`` has carried them."""
