@@ -134,15 +134,15 @@ class Backend(ABC):
 
         Raises InvalidArgument, for memory of a GPU for one.
         """
-        o = call.operation
+        o, options = call.operation, call.operation.options
         buffer = o.send or o.recv
         if buffer is not None and buffer.device is not None:
             raise InvalidArgument(
                 f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
                 f"{buffer.place}; nccl, peer and auto carry it"
             )
-        if o.options.algorithm != AUTO and self.size > 1:
-            runnable(o.name, o.options.algorithm, self.size, root=o.root or 0)
+        if options.algorithm != AUTO and self.size > 1:
+            runnable(o.name, options.algorithm, self.size, root=o.root or 0)
 
     @property
     def carries_host(self) -> bool:

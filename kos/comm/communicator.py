@@ -331,7 +331,11 @@ class Communicator(Operations):
         self.backend.prepare(call)
         if self._batch is not None:
             return self._batch.add(call)
-        work = self._launch(call, 3)  # frames up to the caller of the operation
+        if self._closed:
+            self._check_open()
+        call.sequence = next(self._collectives if call.collective else self._messages)
+        self._group.note(call, 3)  # frames up to the caller of the operation
+        work = self.backend.start(call)
         options, recv = o.options, o.recv
         if work is not None:
             return work if options.overlap else work.wait()

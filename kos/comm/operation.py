@@ -124,7 +124,7 @@ class Call:
     """
 
     __slots__ = (
-        "__weakref__", "collective", "description", "group", "mark", "name", "operation", "queue", "record", "route",
+        "__weakref__", "collective", "description", "group", "mark", "operation", "queue", "record", "route",
         "sequence", "stream",
     )  # fmt: skip
 
@@ -135,11 +135,14 @@ class Call:
 
     def __init__(self, operation: Operation, group: str = "", sequence: int = -1) -> None:
         self.operation, self.group, self.sequence = operation, group, sequence
-        self.name = name = operation.name
-        self.collective = name not in POINT_TO_POINT
+        self.collective = operation.name not in POINT_TO_POINT
         self.route: Route | None = None
         self.mark = 0
         self.record = self.description = None
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that must be equal on all ranks for the call to belong together."""

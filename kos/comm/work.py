@@ -148,13 +148,15 @@ class Work(Generic[T]):
         CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for what the backend reports;
         InvalidArgument for a timeout that is not positive.
         """
-        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
+        if timeout is not None:
+            timeout = check_timeout(timeout)
         if self._steps is not None:
-            self._wait(timeout)
+            self._wait(self.call.operation.options.timeout if timeout is None else timeout)
         self.told = True
         if self._error is not None:
             self._raise(self._error)
-        return self.result
+        recv = self.call.operation.recv
+        return recv.array if recv is not None else None  # type: ignore[return-value]
 
     def synchronize(self, timeout: float | None = None) -> T:
         """Wait on the host, where ``wait`` without a timeout may only order work on a GPU."""
