@@ -80,7 +80,7 @@ static void give_way() {
     if (draw() % 4 == 0) let_one_out();
     if (draw() % 32 == 0) sched_yield();
     if (draw() % 1024 == 0) usleep(100);
-    swapcontext(&fibers[current].context, &scheduler);
+    give_turn();
 }
 static void put(u64 address, const void* data, int bytes) {
     if (stores == MOST || draw() % 8 == 0) let_one_out();
