@@ -23,13 +23,33 @@ from pathlib import Path
 
 import pytest
 
+from kos import cuda
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180  # seconds; over thrice what 2 busy cores take
 WAITING = 1  # workers more than cores: many tests wait for a process or for a timeout
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
 MPI_SIZES = (2, 3, 4)
-WITH_MPI = "tests/comm"  # where all tests marked `mpi` are: each rank collects them
+# Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
+WITH_MPI = (
+    "tests/comm/test_conformance.py",
+    "tests/comm/test_device_buffers.py",
+    "tests/comm/test_failures.py",
+    "tests/comm/test_message_failures.py",
+    "tests/comm/test_operations.py",
+    "tests/comm/test_programs.py",
+    "tests/comm/test_promises.py",
+    "tests/comm/test_shared_failures.py",
+    "tests/comm/test_shrink.py",
+)
+WITH_GPUS = (
+    "tests/comm/test_auto_gpu.py",
+    "tests/comm/test_gpu_calls.py",
+    "tests/comm/test_nccl.py",
+    "tests/comm/test_peer.py",
+    "tests/comm/test_peer_soak.py",
+)
 # Kernels compiled for the host write where they are told to: in processes of their own, so that nothing else suffers.
 EMULATED = (
     "tests/comm/test_nccl_kernels.py",
@@ -69,6 +89,7 @@ def run_rank(stage: str, arguments: list[str]) -> int:
     os.chdir(ROOT)
     # Ranks share one cache folder; mpirun's pipe looks like a terminal; failures have been told already.
     options = ["-p", "no:cacheprovider", "--color=no", "--tb=no", f"--timeout={MPI_TEST_LIMIT}"]
+    options += ["-p", "no:anyio", "-p", "no:xdist"]  # which take long to import
     return int(pytest.main(["--with-mpi", junit(report), *options, *arguments], [TellAtOnce()]))
 
 
@@ -165,15 +186,19 @@ def main(everything: bool, arguments: list[str]) -> int:
             "serial": (cores + WAITING, [f"--ignore={file}" for file in EMULATED]),
             "kernels": (cores, list(EMULATED)),
         }
+    without = cuda.unavailable()
+    with_mpi = WITH_MPI if without else WITH_MPI + WITH_GPUS
     ok = True
     for stage, (workers, chosen) in parts.items():
         options = ["-n", str(workers), "--dist", "worksteal", "-m", f"not mpi{quick}", junit(report_name(stage, 0))]
         ok &= run_stage(stage, 1, SERIAL_LIMIT, [sys.executable, "-m", "pytest", *options, *chosen], bool(arguments))
     for size in MPI_SIZES:
         stage = f"mpi-{size}"
-        chosen = ["-m", f"mpi{quick}", *(arguments or [WITH_MPI])]
+        chosen = ["-m", f"mpi{quick}", *(arguments or with_mpi)]
         command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *chosen]
         ok &= run_stage(stage, size, MPI_LIMIT, command, bool(arguments))
+    if without and not arguments:
+        totals.append(f"without a GPU ({without}): no {', '.join(WITH_GPUS)} under mpirun")
     print("\n== totals", *totals, sep="\n", flush=True)
     return 0 if ok else 1
 
