@@ -77,8 +77,8 @@ static bool seen_here(const Store& s) {
 }
 static void give_way() {
     if (draw() % 4 == 0) let_one_out();
-    if (draw() % 32 == 0) sched_yield();
-    if (draw() % 1024 == 0) usleep(100);
+    if (draw() % 8 == 0) sched_yield();
+    if (draw() % 256 == 0) usleep(100);
     give_turn();
 }
 static void put(u64 address, const void* data, int bytes) {
