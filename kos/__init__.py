@@ -5,21 +5,28 @@ Names are imported when they are first used: ``import kos`` alone loads neither 
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kos import errors
-    from kos.comm import Communicator, PremulSum, ReduceOp, Work, init
+    from kos.comm import Communicator, PremulSum, ReduceOp, Work, init, register_backend
 
 __version__ = "0.1.0"
 
-__all__ = ["Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "errors", "init"]
+__all__ = [
+    "Communicator", "PremulSum", "ReduceOp", "Work", "__version__", "errors", "init", "register_backend",
+]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    from importlib import import_module as _import_module
+
     if name not in __all__:
         raise AttributeError(f"module 'kos' has no attribute {name!r}")
-    value = import_module("kos.errors") if name == "errors" else getattr(import_module("kos.comm"), name)
+    value = _import_module("kos.errors") if name == "errors" else getattr(_import_module("kos.comm"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

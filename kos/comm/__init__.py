@@ -5,34 +5,28 @@ from __future__ import annotations
 import json
 import logging
 import os
+from datetime import datetime
 
 from kos.comm.arguments import check_timeout, number_in
 from kos.comm.backend import Backend, Probe
 from kos.comm.communicator import Communicator
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend, device_of
-from kos.comm.gpu.nccl import NCCLBackend
-from kos.comm.gpu.peer.backend import PeerBackend
-from kos.comm.host.mock import MockBackend
-from kos.comm.host.mpi import MPIBackend
-from kos.comm.host.tcp import TCPBackend
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder.on_signal import listen
 from kos.comm.reduction import PremulSum, ReduceOp
+from kos.comm.registry import BACKENDS, probe_all, register_backend, register_installed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.choose import default_rendezvous
 from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
 
-__all__ = ["BACKENDS", "Batch", "Communicator", "Persistent", "PremulSum", "ReduceOp", "Work", "init"]
+__all__ = [
+    "BACKENDS", "Batch", "Communicator", "Persistent", "PremulSum", "ReduceOp", "Work", "init", "register_backend",
+]  # fmt: skip
 
 log = logging.getLogger(__name__)
-
-BACKENDS: dict[str, type[Backend]] = {
-    "mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "peer": PeerBackend, "mock": MockBackend,
-}  # fmt: skip
-"""All backends by name, in the order in which ``auto`` prefers them for host memory."""
 
 
 def init(
@@ -41,22 +35,30 @@ def init(
     rendezvous: Rendezvous | None = None,
     timeout: float = 120.0,
     device: int | None = None,
+    process_hooks: bool = True,
 ) -> Communicator:
     """The communicator of all ranks of this program.  Collective.
 
-    ``rendezvous`` is how the ranks find each other: unless one is given by MPI under mpirun, by the
-    environment where torchrun, srun or a shell says which rank this is, a group of one otherwise; with
-    ``backend="mpi"`` by MPI, which makes a group of one of a process that no mpirun started.
-    ``timeout`` in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where
-    it uses one (default: by its place among the ranks of the machine).  ``backend`` is a name, or "auto": for
-    host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster
-    at (``Communicator.explain`` says what and why).  NCCL's ranks join on a thread meanwhile and later: its first
-    call waits for that, and raises what went wrong, also with ``backend="nccl"``.
+    ``backend`` is a name: one of kos's own, of ``kos.register_backend``, or of an installed package.  "auto" takes for
+    host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster at
+    (``Communicator.explain`` says what and why).  ``rendezvous`` is how the ranks find each other.  Without one it is
+    MPI under mpirun, else the environment where torchrun, srun or a shell says which rank this is, else a group of
+    one; with ``backend="mpi"`` it is MPI, which makes a group of one of a process that no mpirun started.  ``timeout``
+    in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where it uses one
+    (default: by its place among the ranks of the machine).  NCCL's ranks join on a thread: its first call waits for
+    that, and raises what went wrong, also with ``backend="nccl"``.
+
+    ``process_hooks=False`` leaves the process as it is, for a framework that ends and reports its jobs itself: kos then
+    sets no exception hooks, no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable
+    or setting of Open MPI and mpi4py.
 
     Raises BackendUnavailable where the backend asked for cannot run, or none for the ``device`` that a rank was
     given, with the reason; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where
-    the ranks do not find each other.  Under mpirun an uncaught exception on one rank ends the whole job from here on.
+    the ranks do not find each other.  Under mpirun, with ``process_hooks``, an uncaught exception on one rank ends the
+    whole job from here on.
     """
+    if isinstance(backend, str) and backend not in BACKENDS:
+        register_installed()
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
     timeout = check_timeout(timeout)
@@ -65,28 +67,29 @@ def init(
     device = None if device is None else number_in("device", device, 0, 1 << 16)
     listen()
     if rendezvous is None:
-        rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi")
+        rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)
     if device is not None:
         rendezvous.device = device
+    rendezvous.call = "init"
     probes, told = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
         usable = [name for name, probe in probes.items() if probe.usable]
-        chosen = next((name for name in usable if not issubclass(BACKENDS[name], DeviceBackend)), "")
+        chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
         if not chosen:
             raise BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}")
-    elif told is not None and not issubclass(BACKENDS[backend], DeviceBackend):
+    elif told is not None and not BACKENDS[backend].on_gpu:
         raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {told}")
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     made = BACKENDS[chosen](rendezvous)
     if backend == "auto":
-        if gpus := _for_gpus(rendezvous, probes):
+        if gpus := _for_gpus(rendezvous, probes, made):
             made = AutoBackend(rendezvous, made, gpus)
         elif told is not None:
             made.close()
-            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if issubclass(kind, DeviceBackend)})
+            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
             raise BackendUnavailable(f"auto: expected a backend for GPU {told}, got none: {why}")
     return Communicator(made, rendezvous, probes, timeout)
 
@@ -95,8 +98,8 @@ def _reasons(probes: dict[str, Probe]) -> str:
     return "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
 
 
-def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBackend]:
-    """The backends for GPUs that all ranks can use: peer too where a table says what it is faster at."""
+def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend) -> list[DeviceBackend]:
+    """The backends for GPUs that all ranks can use beside ``host``: peer where a table says what it is faster at."""
     made: list[DeviceBackend] = []
     for name, kind in BACKENDS.items():
         probe = probes[name]
@@ -107,7 +110,7 @@ def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBa
             probes[name] = Probe(True, reason)
             continue
         try:
-            made.append(kind(rendezvous))
+            made.append(kind(rendezvous, host=host))
         except BackendUnavailable as error:  # on all ranks alike: bytes do not move as the driver promised
             probes[name] = Probe(False, str(error))
         log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
@@ -119,20 +122,22 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
 
     Beside it the first device that a rank was told to use, and that rank.
     """
-    mine = {name: kind.probe(rendezvous) for name, kind in BACKENDS.items()}
+    mine = probe_all(BACKENDS, rendezvous)
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
-    said = [wanted, ballot, os.urandom(8).hex(), device]
+    job = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}"  # begins with the time: folders are sorted
+    said = [wanted, ballot, job, device]
     ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(said).encode())]
     rendezvous.job = ballots[0][2]
     for rank, (theirs, *_) in enumerate(ballots):
         if theirs != wanted:
             asked = f"rank {rendezvous.rank} asked for backend {wanted!r}"
             raise RendezvousError(f"init: {asked}, rank {rank} for {theirs!r}")
-    agreed = dict(mine)
-    for name in BACKENDS:
+    # In one order on all ranks; a backend that rank 0 has not registered comes last, and is unusable.
+    agreed = {name: mine[name] for name in (*ballots[0][1], *mine) if name in mine}
+    for name in agreed:
         holders: dict[str, int] = {}  # of each claim, the first rank
         for rank, (_, votes, *_) in enumerate(ballots):
-            usable, reason, claim = votes[name]
+            usable, reason, claim = votes.get(name, (False, "not registered there", ""))
             if not usable:
                 agreed[name] = Probe(False, reason if not mine[name].usable else f"rank {rank}: {reason}")
                 break

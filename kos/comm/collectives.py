@@ -1,34 +1,81 @@
 """The operations of a communicator: each checks its arguments and makes them an Operation.
 
-Every call goes one way: arguments → buffers → ``Operation`` → ``_go``, which sets the options and launches it
-(or, in a batch and for the ``_init`` form, keeps it).
+Every call goes one way: arguments → buffers → ``Operation`` → ``_go``.  ``Communicator._go`` launches the operation, or
+keeps it for a batch.  ``_Builder._go`` returns it, for the persistent form.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from kos.comm.arguments import (
+    check_algorithm,
     check_counts,
     check_peer,
     check_rank,
     check_tag,
+    check_timeout,
     expect_alike,
     expect_place,
     in_and_out,
     output,
     part_of,
     refuse_overlap,
+    truth,
 )
-from kos.comm.operation import AUTO, Operation
-from kos.comm.persistent import Batch, persistent
+from kos.comm.cached import CallCache
+from kos.comm.operation import AUTO, Message, Operation, Options
+from kos.comm.persistent import Persistent
 from kos.comm.reduction import PremulSum, ReduceOp, resolve
+from kos.comm.work import Work
 from kos.cuda import streams
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
+from kos.memory.array import Array
 
 Op = ReduceOp | PremulSum
+T = TypeVar("T")
+
+
+class _Plain(TypedDict, total=False):
+    """The keywords of every operation beside ``async_op``, for the overloads."""
+
+    stream: Any
+    timeout: float | None
+
+
+class _Moving(_Plain, total=False):
+    algorithm: str
+
+
+class _Reducing(_Moving, total=False):
+    deterministic: bool
+
+
+Comm = TypeVar("Comm")
+P = ParamSpec("P")
+
+
+def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate[Comm, P], Persistent[T]]:
+    """The persistent form of an operation: its checks are made now, its launch at every ``start``."""
+
+    @functools.wraps(call)
+    def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent[T]:
+        comm._check_open()
+        operation: Any = call(_Builder(comm), *args, **options)  # type: ignore[arg-type]
+        return Persistent(comm, operation)
+
+    name = call.__name__
+    init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
+    init.__doc__ = f"A persistent ``{name}``: checked now, and launched by each ``start()`` of what is returned."
+    signature = inspect.signature(call)
+    kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
+    init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
+    return init
 
 
 class Operations:
@@ -38,128 +85,255 @@ class Operations:
     size: int
     device: int | None
     """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
-    _batch: Batch | None
-    _go: Callable[..., Any]
-    """Launches an operation with the options of its caller, or keeps it for a batch."""
-    _repeat: Callable[..., bool]
-    """Launches the operation of the same call made before, where nothing about it has changed; else returns False."""
+    _cache: CallCache
+    _defaults: Options
+    """The options of a call that names none,"""
+    _overlapped: Options
+    """and of one with ``async_op=True`` alone."""
+
+    @abstractmethod
+    def _go(self, o: Operation) -> Any:
+        """Take the operation."""
+
+    @property
+    def _deferred(self) -> bool:
+        """Whether ``_go`` launches nothing now: in a batch, and for the persistent form."""
+        return True
+
+    def _options(
+        self, name: str, stream: Any, async_op: bool, timeout: float | None, algorithm: str = AUTO,
+        deterministic: bool = False,
+    ) -> Options:  # fmt: skip
+        if stream is timeout is None and deterministic is False and algorithm is AUTO:
+            if async_op is False:
+                return self._defaults
+            if async_op is True and not self._deferred:
+                return self._overlapped
+        seconds = self._defaults.timeout if timeout is None else check_timeout(timeout)
+        ordered, overlap = truth("deterministic", deterministic), truth("async_op", async_op)
+        if overlap and self._deferred:
+            raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
+        return Options(seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, stream)
 
     # Collectives that reduce.
 
+    @overload
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
+                   async_op: Literal[False] = ..., **options: Unpack[_Reducing]) -> T: ...
+    @overload
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
+                   async_op: Literal[True], **options: Unpack[_Reducing]) -> Work[T]: ...
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
-                   async_op: bool = False, timeout: float | None = None, algorithm: str = "auto",
+                   async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                    deterministic: bool = False) -> Any:
-        """Reduce ``x`` over all ranks; every rank gets the result in ``x``, or in ``out`` of x's shape."""
-        if (
-            stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-            and self._repeat("all_reduce", x, out, op)
-        ):
-            return x if out is None else out
-        send, recv = in_and_out(x, out, stream)
-        o = Operation("all_reduce", self.rank, send, recv, resolve(op, send.dtype, self.size))
-        return self._go(o, async_op, timeout, algorithm, deterministic)
+        """Reduce ``x`` over all ranks; every rank gets the result.
 
+        ``x`` has the same dtype and number of elements on all ranks.  ``op`` must make sense for the dtype.  The
+        result replaces ``x``, or goes to ``out`` of x's shape and dtype, which is ``x`` or apart from it.  Returns
+        the array with the result.
+
+            comm.all_reduce(gradients, ReduceOp.AVG)
+        """
+        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
+        if plain and type(x) is Array and self._cache.repeat(self, "all_reduce", x, out, op):
+            return x if out is None else out
+        options = self._defaults
+        if not plain:
+            options = self._options("all_reduce", stream, async_op, timeout, algorithm, deterministic)
+        send, recv = in_and_out(x, out, stream)
+        reduction = resolve(op, send.dtype, self.size)
+        return self._go(Operation("all_reduce", self.rank, options, send, recv, reduction))
+
+    @overload
+    def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
+               async_op: Literal[False] = ..., **options: Unpack[_Reducing]) -> T | None: ...
+    @overload
+    def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
+               async_op: Literal[True], **options: Unpack[_Reducing]) -> Work[T | None]: ...
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
-               async_op: bool = False, timeout: float | None = None, algorithm: str = "auto",
+               async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                deterministic: bool = False) -> Any:
-        """Reduce ``x`` over all ranks to ``root``, into its ``x`` or ``out``; others keep their ``x``."""
+        """Reduce ``x`` over all ranks; rank ``root`` gets the result.
+
+        As ``all_reduce``, but the ranks other than ``root`` keep their ``x``, give no use to ``out``, and get None.
+
+            total = comm.reduce(losses, root=0)          # on rank 0: losses itself
+        """
+        options = self._options("reduce", stream, async_op, timeout, algorithm, deterministic)
         recv: Buffer | None = None
         if self.rank == (root := check_rank("root", root, self.size)):
             send, recv = in_and_out(x, out, stream)
         else:
             send = _input(x, stream)
-        o = Operation("reduce", self.rank, send, recv, resolve(op, send.dtype, self.size), root)
-        return self._go(o, async_op, timeout, algorithm, deterministic)
+        reduction = resolve(op, send.dtype, self.size)
+        return self._go(Operation("reduce", self.rank, options, send, recv, reduction, root))
 
+    @overload
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., *,
+                       async_op: Literal[False] = ..., **options: Unpack[_Reducing]) -> T: ...
+    @overload
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., *,
+                       async_op: Literal[True], **options: Unpack[_Reducing]) -> Work[T]: ...
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
-                       async_op: bool = False, timeout: float | None = None, algorithm: str = "auto",
+                       async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal parts of the result.
 
-        ``out`` has ``x.size / size`` elements.  Without it an array is made, of shape
-        ``(x.shape[0] / size, *x.shape[1:])`` if ``x`` divides so, else 1-D.
+        ``x.size`` is a multiple of ``size``.  ``out`` has ``x.size / size`` elements; it lies apart from ``x`` or is
+        exactly this rank's part of it.  Without ``out`` an array is made, of shape ``(x.shape[0] / size,
+        *x.shape[1:])`` where that divides, else 1-D.  Returns the array that holds the part.
+
+            shard = comm.reduce_scatter(gradients)
         """
-        if (
-            out is not None and stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-            and self._repeat("reduce_scatter", x, out, op)
-        ):
+        plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
+        if plain and out is not None and type(x) is Array and self._cache.repeat(self, "reduce_scatter", x, out, op):
             return out
+        options = self._defaults
+        if not plain:
+            options = self._options("reduce_scatter", stream, async_op, timeout, algorithm, deterministic)
         send = _input(x, stream)
         recv = output(out, send, part_of(send, self.size), stream, self.rank)
-        o = Operation("reduce_scatter", self.rank, send, recv, resolve(op, send.dtype, self.size))
-        return self._go(o, async_op, timeout, algorithm, deterministic)
+        reduction = resolve(op, send.dtype, self.size)
+        return self._go(Operation("reduce_scatter", self.rank, options, send, recv, reduction))
 
+    @overload
+    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ..., *,
+                         async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    @overload
+    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ..., *,
+                         async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
-        """``reduce_scatter`` with ``counts[r]`` elements for rank r; always in rank order.
+        """``reduce_scatter`` with parts of different sizes: ``counts[r]`` elements for rank r.
 
-        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements.
+        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements and lies
+        apart from ``x``.  Contributions are always added in rank order.  Returns ``out``, or a new 1-D array.
+
+            mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
+        options = self._options("reduce_scatter_v", stream, async_op, timeout)
         send = _input(x, stream)
         counts = check_counts("counts", counts, self.size, send)
         recv = output(out, send, (counts[self.rank],), stream)
         reduction = resolve(op, send.dtype, self.size)
-        o = Operation("reduce_scatter_v", self.rank, send, recv, reduction, send_counts=counts)
-        return self._go(o, async_op, timeout)
+        return self._go(Operation(
+            "reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts
+        ))
 
     # Collectives that move.
 
+    @overload
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
+                  async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    @overload
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
+                  async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
-                  timeout: float | None = None, algorithm: str = "auto") -> Any:
-        """Every rank gets root's ``x``, in ``x`` or in ``out`` of its shape."""
-        if (
-            stream is timeout is None and async_op is False and algorithm is AUTO
-            and self._repeat("broadcast", x, out, root)
-        ):
+                  timeout: float | None = None, algorithm: str = AUTO) -> Any:
+        """Every rank gets the ``x`` of rank ``root``.
+
+        ``x`` has the same dtype and number of elements on all ranks; the data replaces it, or goes to ``out`` of x's
+        shape. Returns the array that holds the data.  Only the root's ``x`` may be read-only.
+
+            comm.broadcast(weights, root=0)
+        """
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        if plain and type(x) is Array and self._cache.repeat(self, "broadcast", x, out, root):
             return x if out is None else out
+        options = self._defaults if plain else self._options("broadcast", stream, async_op, timeout, algorithm)
         root = check_rank("root", root, self.size)
         if out is None and self.rank == root:
             send = recv = _input(x, stream)
         else:
             send, recv = in_and_out(x, out, stream)
-        return self._go(Operation("broadcast", self.rank, send, recv, root=root), async_op, timeout, algorithm)
+        return self._go(Operation("broadcast", self.rank, options, send, recv, root=root))
 
+    @overload
+    def all_gather(self, x: T, out: T | None = ..., *,
+                   async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    @overload
+    def all_gather(self, x: T, out: T | None = ..., *,
+                   async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
-                   timeout: float | None = None, algorithm: str = "auto") -> Any:
+                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Every rank gets all ranks' ``x``, in rank order.
 
-        ``out`` has ``size * x.size`` elements; without it an array of shape ``(size, *x.shape)`` is made.
-        ``x`` may be its own part of ``out``.
+        ``x`` has the same dtype and number of elements on all ranks.  ``out`` has ``size * x.size`` elements; it lies
+        apart from ``x``, or ``x`` is exactly this rank's part of it.  Without ``out`` an array of shape ``(size,
+        *x.shape)`` is made, in the memory of ``x``.  Returns the array that holds them.
+
+            everybody = comm.all_gather(mine)            # everybody[r] is that of rank r
         """
-        if (
-            out is not None and stream is timeout is None and async_op is False and algorithm is AUTO
-            and self._repeat("all_gather", x, out, None)
-        ):
+        plain = stream is timeout is None and async_op is False and algorithm is AUTO
+        if plain and out is not None and type(x) is Array and self._cache.repeat(self, "all_gather", x, out, None):
             return out
+        options = self._defaults if plain else self._options("all_gather", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
         recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        return self._go(Operation("all_gather", self.rank, send, recv), async_op, timeout, algorithm)
+        return self._go(Operation("all_gather", self.rank, options, send, recv))
 
+    @overload
+    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ..., *,
+                     async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    @overload
+    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ..., *,
+                     async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None) -> Any:
-        """``all_gather`` of ``counts[r]`` elements from rank r into ``out``, 1-D if it is made here.
+        """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
 
-        ``counts`` is the same on all ranks, ``counts[rank]`` is ``x.size``.
+        ``counts`` is the same on all ranks, and ``counts[rank]`` is ``x.size``.  ``out`` has ``sum(counts)`` elements
+        and lies apart from ``x``.  Returns ``out``, or a new 1-D array.
+
+            tokens = comm.all_gather_v(mine, [3, 5])
         """
+        options = self._options("all_gather_v", stream, async_op, timeout)
         send = _input(x, stream)
         counts = check_counts("counts", counts, self.size)
         if counts[self.rank] != send.count:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
         recv = output(out, send, (sum(counts),), stream)
-        return self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts), async_op, timeout)
+        return self._go(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
 
+    @overload
+    def all_to_all(self, x: T, out: T | None = ..., *,
+                   async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    @overload
+    def all_to_all(self, x: T, out: T | None = ..., *,
+                   async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
-                   timeout: float | None = None, algorithm: str = "auto") -> Any:
-        """Part j of rank i's ``x`` becomes part i of rank j's ``out`` of x's shape; parts are equal."""
+                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
+        """Part j of rank i's ``x`` becomes part i of rank j's ``out``.
+
+        ``x`` has the same dtype and number of elements on all ranks, a multiple of ``size``; its parts are equal.
+        ``out`` has x's size and lies apart from it.  Returns ``out``, or a new array of x's shape.
+
+            columns = comm.all_to_all(rows)
+        """
+        options = self._options("all_to_all", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
         part_of(send, self.size)
         recv = output(out, send, send.shape, stream)
-        return self._go(Operation("all_to_all", self.rank, send, recv), async_op, timeout, algorithm)
+        return self._go(Operation("all_to_all", self.rank, options, send, recv))
 
+    @overload
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ..., *,
+                     async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    @overload
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ..., *,
+                     async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *,
                      stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
-        """``all_to_all`` with ``send_counts[j]`` elements for rank j and ``recv_counts[i]`` from rank i."""
+        """``all_to_all`` of different sizes: ``send_counts[j]`` elements for rank j, ``recv_counts[i]`` from rank i.
+
+        Counts are this rank's own; ``recv_counts[i]`` here is ``send_counts[rank]`` of rank i.  They sum to
+        ``x.size`` and to the size of ``out``, which lies apart from ``x``.  Returns ``out``, or a new 1-D array.
+        Raises CollectiveMismatch where the counts of two ranks disagree.
+
+            routed = comm.all_to_all_v(tokens, to_each, from_each)
+        """
+        options = self._options("all_to_all_v", stream, async_op, timeout)
         send = _input(x, stream)
         send_counts = check_counts("send_counts", send_counts, self.size, send)
         recv_counts = check_counts("recv_counts", recv_counts, self.size)
@@ -168,49 +342,80 @@ class Operations:
             expected = f"send_counts[{self.rank}] = {mine} from this rank itself"
             raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
         recv = output(out, send, (sum(recv_counts),), stream)
-        o = Operation("all_to_all_v", self.rank, send, recv, send_counts=send_counts, recv_counts=recv_counts)
-        return self._go(o, async_op, timeout)
+        return self._go(Operation(
+            "all_to_all_v", self.rank, options, send, recv, send_counts=send_counts, recv_counts=recv_counts
+        ))
 
+    @overload
+    def gather(self, x: T, root: int = ..., out: T | None = ..., *,
+               async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T | None: ...
+    @overload
+    def gather(self, x: T, root: int = ..., out: T | None = ..., *,
+               async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T | None]: ...
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
-               timeout: float | None = None, algorithm: str = "auto") -> Any:
-        """``root`` gets all ranks' ``x`` in rank order: ``out`` as in ``all_gather``; others get None."""
-        o = Operation("gather", self.rank, _input(x, stream), root=check_rank("root", root, self.size))
+               timeout: float | None = None, algorithm: str = AUTO) -> Any:
+        """Rank ``root`` gets all ranks' ``x``, in rank order.
+
+        As ``all_gather``, but ``out`` is given on ``root`` alone, if at all.  Returns the array there, None
+        elsewhere.
+
+            everybody = comm.gather(mine, root=0)
+        """
+        options = self._options("gather", stream, async_op, timeout, algorithm)
+        send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
         if self.rank == root:
-            assert o.send is not None
-            o.recv = output(out, o.send, (self.size, *o.send.shape), stream, self.rank)
+            recv = output(out, send, (self.size, *send.shape), stream, self.rank)
         elif out is not None:
             raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(o, async_op, timeout, algorithm)
+        return self._go(Operation("gather", self.rank, options, send, recv, root=root))
 
+    @overload
+    def scatter(self, x: Any, out: T, root: int = ..., *,
+                async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    @overload
+    def scatter(self, x: Any, out: T, root: int = ..., *,
+                async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
-                timeout: float | None = None, algorithm: str = "auto") -> Any:
-        """Rank r gets in ``out`` the r-th of ``size`` equal parts of root's ``x``; others give no ``x``."""
-        recv = as_buffer(out, "out", writable=True, stream=stream)
-        o = Operation("scatter", self.rank, recv=recv, root=check_rank("root", root, self.size))
-        if self.rank == root:
-            o.send = _input(x, stream)
-            expect_alike("out", recv, o.send)
-            if o.send.count != self.size * recv.count:
-                raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {o.send.count}")
-            refuse_overlap(o.send, recv, self.rank)
+                timeout: float | None = None, algorithm: str = AUTO) -> Any:
+        """Rank r gets the r-th of ``size`` equal parts of the root's ``x``, in its ``out``.
+
+        ``x`` has ``size * out.size`` elements of out's dtype on ``root``, and is None elsewhere.  ``out`` lies apart
+        from ``x`` or is exactly this rank's part of it.  Returns ``out``.
+
+            comm.scatter(rows if comm.rank == 0 else None, row)
+        """
+        options = self._options("scatter", stream, async_op, timeout, algorithm)
+        send, recv = None, as_buffer(out, "out", writable=True, stream=stream)
+        if self.rank == (root := check_rank("root", root, self.size)):
+            send = _input(x, stream)
+            expect_alike("out", recv, send)
+            if send.count != self.size * recv.count:
+                raise InvalidArgument(f"x: expected {self.size * recv.count} elements, got {send.count}")
+            refuse_overlap(send, recv, self.rank)
         elif x is not None:
             raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(o, async_op, timeout, algorithm)
+        return self._go(Operation("scatter", self.rank, options, send, recv, root=root))
 
+    @overload
+    def barrier(self, *, stream: Any = ..., async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
+    @overload
+    def barrier(self, *, stream: Any = ..., async_op: Literal[True], timeout: float | None = ...) -> Work[None]: ...
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
 
-        With a ``stream`` of a GPU nothing waits but that stream: what is queued on it from now on comes after
-        what every rank has queued on its own so far.
-        """
-        o = Operation("barrier", self.rank)
-        if stream is not None:
-            o.stream, o.queue = self._stream(stream), stream
-        elif self.device is not None and self._batch is None and not async_op:
-            return self._go(o, True, timeout).synchronize()
-        return self._go(o, async_op, timeout)
+        With a ``stream`` of a GPU the host does not wait: what is queued on that stream from now on runs after what
+        every rank has queued on its own stream so far.
 
-    def _stream(self, stream: Any) -> int:
+            comm.barrier()
+        """
+        if stream is not None:
+            self._handle(stream)
+        on_host = self.device is not None and stream is None and async_op is False and not self._deferred
+        options = self._options("barrier", stream, on_host or async_op, timeout)
+        done = self._go(Operation("barrier", self.rank, options))
+        return done.synchronize() if on_host else done
+
+    def _handle(self, stream: Any) -> int:
         """The handle of a stream that is named without an array."""
         if self.device is None:
             raise InvalidArgument(f"stream: expected None, for no GPU is used here, got {stream!r}")
@@ -218,50 +423,95 @@ class Operations:
 
     # Messages.
 
+    @overload
+    def send(self, x: Any, dst: int, tag: int = ..., *,
+             async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> None: ...
+    @overload
+    def send(self, x: Any, dst: int, tag: int = ..., *,
+             async_op: Literal[True], **options: Unpack[_Plain]) -> Work[None]: ...
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
-        """Send ``x`` to rank ``dst``; it may be changed once the call (or its Work) is done, or has failed.
+        """Send ``x`` to rank ``dst``, which calls ``recv`` with the same ``tag``.
 
-        In host memory a message may be complete before it is received.  One that is not in time ends the communicator.
+        ``x`` may be changed once the call (or its Work) is done, or has failed.  Messages between two ranks with one
+        tag arrive in order; ``tag`` is from 0 to 1,048,575, and 0 on a GPU.  In host memory a message may be complete
+        before it is received.  A message that is not received within the timeout ends the communicator.
+
+            comm.send(activations, dst=comm.rank + 1)
         """
-        dst, tag = check_peer("dst", dst, self.rank, self.size), check_tag(tag)
-        return self._go(Operation("send", self.rank, _input(x, stream), dst=dst, tag=tag), async_op, timeout)
+        options = self._options("send", stream, async_op, timeout)
+        message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
+        return self._go(Operation("send", self.rank, options, _input(x, stream), message=message))
 
+    @overload
+    def recv(self, x: T, src: int, tag: int = ..., *,
+             async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    @overload
+    def recv(self, x: T, src: int, tag: int = ..., *,
+             async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
-        """Receive into ``x`` what rank ``src`` sent with ``tag``: the same dtype and number of elements."""
-        src, tag = check_peer("src", src, self.rank, self.size), check_tag(tag)
-        recv = as_buffer(x, "x", writable=True, stream=stream)
-        return self._go(Operation("recv", self.rank, recv=recv, src=src, recv_tag=tag), async_op, timeout)
+        """Receive into ``x`` what rank ``src`` sent with ``tag``; returns ``x``.
 
+        Dtype and number of elements are those that were sent; raises CollectiveMismatch on both ranks otherwise.
+
+            comm.recv(activations, src=comm.rank - 1)
+        """
+        options = self._options("recv", stream, async_op, timeout)
+        message = Message(src=check_peer("src", src, self.rank, self.size), recv_tag=check_tag(tag))
+        recv = as_buffer(x, "x", writable=True, stream=stream)
+        return self._go(Operation("recv", self.rank, options, recv=recv, message=message))
+
+    @overload
+    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., *,
+                  async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    @overload
+    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., *,
+                  async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
-        """Send ``x`` to ``dst`` while receiving ``out`` from ``src`` (MPI_Sendrecv)."""
+        """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.
+
+        The two messages are as those of ``send`` and ``recv``; ``out`` lies apart from ``x``.
+
+            comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
+        """
+        options = self._options("send_recv", stream, async_op, timeout)
         dst, src = (check_peer(what, rank, self.rank, self.size) for what, rank in (("dst", dst), ("src", src)))
         send, recv = _input(x, stream), as_buffer(out, "out", writable=True, stream=stream)
         expect_place("out", recv, send)
         refuse_overlap(send, recv)
-        tag = check_tag(tag)
-        o = Operation("send_recv", self.rank, send, recv, dst=dst, src=src, tag=tag, recv_tag=tag)
-        return self._go(o, async_op, timeout)
+        message = Message(dst, src, check_tag(tag), tag)
+        return self._go(Operation("send_recv", self.rank, options, send, recv, message=message))
 
     # Persistent forms, named as MPI 4 names them.
 
-    all_reduce_init = persistent(all_reduce)
-    reduce_init = persistent(reduce)
-    reduce_scatter_init = persistent(reduce_scatter)
-    reduce_scatter_v_init = persistent(reduce_scatter_v)
-    broadcast_init = persistent(broadcast)
-    all_gather_init = persistent(all_gather)
-    all_gather_v_init = persistent(all_gather_v)
-    all_to_all_init = persistent(all_to_all)
-    all_to_all_v_init = persistent(all_to_all_v)
-    gather_init = persistent(gather)
-    scatter_init = persistent(scatter)
-    barrier_init = persistent(barrier)
-    send_init = persistent(send)
-    recv_init = persistent(recv)
-    send_recv_init = persistent(send_recv)
+    all_reduce_init = _persistent(all_reduce)
+    reduce_init = _persistent(reduce)
+    reduce_scatter_init = _persistent(reduce_scatter)
+    reduce_scatter_v_init = _persistent(reduce_scatter_v)
+    broadcast_init = _persistent(broadcast)
+    all_gather_init = _persistent(all_gather)
+    all_gather_v_init = _persistent(all_gather_v)
+    all_to_all_init = _persistent(all_to_all)
+    all_to_all_v_init = _persistent(all_to_all_v)
+    gather_init = _persistent(gather)
+    scatter_init = _persistent(scatter)
+    barrier_init = _persistent(barrier)
+    send_init = _persistent(send)
+    recv_init = _persistent(recv)
+    send_recv_init = _persistent(send_recv)
+
+
+class _Builder(Operations):
+    """Makes the operation of a call and launches nothing."""
+
+    def __init__(self, comm: Operations) -> None:
+        self.rank, self.size, self.device, self._defaults = comm.rank, comm.size, comm.device, comm._defaults
+        self._cache = CallCache()
+
+    def _go(self, o: Operation) -> Operation:
+        return o
 
 
 def _input(x: Any, stream: Any) -> Buffer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,20 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.arguments import check_algorithm, check_shape, check_timeout, number_in, truth, whole_number
+from kos.comm import watchdog
+from kos.comm.arguments import check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
-from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.operation import AUTO, OF_BYTES, Operation
+from kos.comm.operation import Call, Operation, Options
 from kos.comm.persistent import Batch, Persistent
-from kos.comm.recorder import GROUP, TIMEOUT, Group, Recorder
-from kos.comm.reduction import ReduceOp
+from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, KosError, RankLost, RendezvousError
 from kos.memory import as_buffer
-from kos.memory.array import Array, Shape, as_dtype
+from kos.memory.array import Shape, as_dtype
 
 
 class Communicator(Operations):
@@ -39,14 +38,15 @@ class Communicator(Operations):
     legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
     do.  With ``async_op=True`` it runs on a stream of the communicator's own, and ``Work.wait()`` makes
     ``stream`` wait for it.  The host waits where it is asked to: ``Work.wait(timeout)``, ``Work.synchronize()``,
-    ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory carry GPU arrays
-    through pinned memory, and wait.
+    ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU
+    arrays.
 
-    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting;
-    ``timeout`` in seconds replaces the communicator's own.  Where contributions are added, results are
-    bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and round once (not in NCCL's own sums);
-    ``deterministic=True`` adds in rank order, so that results are bit-identical from run to run and between
-    backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto" lets the backend choose).
+    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting, whose
+    ``wait()`` returns what the call would have; ``timeout`` in seconds replaces the communicator's own. Where
+    contributions are added, results are bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and
+    round once (not in NCCL's own sums); ``deterministic=True`` adds in rank order, so that results are bit-
+    identical from run to run and between backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto"
+    lets the backend choose).
 
     Raises InvalidArgument for arguments that are refused before anything is sent; CollectiveMismatch where
     ranks made calls that do not belong together; CollectiveTimeout; RankLost.  After a collective has failed
@@ -58,14 +58,15 @@ class Communicator(Operations):
         group: Group | None = None,
     ) -> None:  # fmt: skip
         self.backend, self.backend_name = backend, backend.name
-        self.device = getattr(backend, "device", None)
+        self.device, self._cache = backend.device, backend.cache
         self.rendezvous = rendezvous
         self.probes = probes
-        self._timeout = timeout
+        self._defaults, self._overlapped = Options(timeout), Options(timeout, overlap=True)
+        self._collectives, self._messages, self._splits = itertools.count(), itertools.count(), itertools.count()
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._batch: Batch | None = None
-        self._persistents: weakref.WeakSet[Persistent] = weakref.WeakSet()
+        self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
         self._closed = False
         ranks = list(range(self.size))
         self._group = group or Group(
@@ -89,33 +90,47 @@ class Communicator(Operations):
 
         It may be set, on all ranks alike; groups split from this one afterwards have it too.
         """
-        return self._timeout
+        assert self._defaults.timeout is not None
+        return self._defaults.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._timeout = self.rendezvous.timeout = self.backend.timeout = check_timeout(seconds)
+        seconds = self.rendezvous.timeout = self.backend.timeout = check_timeout(seconds)
+        self._defaults, self._overlapped = Options(seconds), Options(seconds, overlap=True)
+        self._cache.clear()
 
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
-        """All ranks' ``data``, of any lengths, in rank order: for small things that steer a program."""
+        """All ranks' ``data``, of any lengths, in rank order.  Collective; for small things that steer a program.
+
+        Not in a batch.  ``timeout`` in seconds replaces the communicator's own.
+
+            names = comm.all_gather_bytes(socket.gethostname().encode())
+        """
         if self._batch is not None:
             raise InvalidArgument("all_gather_bytes: expected a call outside of a batch, got one inside")
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
-        if isinstance(self.backend, DeviceBackend):  # which does not carry bytes of the host
-            with self._meeting(timeout):
+        if not self.backend.carries_host:
+            with self._meeting("all_gather_bytes", timeout):
                 return self.rendezvous.allgather(bytes(data))
         x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
         send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
-        self._go(Operation("all_gather", self.rank, send, recv, way=OF_BYTES), False, timeout)
+        options = self._options("all_gather", None, False, timeout)._replace(purpose="all_gather_bytes")
+        self._go(Operation("all_gather", self.rank, options, send, recv))
         counts = sizes.tolist()
         send, recv = as_buffer(x, "data", False), as_buffer(np.empty(sum(counts), np.uint8), "data", True)
-        self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts, way=OF_BYTES), False, timeout)
+        self._go(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
         return [part.tobytes() for part in np.split(recv.array, np.cumsum(counts)[:-1])]
 
     def batch(self, *, async_op: bool = False) -> Batch:
         """Operations called in ``with comm.batch() as batch:`` are checked at once and launched together.
 
-        They start when the block ends, and are waited for unless ``async_op``; if it raises, none starts.
+        They start when the block ends, and are waited for unless ``async_op``; if it raises, none starts.  None may use
+        memory that another one writes: that raises InvalidArgument when the block ends.
+
+            with comm.batch():
+                comm.send(mine, dst=right)
+                comm.recv(theirs, src=left)
         """
         return Batch(self, truth("async_op", async_op))
 
@@ -124,7 +139,10 @@ class Communicator(Operations):
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of the ranks that gave the same ``color``, ranked by (key, rank).
 
-        Collective.  A rank with color None takes part and gets None.
+        Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None takes part and
+        gets None.  Waits for what is in flight.
+
+            pair = comm.split(comm.rank // 2)
         """
         largest = (1 << 31) - 1  # a C int, for MPI
         color = None if color is None else number_in("color", color, 0, largest, " or None")
@@ -140,18 +158,16 @@ class Communicator(Operations):
         self._check_open()
         self.synchronize()
         call = "duplicate" if label == "duplicate" else "split"
-        host = getattr(self.backend, "host", self.backend)
-        if not isinstance(host, DeviceBackend):  # a call like others: compared with theirs before it waits elsewhere
-            via = host if host is not self.backend else None
-            self._group.launch(Operation(call, self.rank, timeout=self._timeout, via=via), 3, self.backend).wait()
+        if self.backend.carries_host:  # a call like others: compared with theirs before it waits elsewhere
+            control = Call(Operation(call, self.rank, self._defaults), self.name)
+            self.backend.prepare(control)
+            if (work := self._launch(control, 3)) is not None:
+                work.wait()
         else:
-            with self._meeting():
-                calls = [theirs.decode() for theirs in self.rendezvous.allgather(call.encode())]
-            for rank, theirs in enumerate(calls):
-                if theirs != calls[0]:
-                    raise CollectiveMismatch(f"{self.name}: rank 0 called {calls[0]} but rank {rank} called {theirs}")
-        name = self._group.next_split()
-        with self._meeting():
+            with self._meeting(call):
+                self.rendezvous.barrier()
+        name = f"{self.name}.{next(self._splits)}"  # the same on all ranks: all of them split
+        with self._meeting(call):
             rendezvous = self.rendezvous.split(color, key)
         backend = self.backend.split(rendezvous, color, key)
         if rendezvous is None or backend is None:
@@ -169,29 +185,33 @@ class Communicator(Operations):
         self._check_open()
         self.rendezvous.check_shrink()
         self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
-        with self._meeting():
+        with self._meeting("shrink"):
             rendezvous = self.rendezvous.shrink()
         backend = self.backend.shrink(rendezvous)
         # Once is all, so no number: a split amid which a rank was lost has got one on some ranks and not on others.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
     @contextmanager
-    def _meeting(self, timeout: float | None = None) -> Iterator[None]:
-        """Errors of the rendezvous, which knows no names, with this communicator's."""
-        rendezvous, usual = self.rendezvous, self.rendezvous.timeout
-        rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
+    def _meeting(self, call: str, timeout: float | None = None) -> Iterator[None]:
+        """Exchanges of the rendezvous carry ``call``.  Their errors name this communicator and break it."""
+        rendezvous = self.rendezvous
+        usual = rendezvous.call, rendezvous.timeout
+        rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         try:
             yield
-        except (RendezvousError, RankLost) as error:
-            raise type(error)(f"{self.name}: {error}") from error
+        except (RendezvousError, CollectiveMismatch, RankLost) as error:
+            words = f"{self.name}: {error}"
+            if rendezvous.failure is not None and self.backend.broken is None:
+                self.backend.broken = type(error)(words)
+            raise type(error)(words) from error
         finally:
-            rendezvous.timeout = usual
+            rendezvous.call, rendezvous.timeout = usual
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         mine = str(self._group.ranks[self.rank]).encode()
         ranks = [int(rank) for rank in rendezvous.allgather(mine)]
         group = Group(self.recorder, name, ranks, rendezvous.rank, backend.name)
-        return Communicator(backend, rendezvous, self.probes, self._timeout, group)
+        return Communicator(backend, rendezvous, self.probes, self.timeout, group)
 
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None
@@ -203,8 +223,8 @@ class Communicator(Operations):
         wait for everything on that stream instead, replays of captured graphs included; ``until``, likewise: wait
         until that function, an event's ``done`` for one, returns True.
         """
-        limit = self._timeout if timeout is None else check_timeout(timeout)
-        handle = None if stream is None else self._stream(stream)
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        handle = None if stream is None else self._handle(stream)
         self.backend.check_fit("synchronize")
         if until is not None:
             if self.device is None or not callable(until):
@@ -224,7 +244,22 @@ class Communicator(Operations):
         With nccl that is a symmetric window on this rank's GPU, with host memory a plain ndarray.
         """
         self._check_open()
-        return self.backend.allocate(check_shape(shape), as_dtype(dtype).numpy)
+        shape, kind = check_shape(shape), as_dtype(dtype)
+        if self.device is not None:
+            with self._meeting(f"allocate of {kind.name}{list(shape)}"):
+                self.rendezvous.barrier()
+        return self.backend.allocate(shape, kind.numpy)
+
+    def on_failure(self, callback: Callable[[KosError], None]) -> None:
+        """Have ``callback(error)`` called once when this communicator has failed, at once if it has already.
+
+        It runs on the watchdog's thread, within a fraction of a second: also where the program waits for a stream, and
+        where it was the program's own call that found the failure.  By then what was in flight has been ended, and its
+        results are undefined.  ``callback`` may not wait for long, nor use this communicator but for ``abort``.
+        """
+        if not callable(callback):
+            raise InvalidArgument(f"callback: expected a function of the error, got {callback!r}")
+        watchdog.on_failure(self.backend, callback)
 
     def explain(self) -> str:
         """Which backends can carry this group, and why not the others; which of them, and how, carries what."""
@@ -232,31 +267,30 @@ class Communicator(Operations):
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
             rows.append((name, chosen, probe.reason))
-        host: Any = getattr(self.backend, "host", self.backend)
-        if (shared := getattr(host, "shared_memory", None)) is not None:
-            rows.append(("shared memory", "in use" if host.shares_memory else "no", shared))
-        table = getattr(self.backend, "table", None)
-        tuned = [] if table is None else [f"tuning table: {table.source}"]
-        return "\n".join([*_columns(rows), *tuned, *_columns(self.backend.routes())])
+        return "\n".join([*_columns([*rows, *self.backend.details()]), *_columns(self.backend.routes())])
 
     def close(self) -> None:
-        """Wait for what is in flight and give the communicator back.  Collective; once is enough."""
+        """Wait for what is in flight and free what the communicator holds.  Collective; a second call does nothing.
+
+        Raises what an operation in flight failed of.  A communicator that has failed is aborted instead.
+        """
         if self._closed:
             return
         if self.backend.broken is not None:
             self._give_up(str(self.backend.broken))  # ranks out of step cannot close together
-            self.rendezvous.abandon(None)
+            self.rendezvous.abort(None)
             return
         self.recorder.close(self._group)
+        self._cache.clear()
         self.synchronize()
-        self._closed = True
+        self._closed, self.rendezvous.call = True, "close"
         try:
             self.backend.close()
         finally:
             self.rendezvous.close()
 
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
-        """Give up on what is in flight without waiting for anybody; the communicator is closed after it.
+        """End what is in flight without waiting for anybody; the communicator is closed after it.
 
         Other ranks that wait for this one raise RankLost (mock), or are ended when this process exits, with
         ``code`` as the job's exit status (mpi).
@@ -264,15 +298,16 @@ class Communicator(Operations):
         code = whole_number("code", code)
         if not self._closed:
             self._give_up(str(reason))
-            self.rendezvous.abandon(code)
+            self.rendezvous.abort(code)
 
     def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
         self._closed = True
+        self._cache.clear()
         (end or self.backend.abort)(reason)  # first: what the others hear is the reason
         engine = self.backend.engine
         for work in [*engine.untold, *engine.outstanding()]:
             if self.backend.owns(work):
-                work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
+                work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"given up: {reason}")
 
     def __enter__(self) -> Communicator:
@@ -287,95 +322,49 @@ class Communicator(Operations):
 
     # Launching operations.
 
-    def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = AUTO,
-            deterministic: bool = False) -> Any:  # fmt: skip
-        o.timeout = self._timeout if timeout is None else check_timeout(timeout)
-        if deterministic is not False:
-            o.deterministic = truth("deterministic", deterministic)
-        if async_op is not False:
-            async_op = truth("async_op", async_op)
-        if algorithm is not AUTO:
-            check_algorithm(algorithm, o)
-        if async_op and self._batch is not None:
-            raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
-        o.overlap = async_op
-        self.backend.prepare(o)
+    @property
+    def _deferred(self) -> bool:
+        return self._batch is not None
+
+    def _go(self, o: Operation) -> Any:
+        call = Call(o, self.name)
+        self.backend.prepare(call)
         if self._batch is not None:
-            return self._batch.add(o)
-        if self._closed:
-            self._check_open()
-        work = self._group.launch(o, 3, self.backend)  # frames up to the caller of the operation
+            return self._batch.add(call)
+        work = self._launch(call, 3)  # frames up to the caller of the operation
+        options, recv = o.options, o.recv
         if work is not None:
-            return work if async_op else work.wait()
-        if o.recv is None:
+            return work if options.overlap else work.wait()
+        if recv is None:
             return None
-        array = o.recv.array
-        if o.lasts and timeout is None and algorithm is AUTO and not o.deterministic and o.name in _REPEATED:
-            self._keep(o)
+        array = recv.array
+        if options is self._defaults and call.route.fixed:  # type: ignore[union-attr]
+            self._cache.add(call)
         return array
 
-    def _keep(self, o: Operation) -> None:
-        """Have the same call find ``o``, which the backend keeps: without its arrays, which hold it weakly."""
-        send, recv = o.send, o.recv
-        assert send is not None and recv is not None
-        x, out, reduction = send.array, recv.array, o.reduction
-        if not (type(x) is type(out) is Array and o.queue is x.stream):
-            return
-        backend: Any = o.via or self.backend  # one for GPUs, or nothing would have been queued
-        if x.given is None:
-            x.given = _once  # what is used once, a view for one, is not worth it
-        elif (reduction is None or reduction.op is not ReduceOp.PREMUL_SUM) and backend.keep(x, o):
-            o.asked = o.root if reduction is None else reduction.op
-            o.output = None if out is x else weakref.ref(out)
-            o.other, x.given = x.given, weakref.ref(o)
-            send.array = recv.array = None
+    def _launch(self, call: Call, depth: int) -> Work[Any] | None:
+        """Number a prepared call, note it as asked for by the caller ``depth`` frames up, and start it.
 
-    def _repeat(self, name: str, x: Any, out: Any, asked: Any) -> bool:
-        """Launch the operation of the same call made before, if nothing about it has changed; whether it did.
-
-        What it looks at is little: between two calls the caches of a CPU belong to others.
+        Not when it was checked: a refused call does not count.  ``Persistent.start`` and ``CallCache.repeat`` do the
+        same in their own lines: another function would be 6% of their time.
         """
-        if type(x) is not Array:
-            return False
-        kept = x.given
-        while kept is not None and (o := kept()) is not None:
-            if o.said[GROUP] is self._group and o.name is name and o.asked is asked:
-                break
-            kept = o.other
-        else:
-            return False
-        queue, timeout = x.stream, self._timeout
-        if o.queue is not queue or self._batch is not None or getattr(x.owner, "closed", False):
-            return False
-        if out is None or out is x:
-            if o.output is not None or x.readonly:
-                return False
-        elif (
-            o.output is None or o.output() is not out or out.stream is not queue or out.readonly
-            or getattr(out.owner, "closed", False)
-        ):  # fmt: skip
-            return False
-        if o.said[TIMEOUT] is not timeout:
-            o.timeout, o.said = timeout, (*o.said[:TIMEOUT], timeout, *o.said[TIMEOUT + 1 :])
         if self._closed:
             self._check_open()
-        self._group.launch(o, 3, self.backend)
-        return True
+        call.sequence = next(self._collectives if call.collective else self._messages)
+        self._group.note(call, depth + 1)
+        try:
+            return self.backend.start(call)
+        except Exception as error:
+            failed(call, error)
+            raise
 
-    def _launch_all(self, operations: list[Operation], overlap: bool, works: list[Work]) -> None:
-        """Launch the checked operations of a batch, and add to ``works`` what is in flight."""
+    def _launch_all(self, calls: list[Call], overlap: bool) -> list[Work[Any]]:
+        """Launch the checked calls of a batch; returns the Work of each."""
         self._check_open()
-        for operation in operations:
-            operation.overlap = overlap
-        if not isinstance(self.backend, DeviceBackend | AutoBackend):
-            for operation in operations:
-                works.append(self._group.launch(operation, 3, self.backend))
-            return
-        # Numbered as they begin: ranks are compared by how far they have come.
-        for operation in self.backend.in_order(operations) if isinstance(self.backend, AutoBackend) else operations:
-            self._group.launch(operation, 3)
-        if operations:
-            works.extend(self.backend.start_all(operations))
+        for call in self.backend.in_order(calls):  # as they begin: ranks are compared by how far they have come
+            call.sequence = next(self._collectives if call.collective else self._messages)
+            self._group.note(call, 3)
+        return self.backend.start_all(calls, overlap) if calls else []
 
     def _check_open(self) -> None:
         if self._closed:
@@ -385,14 +374,6 @@ class Communicator(Operations):
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-_REPEATED = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
-"""Operations of which ``_repeat`` is asked."""
-
-
-def _once() -> None:
-    """What an array was given to after its first call."""
 
 
 _made: weakref.WeakSet[Communicator] = weakref.WeakSet()

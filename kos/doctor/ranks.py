@@ -21,8 +21,8 @@ from kos.comm import Communicator
 from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import create_stream, driver, load_kernel, streams, visible_devices
 from kos.cuda.driver import call, cu
-from kos.doctor.checks import BAD, NO, OK, Check, in_words, ranks_in_words
-from kos.errors import KosError
+from kos.doctor.checks import BAD, NO, OK, Check, ranks_in_words
+from kos.errors import KosError, in_words
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn
@@ -202,7 +202,7 @@ def trial(comm: Communicator) -> Check:
     places = ["host"] if comm.device is None else ["host", "GPUs"]
     for place in places:
         try:
-            array = Array.from_numpy(mine, comm.device or 0) if place == "GPUs" else mine.copy()
+            array: Any = Array.from_numpy(mine, comm.device or 0) if place == "GPUs" else mine.copy()
             result = comm.all_reduce(array)
             wrong = int(np.sum((result.numpy() if place == "GPUs" else result) != expected))
         except Exception as error:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import re
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kos
+from kos.comm.gpu import nccl as nccl_backend
 from kos.comm.gpu import nccl_binding, nccl_schedule
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
@@ -21,8 +25,9 @@ from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, InvalidArgument, RankLost
 from kos.memory.array import Array
+from kos.memory.windows import WindowMemory
 from tests.comm import test_nccl
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, communicator, no_gpu
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, captures, communicator, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_gather,
@@ -141,10 +146,24 @@ def test_batch_is_one_group(fake: FakeNCCL) -> None:
     assert groups == [1]
 
 
-def test_split_against_duplicate(fake: FakeNCCL) -> None:
+CONTROL: dict[str, Callable[[kos.Communicator], Any]] = {
+    "split": lambda comm: comm.split(0),
+    "duplicate": lambda comm: comm.duplicate(),
+    "allocate of float32[4]": lambda comm: comm.allocate(4, np.float32),
+    "allocate of float64[4]": lambda comm: comm.allocate(4, np.float64),
+    "all_gather_bytes": lambda comm: comm.all_gather_bytes(b"{"),
+}
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [*itertools.combinations(CONTROL, 2)])
+def test_calls_of_the_control_plane_that_differ(fake: FakeNCCL, mine: str, theirs: str) -> None:
+    """All ranks raise it, and again from the next call, of whatever kind; closing still ends."""
+
     def body(gpu: Any) -> None:
-        with pytest.raises(CollectiveMismatch, match="world: rank 0 called split but rank 1 called duplicate"):
-            gpu.comm.split(0) if gpu.rank == 0 else gpu.comm.duplicate()
+        said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
+        for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
+            with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
+                call(gpu.comm)
 
     FakeRanks(SIZE).run(body)
 
@@ -316,6 +335,26 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
     FakeRanks(SIZE).run(body)
 
 
+def test_scratch_memory_does_not_grow_with_the_streams(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no graph can hold is free when the host has waited for all."""
+    monkeypatch.setattr(nccl_backend, "is_captured", lambda stream: stream == 7)
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
+        for stream in range(5, 25):
+            comm.all_reduce(x, stream=stream)
+        comm.all_reduce(Array.zeros(1 << 20, np.int16, 0), stream=24)
+        pieces = [piece for each in comm.backend._scratch.values() for piece in each]
+        assert len(pieces) == 21
+        comm.synchronize()
+        assert {stream: len(each) for stream, each in comm.backend._scratch.items()} == {7: 1, 24: 1}
+        assert sum(piece.closed for piece in pieces) == 19
+        comm.all_reduce(x, stream=7)
+        comm.all_reduce(x, stream=5)
+
+    FakeRanks(2).run(body)
+
+
 @pytest.mark.parametrize("how", ["abort", "killed"])
 def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
     fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str
@@ -347,6 +386,7 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
 def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
     monkeypatch.setattr(fake, "comm_destroy", lambda comm: None)
+    closed = threading.Barrier(SIZE)
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
@@ -355,7 +395,7 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monk
         if comm.rank == 1:
             calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1
             comm.close()
-        comm.rendezvous.barrier()
+        closed.wait(20)
         if comm.rank == 0:
             until = time.monotonic() + 1.5
             comm.backend.wait_on_host(last, lambda: time.monotonic() > until, 20)
@@ -389,6 +429,7 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         comm.all_reduce(Array.zeros(3, np.int32, 0))
         comm.rendezvous.barrier()
         if comm.rank == 1:
+            comm.backend.unwatch()  # as its process is dead
             comm.rendezvous.threads.world.depart(1, "it is dead")
             whole.wait(20)
             comm._closed = True
@@ -513,6 +554,61 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL, monkeypatch: py
     assert log[6:] == [("free", last)]
 
 
+def test_a_window_outlives_the_graphs_that_captured_it(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its array is gone and the graph is not, on one rank or on all: its memory is freed when all graphs are gone."""
+    at, log = threading.local(), list[tuple[int, int]]()
+    memory = list[Memory]()
+
+    def allocate(nbytes: int) -> int:
+        memory.append(new := Memory(nbytes))
+        return new.pointer
+
+    monkeypatch.setattr(nccl_binding, "allocate", allocate)
+    monkeypatch.setattr(nccl_binding, "register", lambda comm, pointer, nbytes: pointer)
+    monkeypatch.setattr(nccl_binding, "deregister", lambda comm, window: None)
+    monkeypatch.setattr(nccl_binding, "free", lambda pointer: log.append((at.rank, pointer)))
+
+    def body(gpu: Any) -> None:
+        comm, at.rank = gpu.comm, gpu.rank
+        x, other = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
+        x.stream = 5
+        comm.broadcast(other, 0)  # the first connects, on another thread
+        with captures() as graph:
+            comm.broadcast(x, 0)
+            comm.broadcast(x, 0)
+        comm.broadcast(other, 0)  # or the last operation keeps its array
+        pointer = x.pointer
+        del x
+        comm.allocate(1, np.float32)
+        assert (comm.rank, pointer) not in log
+        if comm.rank == 1:
+            graph.destroy()
+        comm.allocate(1, np.float32)
+        assert (comm.rank, pointer) not in log, "other ranks' graphs reach it"
+        if comm.rank != 1:
+            graph.destroy()
+        comm.allocate(1, np.float32)
+        assert log.count((comm.rank, pointer)) == 1
+
+    ranks.run(body)
+
+
+def test_addresses_of_a_freed_window_never_come_back(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[Any]()
+    cu = SimpleNamespace(
+        cuMemRetainAllocationHandle=lambda pointer: (0, "handle"),
+        cuMemGetAddressRange=lambda pointer: (0, pointer, 64),
+        cuMemUnmap=lambda *what: log.append(what) or (0,), cuMemRelease=lambda what: log.append(what) or (0,),
+    )  # fmt: skip
+    monkeypatch.setattr(nccl_binding, "cu", cu)
+    fake.mem_free = log.append
+    nccl_binding.free(4096)
+    assert log == [(4096, 64), "handle", "handle"]
+    cu.cuMemRetainAllocationHandle = lambda pointer: (1, None)
+    nccl_binding.free(4096)
+    assert log[3:] == [4096], "NCCL had it from cudaMalloc"
+
+
 def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     log = list[str]()
 
@@ -529,11 +625,13 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     assert backend._comm is not None
     monkeypatch.setattr(backend, "_free", lambda: log.append("freed"))
-    backend._dropped += (1, 2), (3, 4)
+    for number in range(2):
+        backend._windows[number] = WindowMemory(number, 1, "window")
+        backend.release(number, number)
     with pytest.raises(CollectiveError, match="destroy") as caught:
         backend.close()
     assert str(caught.value.__context__) == "window"
-    assert log == ["3", "destroyed", "1", "freed"] and backend._comm is None
+    assert log == ["0", "destroyed", "1", "freed"] and backend._comm is None
 
 
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,7 +697,7 @@ def test_refused_by_this_backend(fake: FakeNCCL) -> None:
         }.items():
             with pytest.raises(InvalidArgument, match=message):
                 call()
-        assert comm._group.collectives == comm._group.messages == 0
+        assert comm.recorder.count == 0
 
     FakeRanks(2).run(body)
 

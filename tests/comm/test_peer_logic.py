@@ -22,7 +22,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch, Launches
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Operation
 from kos.comm.reduction import resolve
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
@@ -276,6 +276,61 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str) -> None:
     ranks.run_bare(body)
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
+@pytest.mark.parametrize(("usual", "own", "late"), [(0.3, 20.0, None), (20.0, 0.3, 0.3)])
+def test_a_timeout_of_one_call_is_that_call_s_alone(
+    ranks: ThreadRanks, kind: str, usual: float, own: float, late: float | None
+) -> None:
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        x = Array.zeros(4 * SIZE, np.float32, 0)
+        comm.all_reduce(x)
+        rendezvous.barrier()
+        comm.timeout = usual
+        rendezvous.timeout = 20.0
+        if late is None:
+            rendezvous.barrier()
+            getattr(comm, kind)(x, timeout=own)
+            rendezvous.barrier()
+        if rank < SIZE - 1:
+            getattr(comm, kind)(x, timeout=None if late is None else own)
+            with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|has given up|is gone"):
+                comm.synchronize(20.0)
+        rendezvous.barrier()
+        comm.abort()
+
+    ranks.run_bare(body)
+
+
+def test_communicators_of_one_gpu_take_turns(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two kernels at once each could hold a part of the GPU, and another part on another rank."""
+    order: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(SIZE)}
+    here = threading.local()
+    monkeypatch.setattr(peer_backend, "follow", lambda stream, last, _: order[here.rank].append((last, stream)))
+    monkeypatch.setattr(peer_backend, "_last_on", OfThisThread())
+
+    def body(rendezvous: Rendezvous) -> None:
+        here.rank = rendezvous.rank
+        one, other = (communicator(rendezvous, 20.0) for _ in range(2))
+        x = Array.zeros(4, np.float32, 0)
+        for comm, stream in ((one, 5), (other, 6), (other, 6), (one, 5), (one, 5)):
+            comm.all_reduce(x, stream=stream)
+        assert [pair for pair in order[rendezvous.rank] if pair[0]] == [(5, 6), (6, 5)]
+        one.backend.close(), other.close()
+
+    ranks.run_bare(body)
+
+
+class OfThisThread(dict[int, Any]):
+    """One entry a thread, whose rank's GPU it stands for."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        return super().get(threading.get_ident(), default)
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        super().__setitem__(threading.get_ident(), value)
+
+
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 def test_blocks_of_one_role_each_do_not_wait_for_ever(ranks: ThreadRanks, how: str) -> None:
     """Whichever of a rank's blocks gives up first, it names the rank that is not there."""
@@ -377,10 +432,11 @@ def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
         ways, names = {}, ("ordinary", "symmetric", "shifted", "another")
         for count in (100, 1 << 17):
             for name, x in zip(names, (ordinary, symmetric, symmetric[4:], other), strict=True):
-                o = Operation("all_reduce", comm.rank, *[as_buffer(x[:count], "x", writable=True)] * 2)
-                o.reduction = resolve(ReduceOp.SUM, o.send.dtype, comm.size)
-                comm.backend.prepare(o)
-                ways[name, count] = o.fingerprint()["way"]
+                buffer = as_buffer(x[:count], "x", writable=True)
+                reduction = resolve(ReduceOp.SUM, buffer.dtype, comm.size)
+                call = Call(Operation("all_reduce", comm.rank, send=buffer, recv=buffer, reduction=reduction))
+                comm.backend.prepare(call)
+                ways[name, count] = call.fingerprint()["kernel"]
         assert len({ways[name, 100] for name in names}) == 1
         assert len({ways[name, 1 << 17] for name in names}) == 4
         prepared = Prepared(comm)
@@ -439,7 +495,7 @@ def test_windows_keep_their_names_when_others_are_freed(ranks: ThreadRanks) -> N
         del freed
         comm.allocate(1, np.float32)
         assert len(comm.backend._windows) == 2
-        assert comm.all_reduce_init(x)._operation.way == early._operation.way
+        assert comm.all_reduce_init(x)._call.route.kernel == early._call.route.kernel
 
     ranks.run(body)
 
@@ -457,9 +513,9 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
                 assert backend.carrier("all_reduce", nbytes, True) == f"peer {way}"
-                assert f"'{way}'" in comm.all_reduce_init(x)._operation.way
-                scaled = comm.all_reduce_init(x, PremulSum(2.0))._operation
-                assert "'two_shot'" in scaled.way and scaled.way.endswith("at []")
+                assert f"'{way}'" in comm.all_reduce_init(x)._call.route.kernel
+                scaled = comm.all_reduce_init(x, PremulSum(2.0))._call.route.kernel
+                assert "'two_shot'" in scaled and scaled.endswith("at []")
         finally:
             backend._engine.staging = staging
             backend.use(launches)
@@ -506,6 +562,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(peer_backend.driver, "synchronize", broken)
     backend = object.__new__(peer_backend.PeerBackend)
     backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
+    backend.failing = threading.RLock()
     engine = SimpleNamespace(abort=lambda: None)
     late = CollectiveTimeout("ranks [1] did not arrive")
     calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: told.append(error))
@@ -515,7 +572,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(backend, "_calls", calls, raising=False)
     monkeypatch.setattr(device, "record_failure", lambda o, error: None)
     error = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)")
-    assert backend.failed(Operation("all_reduce", 1, sequence=7), error) is error
+    assert backend.failed(Call(Operation("all_reduce", 1), sequence=7), error) is error
     assert type(backend.broken) is CudaError and not more
     assert [(type(each), str(each)) for each in told] == [(RankLost, f"rank 1 is gone: {error}")]
     monkeypatch.setattr(device.driver, "broken", lambda: None)  # who does not go, and hears what others know
@@ -523,7 +580,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     for known in (None, late):
         calls.check.side_effect, backend.broken = known, None
         refused = CompileError("sum.cu:3: undefined")
-        assert backend.failed(Operation("all_reduce", 1, sequence=7), refused) is (known or refused)
+        assert backend.failed(Call(Operation("all_reduce", 1), sequence=7), refused) is (known or refused)
     assert [(type(each), str(each)) for each in told] == [
         (CollectiveError, "rank 1: sum.cu:3: undefined"),
         (CollectiveTimeout, "ranks [1] did not arrive"),

@@ -3,12 +3,16 @@
 An operation is queued on one stream and the call returns: that of its arrays, or the one given.  With
 ``async_op=True`` it is queued on a stream of the communicator's own, after what the first one holds by now,
 and ``Work.wait()`` lets the first one wait for it.  The host waits only where it is asked to
-(``Work.wait(timeout)``, ``Work.synchronize``, ``Communicator.synchronize``, ``barrier``, ``close``), and only
-there, and at the next call, can it learn that something went wrong on the way.
+(``Work.wait(timeout)``, ``Work.synchronize``, ``Communicator.synchronize``, ``barrier``, ``close``).  Failures are
+found there, at the next call, and by the watchdog (``kos.comm.watchdog``), which ends what is in flight.
+
+Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the
+backend for host memory where there is one, else the backend's own.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
@@ -18,16 +22,19 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
+from kos.comm import watchdog
 from kos.comm.arguments import check_timeout
-from kos.comm.host.backend import HostBackend
-from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.backend import Backend
+from kos.comm.host.backend import HostBackend, at_exit, closed
+from kos.comm.host.shared import Calls, open_segment
+from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
+from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
-from kos.comm.recorder import reached
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table
 from kos.comm.work import Idle, Work
-from kos.cuda import create_stream, driver
+from kos.cuda import create_stream, driver, streams
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
@@ -53,6 +60,7 @@ _DEAD_SECONDS = 0.5
 """What a GPU waits for may still end in so long after a rank's process was found to have."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks at the other ranks while a call of a library has not returned."""
+_ENDED = "what was in flight was ended, and its results are undefined"
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
@@ -72,38 +80,61 @@ def device_of(rendezvous: Rendezvous) -> DeviceInfo:
     return devices[wanted]
 
 
-class DeviceBackend(HostBackend):
-    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``)."""
+class DeviceBackend(Backend):
+    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``).
 
+    ``host`` is the backend that carries the same communicator's host memory, if there is one.
+    """
+
+    on_gpu = True
     device: int
     table: Table | None = None
     """By what was measured, which operation goes how; where the backend knows one."""
+    marks = 0
+    """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
         self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
-        self._shared = None  # memory of the host is not for these arrays
+        self.failing = threading.RLock()  # one for all of them: the user's thread or the watchdog reports a failure
+        self.shared_memory, self._calls, self._shares = "a group of one", None, False
+        if isinstance(host, HostBackend) and host.calls is not None:
+            self._calls, self._shares, self.shared_memory = host.calls, True, host.shared_memory
+        elif self.size > 1:
+            segment, self.shared_memory = open_segment(rendezvous)
+            if segment is not None:
+                self._calls = Calls(segment)
+                at_exit(self)
         self.device = device_of(rendezvous).index if device is None else device
-        self._known: dict[tuple[Any, ...], tuple[Launch, str | None, int]] = {}  # with the call's way and mark
-        self._kept: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # by their inputs
-        self._last: Operation | None = None
+        self._known: dict[tuple[Any, ...], Route] = {}
+        self._last: Call | None = None
         self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
-        self._announced: Operation | None = None  # the last collective
+        self._announced: Call | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
         self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
+        self._free_marks = [_Mark(self.device) for _ in range(self.marks)]
+        self._marks: deque[_Mark] = deque()  # of what is in flight
+        self._captures = False  # whether the last call that asked was captured
+        self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it saw it first
+        self._gone: str | None = None  # why a rank will do nothing more, as far as the watchdog knows
+        self._look_at = 0.0  # when it looks for such ranks again
+        self._closing = False
 
-    def join(self, others: Sequence[DeviceBackend], host: HostBackend | None) -> None:
-        """Carry one communicator's operations together with ``others`` of this GPU, and with ``host``."""
-        self.together = others
+    def join(self, others: Sequence[DeviceBackend]) -> None:
+        """Carry one communicator's operations together with ``others`` of this GPU."""
+        self.together, self.failing = others, others[0].failing
         if self._side is None and len(others) > 1:
             side = create_stream(self.device, urgent=True)
             for each in others:
                 each._side = side  # one for all: what overlaps the caller's work does not overlap itself
-        if host is not None and host.shares_memory:
-            self.share_calls(host)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this rank compares its calls with others of its host; ``shared_memory`` says why not."""
+        return self._calls is not None
 
     def is_symmetric(self, o: Operation) -> bool:
         """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
@@ -117,11 +148,28 @@ class DeviceBackend(HostBackend):
         """Whether the backend carries the operation by the algorithm that it names."""
         return True
 
+    def details(self) -> list[tuple[str, str, str]]:
+        shared = ("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)
+        return [shared] if self.table is None else [shared, ("tuning table", "in use", self.table.source)]
+
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return self.name  # whose library chooses
 
+    @abstractmethod
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+    ) -> DeviceBackend | None: ...
+
+    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> DeviceBackend:
+        backend = self.split(rendezvous, 0, rendezvous.rank, host)
+        assert backend is not None
+        return backend
+
     def let_go(self) -> None:
         """Let kernels of our own that wait for other ranks give up, without waiting for that."""
+
+    def trim(self) -> None:
+        """Free what only calls used that have run: the host has waited for all of them."""
 
     @abstractmethod
     def halt(self) -> None:
@@ -134,9 +182,12 @@ class DeviceBackend(HostBackend):
     def idle(self) -> Idle:
         return mpi_job.Backoff()
 
-    def prepare(self, o: Operation) -> None:
-        """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the launch of the operation."""
-        send, recv, reduction = o.send, o.recv, o.reduction
+    def prepare(self, call: Call) -> None:
+        """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the route of the operation."""
+        o = call.operation
+        # Taken apart at once: a tuple's fields by name take 10 ns each.
+        name, _, options, send, recv, reduction, root, message, send_counts, recv_counts = o
+        timeout, algorithm, deterministic, overlap, stream, _ = options
         first = send or recv
         if first is not None:
             if first.device != self.device:
@@ -146,84 +197,99 @@ class DeviceBackend(HostBackend):
                 )
             if recv is not None and recv.stream != first.stream:
                 raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-            o.stream, o.queue = first.stream, first.queue
-        if tag := o.tag or o.recv_tag:
+            call.stream, call.queue = first.stream, first.queue
+        else:
+            call.stream, call.queue = 0 if stream is None else streams.handle(stream), stream
+        if message is not NO_MESSAGE and (tag := message.tag or message.recv_tag):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
         key = (
-            o.name, send and send.pointer, send and send.count, send and send.dtype,
+            name, send and send.pointer, send and send.count, send and send.dtype,
             recv is not send and recv and (recv.pointer, recv.count, recv.dtype),
-            reduction and reduction.op, reduction and reduction.factor, o.root, o.algorithm, o.deterministic, o.overlap,
-            o.name in _IN_PIECES and (o.dst, o.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
+            reduction and reduction.op, reduction and reduction.factor, root, algorithm, deterministic, overlap,
+            None if timeout == self.timeout else timeout,
+            name in _IN_PIECES and (message.dst, message.src, tuple(send_counts or ()), tuple(recv_counts or ())),
         )  # fmt: skip
-        known = self._known.get(key)
-        if known is None:
-            o.way = None  # of another backend, where a persistent operation went by that before
-            launch, lasts = self.resolve(o)
-            known = launch, o.way, self._calls.mark(o) if self._calls is not None and o.collective else 0
-            if lasts:
+        route = self._known.get(key)
+        if route is None:
+            call.route = route = Route(self, overlap=overlap)
+            shared = self.resolve(o, route)
+            if self._calls is not None and o.collective:
+                route.mark = self._calls.mark(call)
+            if shared:
                 if len(self._known) == KNOWN:
                     self._known.clear()
-                self._known[key] = known
-        o.launch, o.way, o.mark = known
-
-    def keep(self, x: Any, o: Operation) -> bool:
-        """Hold ``o``, which itself holds no array, as long as the array ``x`` may ask for it again.
-
-        Not where another is held for ``x``, which is let go of: what is now one call and now another is not worth it.
-        """
-        if self._kept.pop(x, None) is not None:
-            return False
-        self._kept[x] = o
-        return True
+                self._known[key] = route
+        call.route, call.mark = route, route.mark
 
     @abstractmethod
-    def resolve(self, o: Operation) -> tuple[Launch, bool]:
-        """What queues the operation, and whether that will do for every such call; sets ``o.way`` where it matters."""
+    def resolve(self, o: Operation, route: Route) -> bool:
+        """Set ``route.launch``, and ``route.kernel`` where it matters; returns whether every such call may share it."""
 
-    def start(self, operation: Operation) -> Work | None:
+    def start(self, call: Call) -> Work[Any] | None:
         if self.broken is not None:
-            self.check_fit(operation.name)
-        stream, calls = operation.stream, self._calls
+            self.refuse(call)
+        stream, calls, route = call.stream, self._calls, call.route
         try:
-            if calls is not None and operation.mark:  # messages have none
-                calls.announce(operation)
-                self._announced = operation
-                if operation.sequence >= self._compare_at:
+            if calls is not None and call.mark:  # messages have none
+                calls.announce(call)
+                self._announced = call
+                if call.sequence >= self._compare_at:
                     self._confirm()
-            if operation.overlap:
-                return self._start_beside((operation,))[0]
-            operation.launch(stream)  # type: ignore[misc]
+            if route.overlap:  # type: ignore[union-attr]
+                return self._start_beside((call,))[0]
+            if self._free_marks:
+                self._queue_marked((call,), stream)
+            else:
+                route.launch(stream)  # type: ignore[union-attr,misc]
         except Exception as error:
-            self._give_up(operation, error)
-        self._last = operation
-        self._streams[stream] = operation.queue
+            self._give_up(call, error)
+        self._last = call
+        self._streams[stream] = call.queue
         return None
 
-    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        self.check_fit(operations[0].name)
-        first = operations[0]
+    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
+        self.check_fit(calls[0].name)
+        first = calls[0]
         try:
-            for o in operations:
-                if self._calls is not None and o.mark:
-                    self._calls.announce(o)
-                    self._announced = o
-                    if o.sequence >= self._compare_at:
+            for each in calls:
+                if self._calls is not None and each.mark:
+                    self._calls.announce(each)
+                    self._announced = each
+                    if each.sequence >= self._compare_at:
                         self._confirm()
             self.check(first)
-            if first.overlap:
-                return self._start_beside(operations)
-            self.queue(operations, None)
+            if overlap:
+                return self._start_beside(calls)
+            if self._free_marks and all(each.stream == first.stream for each in calls):
+                self._queue_marked(calls, first.stream)
+            else:
+                self.queue(calls, None)
         except Exception as error:
             self._give_up(first, error)
-        self._last = operations[-1]
-        self._streams.update((o.stream, o.queue) for o in operations)
-        return [DeviceWork(o, self) for o in operations]
+        self._last = calls[-1]
+        self._streams.update((each.stream, each.queue) for each in calls)
+        return [DeviceWork(each, self) for each in calls]
 
-    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+    def queued(self, call: Call) -> Work[Any]:
+        return DeviceWork(call, self)
+
+    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
         """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
-        for o in operations:
-            assert o.launch is not None
-            o.launch(o.stream if stream is None else stream)
+        for each in calls:
+            assert each.route is not None and each.route.launch is not None
+            each.route.launch(each.stream if stream is None else stream)
+
+    def _queue_marked(self, calls: Sequence[Call], stream: int) -> None:
+        """Queue between two events, by which the watchdog knows when the GPU began and ended it."""
+        with driver.on_device(self.device):
+            self._captures = is_captured(stream)
+            if self._captures:  # it runs when the graph is replayed
+                return self.queue(calls, stream)
+            mark = self._free_marks.pop()
+            mark.begin(calls[-1], stream)
+            self.queue(calls, stream)
+            mark.end(stream)
+            self._marks.append(mark)
 
     @cached_property
     def side(self) -> int:
@@ -233,10 +299,10 @@ class DeviceBackend(HostBackend):
                 self._side = create_stream(self.device, urgent=True)  # few blocks, for which other ranks wait
         return int(self._side.handle)
 
-    def _start_beside(self, operations: Sequence[Operation]) -> list[Work]:
+    def _start_beside(self, calls: Sequence[Call]) -> list[Work[Any]]:
         side = self.side
-        first, last = operations[0], operations[-1]
-        streams = (first.stream,) if first is last else {o.stream for o in operations}
+        first, last = calls[0], calls[-1]
+        streams = (first.stream,) if first is last else {each.stream for each in calls}
         captured = any(map(is_captured, streams))
         while not captured and self._flying and self._flying[0][-1].over():
             self._flying.popleft()
@@ -245,17 +311,20 @@ class DeviceBackend(HostBackend):
             for stream in streams:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            self.queue(operations, side)
+            if self._free_marks and not captured:
+                self._queue_marked(calls, side)
+            else:
+                self.queue(calls, side)
             call(cu.cuEventRecord, event.handle, side)
         self._last = last
-        works = [DeviceWork(o, self, event) for o in operations]
+        works = [DeviceWork(each, self, event) for each in calls]
         if not captured:  # what a graph uses is kept by the graph
             self._flying.append(works)
         return list(works)
 
     # What the host asks.
 
-    def check(self, o: Operation) -> None:
+    def check(self, o: Call) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
         self._confirm()
         for each in self.together:
@@ -270,11 +339,19 @@ class DeviceBackend(HostBackend):
         except CudaError:  # it cannot even be made current
             return True
 
-    def inspect(self, o: Operation) -> None:
+    def inspect(self, o: Call) -> None:
         """Raise for what the library, or a kernel, has found wrong."""
         problem = self.async_error()
         if problem is not None:
             raise CollectiveError(f"{o}: {problem}")
+
+    def confirm(self, o: Call) -> None:
+        """Compare the calls so far with those of the other ranks, before ``o`` that another backend carries."""
+        try:
+            if self._announced is not None and self.broken is None:
+                self._confirm()
+        except Exception as error:
+            self._give_up(o, error)
 
     def _confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
@@ -282,13 +359,15 @@ class DeviceBackend(HostBackend):
             self._compare_at = self._announced.sequence + _UNCONFIRMED
             self._confirmed = self._calls.compare(self._announced, self._confirmed)
 
-    def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
+    def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
         deadline = None if timeout is None else time.monotonic() + timeout
         idle, look_at, killed = self.idle(), time.monotonic() + _DEAD_SECONDS, None
         try:
             while not over():
                 self.check(o)
+                if self.broken is not None:  # the watchdog was first
+                    raise type(self.broken)(str(self.broken))
                 if self._calls is not None and time.monotonic() > look_at:
                     if killed is not None:  # before it died it began all that this rank has, but it has not ended
                         raise RankLost(f"{o}: rank {killed} is gone: its process ended")
@@ -297,6 +376,8 @@ class DeviceBackend(HostBackend):
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
+            if self.broken is not None:
+                raise type(self.broken)(str(self.broken))
         except Exception as error:
             self._give_up(o, error)
 
@@ -305,7 +386,7 @@ class DeviceBackend(HostBackend):
     ) -> None:
         """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
         self.check_fit("synchronize")
-        last = self._last or Operation("synchronize", self.rank)
+        last = self._last or Call(Operation("synchronize", self.rank))
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
         streams = set(self._streams) if stream is None else {stream}
@@ -313,11 +394,12 @@ class DeviceBackend(HostBackend):
             streams.add(self.side)
         for each in streams:
             self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
-        reached(last, time.time_ns())
+        completed(last, time.time_ns())
         for each in streams:
             self._streams.pop(each, None)
         if stream is None:
             self._flying.clear()
+            self.trim()
 
     def idle_stream(self, stream: int) -> bool:
         """Whether everything queued on it has run."""
@@ -365,35 +447,154 @@ class DeviceBackend(HostBackend):
 
     # Failures.
 
-    def _give_up(self, o: Operation, error: Exception) -> NoReturn:
+    def watch(self) -> None:
+        """Look at the other ranks, at the library's errors, and at the deadlines of what is queued."""
+        with self.failing:  # what is closed or aborted meanwhile must not be touched
+            if self.broken is not None or self._closing:
+                return
+            announced = [each._announced for each in self.together if each._announced is not None]
+            latest = max(announced, key=lambda o: o.sequence, default=None) or Call(Operation("watchdog", self.rank))
+            try:
+                if self.together[0] is self and self._calls is not None:
+                    self._look_for_the_lost(self._calls, latest)
+                with driver.on_device(self.device), relaxed_capture():
+                    self.inspect(latest)
+                    self._look_at_deadlines(time.monotonic())
+            except Exception as error:
+                self.failed(latest, type(error)(f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
+
+    def _look_for_the_lost(self, calls: Calls, latest: Call) -> None:
+        """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
+
+        Of a rank that is gone whatever this one has queued may wait, replays of graphs too, which are no calls.  Half a
+        second is left for what may still end.
+        """
+        for each in self.together:
+            each._confirm()
+        calls.raise_failure(calls.begun - 1)
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at, known = now + _DEAD_SECONDS, self._gone
+        try:
+            killed = calls.killed()
+            self._gone = None if killed is None else f"rank {killed} is gone: its process ended"
+            calls.raise_failure(sys.maxsize)
+        except RankLost as error:
+            self._gone = str(error)
+        except KosError:  # of a collective that this rank has not come to
+            pass
+        if known is not None and self._gone is not None:
+            raise RankLost(f"{latest}: {self._gone}")
+
+    def _look_at_deadlines(self, now: float) -> None:
+        """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
+        for mark in list(self._marks):
+            if mark.ended():
+                self._marks.remove(mark)
+                self._free_marks.append(mark)
+            elif (limit := mark.overdue(now)) is not None:
+                late = mark.call() or self._last or Call(Operation("watchdog", self.rank))
+                raise CollectiveTimeout(f"{late}: not complete after {limit:g} s; {self.missing(late)}")
+        o, calls = self._announced, self._calls
+        if o is None or calls is None or not self.marks or self._marks or self._captures:
+            return
+        if o.operation.root is not None:  # which may end before all have come
+            return
+        timeout = o.operation.options.timeout
+        if self._seen[0] != o.sequence:
+            self._seen = o.sequence, now
+        elif timeout is not None and now - self._seen[1] > timeout and (absent := calls.missing(o)):
+            raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; ranks {absent} did not arrive")
+
+    def _give_up(self, o: Call, error: Exception) -> NoReturn:
         raise self.failed(o, error)
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        known = self.broken is not None
-        failure = super().failed(operation, error)
-        if not known:
-            record_failure(operation, failure)
+    def missing(self, call: Call) -> str:
+        if call.collective and self._calls is not None and (late := self._calls.missing(call)):
+            return f"ranks {late} did not arrive"
+        return super().missing(call)
+
+    def failed(self, call: Call, error: Exception) -> KosError:
+        """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
+        with self.failing:
+            if self.broken is not None:
+                if not isinstance(error, KosError):  # a launch amid which the watchdog ended the communicator
+                    error = type(self.broken)(f"{call}: the communicator failed before: {self.broken}")
+                return super().failed(call, error)
+            failure = super().failed(call, self._cause(call, error))
+            record_failure(call, failure)
+            self._report(call, failure)
             for each in self.together:
                 each.broken = each.broken or type(failure)(str(failure))
                 each.let_go()  # of all before any is ended: that may wait for the whole GPU
             for each in self.together:
                 each.halt()
-        return failure
+            return failure
+
+    def _cause(self, o: Call, error: Exception) -> Exception:
+        """What the other ranks of the host know better: another failure, calls that differ, a rank that died."""
+        calls = self._calls
+        if calls is None or not isinstance(error, KosError) or self.lost(error):
+            return error
+        try:
+            if o.collective and o.sequence >= 0:  # else a wait, which was no call
+                calls.check(o)
+        except KosError as known:
+            known.__context__ = None  # which says the same, less well
+            return known.with_traceback(None)
+        if isinstance(error, CollectiveTimeout) and (killed := calls.killed()) is not None:
+            return RankLost(f"{o}: rank {killed} is gone: its process ended")
+        return error
+
+    def _report(self, o: Call, failure: KosError) -> None:
+        """Have the other ranks of the host raise it, too."""
+        reported = failure
+        if self.lost(failure):  # no error of the others: this rank is of no more use to them
+            reported = RankLost(f"rank {self.rank} is gone: {failure}")
+        elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
+            reported = CollectiveError(f"rank {self.rank}: {failure}")
+        if self._calls is not None:
+            self._calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self._calls.begun)
+
+    def part(self, reason: str) -> None:
+        """Report to the other ranks that this one begins nothing more, and why."""
+        if self._calls is not None and not self._shares:  # else the backend for host memory reports it
+            in_flight = self._streams or self._flying
+            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0 if in_flight else self._calls.begun)
+
+    def unwatch(self) -> None:
+        """The watchdog looks no more; waits for a look that has begun."""
+        with self.failing:
+            self._closing = True
+        watchdog.remove(self)
 
     def abort(self, reason: str) -> None:
-        if self._segment is not None:  # else the backend tells that stands for several
-            self.leave(reason)
-        super().abort(reason)
-        self.broken = self.broken or CollectiveError(reason)
-        self.halt()
+        self.unwatch()
+        self.part(reason)
+        with self.failing:
+            self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
+            self._close_calls()
+            self.halt()
 
     def leave(self, reason: str) -> None:
         """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
+        self.unwatch()
         if self._calls is not None and (self._streams or self._flying):
             self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
 
+    def close(self) -> None:
+        self.unwatch()
+        self._close_calls()
 
-class DeviceWork(Work):
+    def _close_calls(self) -> None:
+        closed(self)
+        calls, self._calls = self._calls, None
+        if calls is not None and not self._shares:
+            calls.close()
+
+
+class DeviceWork(Work[Any]):
     """An operation queued on a GPU.
 
     ``wait()`` without a timeout does not block: work queued from then on, on the stream of the arrays, comes
@@ -404,40 +605,40 @@ class DeviceWork(Work):
 
     backend: DeviceBackend
 
-    def __init__(self, operation: Operation, backend: DeviceBackend, event: _Event | None = None) -> None:
-        self.operation = operation
+    def __init__(self, call: Call, backend: DeviceBackend, event: _Event | None = None) -> None:
+        self.call = call
         self.backend = backend
         self.event = event  # what ends an operation on the communicator's own stream
 
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
         if self.event is None:
-            return self.backend.idle_stream(self.operation.stream)
+            return self.backend.idle_stream(self.call.stream)
         (status,) = cu.cuEventQuery(self.event.handle)
         return _is_over("cuEventQuery", status)
 
     def done(self) -> bool:
-        self.backend.check_fit(self.operation)
+        self.backend.check_fit(self.call)
         over = self.over()
-        self.backend.check(self.operation)
+        self.backend.check(self.call)
         return over
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is not None:
             return self.synchronize(timeout)
-        backend, recv = self.backend, self.operation.recv
+        backend, recv = self.backend, self.call.operation.recv
         if backend.broken is not None:
-            backend.check_fit(self.operation)
+            backend.check_fit(self.call)
         if self.event is not None:
             with driver.on_device(backend.device):
-                call(cu.cuStreamWaitEvent, self.operation.stream, self.event.handle, 0)
+                call(cu.cuStreamWaitEvent, self.call.stream, self.event.handle, 0)
         return recv.array if recv is not None else None
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        self.backend.check_fit(self.operation)
-        timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
-        self.backend.wait_on_host(self.operation, self.over, timeout)
-        reached(self.operation, time.time_ns())
+        self.backend.check_fit(self.call)
+        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
+        self.backend.wait_on_host(self.call, self.over, timeout)
+        completed(self.call, time.time_ns())
         return self.wait()
 
     def cancel(self, error: KosError) -> None:
@@ -456,6 +657,31 @@ class _Event:
     def __del__(self) -> None:
         if hasattr(self, "handle"):  # one was made
             self._free.append(self.handle)
+
+
+class _Mark:
+    """Two events around something queued, which may be used again when the GPU has passed both."""
+
+    def __init__(self, device: int) -> None:
+        self._begin, self._end = Event(device), Event(device)
+
+    def begin(self, o: Call, stream: int) -> None:
+        self.call, self._timeout = weakref.ref(o), o.operation.options.timeout  # not ``o`` itself, which holds arrays
+        self._begun: float | None = None
+        self._begin.record(stream)
+
+    def end(self, stream: int) -> None:
+        self._end.record(stream)
+
+    def ended(self) -> bool:
+        return self._end.done()
+
+    def overdue(self, now: float) -> float | None:
+        """Its timeout, if the GPU was seen to have begun it longer ago than that."""
+        if self._begun is None and self._begin.done():
+            self._begun = now
+        late = self._begun is not None and self._timeout is not None and now - self._begun > self._timeout
+        return self._timeout if late else None
 
 
 def is_captured(stream: int) -> bool:

@@ -11,10 +11,11 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from kos.comm.backend import Backend, ends_group
 from kos.comm.host.shared import Calls, SharedCollectives, open_segment
-from kos.comm.operation import Operation
+from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.work import Engine, Idle, Steps
@@ -26,14 +27,13 @@ class HostBackend(Backend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        if not _open:
-            atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
-        _open.add(self)
+        at_exit(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
+        self._told: int | None = None  # the earliest collective whose failure was reported to other hosts
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
@@ -43,55 +43,58 @@ class HostBackend(Backend):
             if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded)
 
-    def share_calls(self, host: HostBackend) -> None:
-        """Compare calls where ``host`` does: the two carry the operations of one communicator."""
-        self._leave()
-        self._segment, self._calls = None, host._calls
+    @property
+    def calls(self) -> Calls | None:
+        """Where the ranks of this host compare their calls; a backend for GPUs of the same communicator joins in."""
+        return self._calls
 
     @property
     def shares_memory(self) -> bool:
         """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
         return self._segment is not None
 
+    def details(self) -> list[tuple[str, str, str]]:
+        return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
+
     def idle(self) -> Idle:
         """Nobody is told of words in shared memory, nor by MPI of messages: waiting is polling."""
         return Backoff(self.crowded)
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
-        self._begun = operation.sequence + 1
-        return self._calls.publish(operation) if self._calls is not None else None
+    def agree(self, call: Call) -> Callable[[], bool] | None:
+        self._begun = call.sequence + 1
+        return self._calls.publish(call) if self._calls is not None else None
 
-    def _steps(self, operation: Operation) -> Steps:
-        steps = self._shared.start(operation) if self._shared is not None else None
-        return super()._steps(operation) if steps is None else steps
+    def _steps(self, call: Call) -> Steps:
+        steps = self._shared.start(call) if self._shared is not None else None
+        return super()._steps(call) if steps is None else steps
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
 
-    def missing(self, operation: Operation) -> str:
-        if not operation.collective:
-            return super().missing(operation)
-        if self._calls is not None and (late := self._calls.missing(operation)):
+    def missing(self, call: Call) -> str:
+        if not call.collective:
+            return super().missing(call)
+        if self._calls is not None and (late := self._calls.missing(call)):
             return f"ranks {late} did not arrive"
         if self._shared is not None and (behind := self._shared.behind()):
             return f"every rank arrived, ranks {behind} went no further"
-        awaited = self.awaited(operation)
-        return f"still waiting for ranks {awaited}" if awaited else super().missing(operation)
+        awaited = self.awaited(call)
+        return f"still waiting for ranks {awaited}" if awaited else super().missing(call)
 
-    def awaited(self, operation: Operation) -> list[int]:
+    def awaited(self, call: Call) -> list[int]:
         """Peers of the transport's messages in flight for a collective."""
         return []
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        if not ends_group(operation, error):
-            return super().failed(operation, error)
-        if operation.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
+    def failed(self, call: Call, error: Exception) -> KosError:
+        if not ends_group(call, error):
+            return super().failed(call, error)
+        if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
-                self._calls.check(operation)
+                self._calls.check(call)
             except KosError as known:  # the ranks of the host know better what it met on its way
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
-        first, failure = self.broken is None, super().failed(operation, error)
-        sequence = operation.sequence if operation.collective else self.begun
+        failure = super().failed(call, error)
+        sequence = call.sequence if call.collective else self.begun
         told = failure
         if self.lost(failure):  # no error of the others: this rank is of no more use to them
             told = RankLost(f"rank {self.rank} is gone: {failure}")
@@ -99,7 +102,8 @@ class HostBackend(Backend):
             told = CollectiveError(f"rank {self.rank}: {failure}")
         if self._calls is not None:
             self._calls.fail(told, sequence)
-        if first:
+        if self._told is None or sequence < self._told:  # of an earlier one others may wait that heard of the later
+            self._told = sequence
             self.tell(told, sequence)
         return failure
 
@@ -117,13 +121,13 @@ class HostBackend(Backend):
 
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
-        if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
+        if self._calls is not None:
             self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), self.stops_at())
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it goes now."""
-        mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
-        return min((operation.sequence for operation in mine if operation.collective), default=self.begun)
+        mine = (work.call for work in self.engine.outstanding() if work.backend is self)
+        return min((call.sequence for call in mine if call.collective), default=self.begun)
 
     def abort(self, reason: str) -> None:
         self.part(reason)
@@ -134,14 +138,34 @@ class HostBackend(Backend):
         self._leave()
 
     def _leave(self) -> None:
-        _open.discard(self)
+        closed(self)
         calls, self._calls, self._shared = self._calls, None, None
-        if calls is not None and self._segment is not None:
+        if calls is not None:
             calls.close()
 
 
-_open: weakref.WeakSet[HostBackend] = weakref.WeakSet()
+class Leaving(Protocol):
+    """A backend that reports the end of its process to the other ranks."""
+
+    _calls: Calls | None
+
+    def part(self, reason: str) -> None: ...
+
+
+_open: weakref.WeakSet[Leaving] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
+
+
+def at_exit(backend: Leaving) -> None:
+    """Have ``backend`` report it when the process ends before the backend is closed."""
+    if not _open:
+        atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
+    _open.add(backend)
+
+
+def closed(backend: Leaving) -> None:
+    """``backend`` has nothing more to report."""
+    _open.discard(backend)
 
 
 def _part() -> None:

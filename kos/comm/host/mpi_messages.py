@@ -16,7 +16,7 @@ import numpy as np
 from kos.comm.backend import drop, take, wrong_message
 from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code, failure_of
 from kos.comm.host.shared.calls import LOOK_EVERY, Calls
-from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
+from kos.comm.operation import COLLECTIVE_TAGS, Call, mismatch
 from kos.comm.rendezvous import mpi_job
 from kos.comm.schedules.execute import Request
 from kos.errors import CollectiveMismatch, KosError, RankLost
@@ -149,14 +149,14 @@ class Messages:
         if self.failure is None or sequence < self.failure[0]:
             self.failure = sequence, failure
 
-    def compare(self, o: Operation, text: bytes) -> None:
+    def compare(self, o: Call, text: bytes) -> None:
         """Raise what differs between this call and that of another rank, if one with another is known."""
         for (sequence, peer), other in self.calls.items():
             mine, theirs = described(text, o.sequence), described(other, o.sequence)
             if sequence == o.sequence and theirs[1] != mine[1]:
                 raise mismatch(o.group, (self._comm.rank, *mine), (peer, *theirs))
 
-    def check(self, o: Operation) -> None:
+    def check(self, o: Call) -> None:
         """Raise what was heard of that ``o`` cannot survive."""
         if self.failure is not None and self.failure[0] <= o.sequence:
             raise type(self.failure[1])(str(self.failure[1]))

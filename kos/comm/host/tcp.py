@@ -20,7 +20,7 @@ from kos.comm.backend import Probe
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.fingerprints import Fingerprints, described
 from kos.comm.host.tcp_messages import BYE, CALL, FAILED, LEFT, Peer
-from kos.comm.operation import COLLECTIVE_TAGS, Operation, mismatch
+from kos.comm.operation import COLLECTIVE_TAGS, Call, mismatch
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle
@@ -75,16 +75,16 @@ class TCPBackend(HostBackend):
         self._mesh.leave(LEFT, str(self.broken or reason))  # whose fault it was, if another rank's
         super().abort(reason)
 
-    def _tag(self, operation: Operation) -> int:
-        return COLLECTIVE_TAGS + operation.sequence  # which need not go round, as those of MPI
+    def _tag(self, call: Call) -> int:
+        return COLLECTIVE_TAGS + call.sequence  # which need not go round, as those of MPI
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+    def agree(self, call: Call) -> Callable[[], bool] | None:
         """Between hosts nobody waits for that: messages of another call raise, or the words of who waits."""
-        here, mesh = super().agree(operation), self._mesh
+        here, mesh = super().agree(call), self._mesh
         if self.one_host:
             return here
-        tag, tell_at = self._tag(operation), time.monotonic() + _PATIENCE
-        mesh.begin(operation, tag, self._fingerprints)
+        tag, tell_at = self._tag(call), time.monotonic() + _PATIENCE
+        mesh.begin(call, tag, self._fingerprints)
 
         def go_on() -> bool:
             nonlocal tell_at
@@ -98,8 +98,8 @@ class TCPBackend(HostBackend):
 
         return go_on
 
-    def awaited(self, operation: Operation) -> list[int]:
-        tag = self._tag(operation)
+    def awaited(self, call: Call) -> list[int]:
+        tag = self._tag(call)
         return sorted(rank for rank, peer in self._mesh.peers.items() if peer.awaits(tag))
 
     def tell(self, failure: KosError, sequence: int) -> None:
@@ -165,7 +165,7 @@ class Mesh:
         for peer in self.peers.values():
             peer.forget(given_up)
 
-    def begin(self, o: Operation, tag: int, fingerprints: Fingerprints) -> None:
+    def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
         """Compare ``o`` with what other ranks called as their collective of that tag, and told or will tell."""
         mark, self._group = fingerprints.mark(o), o.group
         self._calls[tag] = mark, fingerprints.texts[mark]

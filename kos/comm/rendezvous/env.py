@@ -27,7 +27,7 @@ from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours
-from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, RankLost, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
@@ -46,14 +46,11 @@ class TCPRendezvous(Rendezvous):
         self._door: socket.socket | None = None  # where ranks that are left call
         self._doors: list[tuple[str, int]] = []  # of all ranks
         self._hub: Hub | None = None  # on rank 0
-        self._failure: KosError | None = None
         if size == 1:
             self.threads = ThreadGroup(1)
 
-    def allgather(self, data: bytes) -> list[bytes]:
-        if self.size == 1:
-            return [bytes(data)]
-        answer = self._ask(DATA + bytes(data))
+    def _exchange(self, message: bytes) -> list[bytes]:
+        answer = self._ask(DATA + message)
         parts, start = [], 4 * self.size
         for length in struct.unpack_from(f"!{self.size}I", answer):
             parts.append(answer[start : start + length])
@@ -161,12 +158,6 @@ class TCPRendezvous(Rendezvous):
             child._meet(host, [port], purpose.encode(), listener)
         return child
 
-    def close(self) -> None:
-        self._hang_up(BYE)
-
-    def abandon(self, code: int | None) -> None:
-        self._hang_up(BYE if code is None else LEFT + b"it left by an exception")
-
     def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Come together around the hub, which is this rank's if it has the listener."""
         self._purpose = purpose
@@ -208,22 +199,19 @@ class TCPRendezvous(Rendezvous):
             time.sleep(pause)
             patience, pause = 2 * patience, min(2 * pause, 0.5)
 
-    def _hang_up(self, last_word: bytes) -> None:
+    def _free(self, orderly: bool, code: int | None) -> None:
         connection, self._connection = self._connection, None
         if self._door is not None:
             self._door.close()
         if connection is None:
             return
-        self._failure = self._failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
-        _say(connection, last_word)
+        _say(connection, BYE if code is None else LEFT + b"it left by an exception")
         if self.rank == 0:
             self._stop_hub()
         connection.close()
 
     def _ask(self, message: bytes) -> bytes:
         """What the hub answers to all once everybody has said something."""
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
         assert self._connection is not None
         if self._hub is not None:
             self._hub.timeout = self.timeout  # which may have been set
@@ -233,16 +221,14 @@ class TCPRendezvous(Rendezvous):
             with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
                 drive(connection.flush(), connection.sock, deadline)
             answer = drive(connection.receive(), connection.sock, deadline)
-        except TimeoutError:
-            self._failure = RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s")
-        except OSError:
-            self._failure = RankLost("rendezvous: rank 0 is gone: its connection was closed")
-        else:
-            kind, answer = answer[:1], answer[1:]
-            if kind not in FAILURES:
-                return answer
-            self._failure = FAILURES[kind](answer.decode(errors="replace"))
-        raise self._failure
+        except TimeoutError as error:
+            raise RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s") from error
+        except OSError as error:
+            raise RankLost("rendezvous: rank 0 is gone: its connection was closed") from error
+        kind, answer = answer[:1], answer[1:]
+        if kind in FAILURES:
+            raise FAILURES[kind](answer.decode(errors="replace"))
+        return answer
 
     @property
     def local_rank(self) -> int:

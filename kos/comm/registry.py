@@ -1,0 +1,93 @@
+"""The backends by name: kos's own, those that a program registers, and those of installed packages."""
+
+from __future__ import annotations
+
+import logging
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from kos.comm.backend import Backend, Probe
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.host.mock import MockBackend
+from kos.comm.host.mpi import MPIBackend
+from kos.comm.host.tcp import TCPBackend
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.work import Idle
+from kos.errors import BackendUnavailable, InvalidArgument
+
+log = logging.getLogger(__name__)
+
+GROUP = "kos.backends"
+"""The group of entry points by which an installed package offers backends: ``name = "package.module:Class"``."""
+
+BACKENDS: dict[str, type[Backend]] = {
+    "mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "peer": PeerBackend, "mock": MockBackend,
+}  # fmt: skip
+"""All backends by name, in the order in which ``auto`` prefers them for host memory."""
+
+_installed: bool = False  # whether those of installed packages are among them
+
+
+def register_backend(name: str, backend: type[Backend]) -> None:
+    """Let ``kos.init(name)`` make a communicator of ``backend``, a subclass of ``kos.comm.backend.Backend``.
+
+    Every rank registers it before ``kos.init``.  ``auto`` takes a registered backend for host memory where none of
+    kos's own can run; one for GPUs (``on_gpu``) is used by its name alone.  An installed package needs no call: it
+    names the class as an entry point of the group ``kos.backends``.
+
+    Raises InvalidArgument for a name that is no identifier or is taken, and for anything but such a class.
+
+        kos.register_backend("ring", RingBackend)
+        comm = kos.init("ring")
+    """
+    if not isinstance(name, str) or not name.isidentifier() or name == "auto":
+        raise InvalidArgument(f"name: expected an identifier other than 'auto', got {name!r}")
+    if not isinstance(backend, type) or not issubclass(backend, Backend):
+        raise InvalidArgument(f"backend {name}: expected a subclass of kos.comm.backend.Backend, got {backend!r}")
+    if BACKENDS.get(name, backend) is not backend:
+        raise InvalidArgument(f"name: expected one that is free, got {name!r}, which is {BACKENDS[name].__name__}")
+    BACKENDS[name] = backend
+
+
+def register_installed() -> None:
+    """Register the backends of installed packages, once; one that cannot be imported is unusable, with its reason."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    for entry in entry_points(group=GROUP):
+        try:
+            register_backend(entry.name, _load(entry))
+        except InvalidArgument as error:
+            log.warning("entry point %s of %s: %s", entry.name, GROUP, error)
+
+
+def _load(entry: EntryPoint) -> Any:
+    try:
+        return entry.load()
+    except Exception as error:
+        return _unusable(f"its entry point {entry.value} failed: {type(error).__name__}: {error}")
+
+
+def _unusable(reason: str) -> type[Backend]:
+    class Unusable(Backend):
+        @classmethod
+        def probe(cls, rendezvous: Rendezvous) -> Probe:
+            return Probe(False, reason)
+
+        def idle(self) -> Idle:
+            raise BackendUnavailable(reason)
+
+    return Unusable
+
+
+def probe_all(backends: dict[str, type[Backend]], rendezvous: Rendezvous) -> dict[str, Probe]:
+    """What each backend says of this group on this rank."""
+    probes = {}
+    for name, kind in backends.items():
+        try:
+            probes[name] = kind.probe(rendezvous)
+        except Exception as error:  # of somebody else's
+            probes[name] = Probe(False, f"its probe failed: {type(error).__name__}: {error}")
+    return probes

@@ -1,0 +1,115 @@
+"""Backends of other packages: registered by a program, or found as entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm import registry
+from kos.comm.backend import Probe
+from kos.comm.host.mock import MockBackend
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.errors import BackendUnavailable, InvalidArgument
+
+
+class Another(MockBackend):
+    name = "another"
+
+
+class Raising(MockBackend):
+    name = "raising"
+
+    @classmethod
+    def probe(cls, rendezvous: Rendezvous) -> Probe:
+        raise OSError("no such wire")
+
+
+@pytest.fixture(autouse=True)
+def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    before = dict(registry.BACKENDS)
+    monkeypatch.setattr(registry, "_installed", False)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [])
+    yield
+    registry.BACKENDS.clear()
+    registry.BACKENDS.update(before)
+
+
+def init(backend: str) -> kos.Communicator:
+    return kos.init(backend, rendezvous=ThreadRendezvous(ThreadGroup(1), 0, 5.0))
+
+
+def test_a_registered_backend_is_one_of_kos() -> None:
+    kos.register_backend("another", Another)
+    kos.register_backend("another", Another)  # again: by a module that is imported twice
+    with init("another") as comm:
+        assert comm.backend_name == "another"
+        assert comm.all_reduce(np.ones(3)).tolist() == [1.0] * 3
+        assert "another  in use" in comm.explain()
+
+
+@pytest.mark.parametrize(("name", "kind", "message"), [
+    ("mpi", Another, "expected one that is free, got 'mpi', which is MPIBackend"),
+    ("auto", Another, "expected an identifier other than 'auto', got 'auto'"),
+    ("a b", Another, "expected an identifier"),
+    (3, Another, "expected an identifier .* got 3"),
+    ("another", int, "expected a subclass of kos.comm.backend.Backend, got <class 'int'>"),
+    ("another", "kos", "expected a subclass of kos.comm.backend.Backend, got 'kos'"),
+])  # fmt: skip
+def test_what_cannot_be_registered(name: Any, kind: Any, message: str) -> None:
+    before = dict(registry.BACKENDS)
+    with pytest.raises(InvalidArgument, match=message):
+        kos.register_backend(name, kind)
+    assert before == registry.BACKENDS
+
+
+def test_an_installed_package_offers_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+
+    def entry_points(group: str) -> list[EntryPoint]:
+        looked.append(group)
+        offers = {"another": f"{__name__}:Another", "missing": "no_such_module:Backend", "mpi": f"{__name__}:Another"}
+        return [EntryPoint(name, value, group) for name, value in offers.items()]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    init("mock").close()
+    assert not looked, "a known name needs none of them"
+    with init("another") as comm:
+        assert comm.backend_name == "another"
+    with pytest.raises(BackendUnavailable, match="missing: its entry point no_such_module:Backend failed: ModuleNotF"):
+        init("missing")
+    with pytest.raises(InvalidArgument, match="expected auto or one of mpi, tcp, .*, another, missing, got 'nowhere'"):
+        init("nowhere")
+    assert looked == ["kos.backends"]
+    with init("auto") as comm:
+        assert "missing  no      its entry point" in comm.explain()
+        assert registry.BACKENDS["mpi"] is not Another
+
+
+def test_a_probe_that_raises_is_a_backend_that_cannot_be_used() -> None:
+    kos.register_backend("raising", Raising)
+    with pytest.raises(BackendUnavailable, match="raising: its probe failed: OSError: no such wire"):
+        init("raising")
+
+
+def test_a_backend_that_another_rank_lacks_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    kos.register_backend("another", Another)
+
+    class Alone(ThreadRendezvous):
+        """Rank 0 of two: what rank 1 votes for is made up."""
+
+        def allgather(self, data: bytes) -> list[bytes]:
+            return [data, data.replace(b'"another": [true', b'"different": [true')]
+
+    with pytest.raises(BackendUnavailable, match="another: rank 1: not registered there"):
+        kos.init("another", rendezvous=Alone(ThreadGroup(2), 0, 1.0))
+
+
+def test_dir_lists_what_a_user_wants() -> None:
+    names = {name for name in dir(kos) if not name.startswith("__")}
+    assert names == {"Communicator", "PremulSum", "ReduceOp", "Work", "errors", "init", "register_backend"}
