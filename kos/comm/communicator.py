@@ -34,8 +34,8 @@ class Communicator(Operations):
     the array that holds the result.
 
     Arrays on a GPU: a backend for GPUs queues an operation and returns.  It is ordered with the other work on
-    ``stream``, which is that of the array (``Array.stream``, CuPy's current one) unless it is given, and the
-    legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
+    ``stream``, which is that of the array (``Array.stream``, torch's or CuPy's current one) unless it is given,
+    and the legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
     do.  With ``async_op=True`` it runs on a stream of the communicator's own, and ``Work.wait()`` makes
     ``stream`` wait for it.  The host waits where it is asked to: ``Work.wait(timeout)``, ``Work.synchronize()``,
     ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU
@@ -341,10 +341,10 @@ class Communicator(Operations):
             return work if options.overlap else work.wait()
         if recv is None:
             return None
-        array = recv.array
+        result = recv.result
         if options is self._defaults and call.route.fixed:  # type: ignore[union-attr]
             self._cache.add(call)
-        return array
+        return result
 
     def _launch(self, call: Call, depth: int) -> Work[Any] | None:
         """Number a prepared call, note it as asked for by the caller ``depth`` frames up, and start it.

@@ -166,7 +166,7 @@ class Work(Generic[T]):
     def result(self) -> T:
         """The output array, whose contents are valid once the operation is done."""
         recv = self.call.operation.recv
-        return recv.array if recv is not None else None  # type: ignore[return-value]
+        return recv.result if recv is not None else None  # type: ignore[return-value]
 
     def cancel(self, error: KosError) -> None:
         """Give the operation up; ``wait`` raises ``error``."""

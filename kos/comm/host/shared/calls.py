@@ -111,9 +111,9 @@ class Calls(Fingerprints):
         if absent is None:
             self._late = None
         else:
-            self._late = self._late or Wait(self, o)
-            self._late.operation = o
-            self._late.look(absent)
+            late = self._late = self._late or Wait(self, o)  # which the watchdog's thread may replace meanwhile
+            late.operation = o
+            late.look(absent)
         if words[self._failure]:
             self.raise_failure(o.sequence)
         return max(first, through)
