@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from kos.comm.failures import again
 from kos.comm.host.staging import Staging
 from kos.comm.operation import COLLECTIVE_TAGS, Operation
 from kos.comm.reduction import Reduction
@@ -23,7 +24,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import Request, Transport, execute
 from kos.comm.work import Engine, Idle, Steps, Work
-from kos.errors import CollectiveError, CollectiveMismatch, Interrupted, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, Interrupted, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
@@ -66,7 +67,7 @@ class Backend(ABC):
     name: str
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
         self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
         self.engine = engine or Engine()
         self.transport: Transport
@@ -126,7 +127,7 @@ class Backend(ABC):
     def check_fit(self, what: object) -> None:
         """Raise the first failure of this communicator, if there was one, from ``what``, which is called now."""
         if self.broken is not None:
-            raise type(self.broken)(f"{what}: the communicator failed before: {self.broken}")
+            raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
 
     def start(self, operation: Operation) -> Work | None:
         """Launch one checked operation; None where it is queued in the order of its stream, so that nobody waits."""
@@ -181,15 +182,22 @@ class Backend(ABC):
             return f"rank {operation.dst} did not receive"
         return f"rank {operation.src} sent nothing with tag {operation.recv_tag}"
 
+    def timed_out(self, operation: Operation, seconds: float | None) -> KosError:
+        """The error of an operation that took too long."""
+        return CollectiveTimeout(f"{operation}: not complete after {seconds} s; {self.missing(operation)}")
+
+    def report(self, operation: Operation | None) -> None:  # noqa: B027
+        """This rank has waited for ``operation`` for a while, and still does; None: no longer."""
+
     def failed(self, operation: Operation, error: Exception) -> KosError:
         """What to raise for an error in an operation; also leaves its memory safe to give back."""
         if not isinstance(error, KosError):
             cause, error = error, CollectiveError(f"{operation}: {type(error).__name__}: {error}")
             error.__cause__ = cause
         elif isinstance(error, CollectiveMismatch | RankLost) and f"{operation.name} #" not in str(error):
-            error = type(error)(f"{operation}: {error}")  # a transport does not know whose message it was
+            error = again(error, f"{operation}: {error}")  # a transport does not know whose message it was
         if ends_group(operation, error) and self.broken is None:
-            self.broken = type(error)(str(error))  # no traceback: its frames hold arrays
+            self.broken = again(error)
         return error
 
     # How operations are carried.

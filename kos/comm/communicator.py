@@ -13,6 +13,7 @@ import numpy as np
 from kos.comm.arguments import check_algorithm, check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
+from kos.comm.failures import again
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend
 from kos.comm.operation import AUTO, OF_BYTES, Operation
@@ -21,7 +22,7 @@ from kos.comm.recorder import GROUP, TIMEOUT, Group, Recorder
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RankLost, RendezvousError
+from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Array, Shape, as_dtype
 
@@ -153,10 +154,10 @@ class Communicator(Operations):
         name = self._group.next_split()
         with self._meeting():
             rendezvous = self.rendezvous.split(color, key)
-        backend = self.backend.split(rendezvous, color, key)
-        if rendezvous is None or backend is None:
-            return None
-        return self._descendant(f"{name}:{label}", rendezvous, backend)
+            backend = self.backend.split(rendezvous, color, key)
+            if rendezvous is None or backend is None:
+                return None
+            return self._descendant(f"{name}:{label}", rendezvous, backend)
 
     def shrink(self) -> Communicator:
         """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
@@ -182,15 +183,14 @@ class Communicator(Operations):
         rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
         try:
             yield
-        except (RendezvousError, RankLost) as error:
-            raise type(error)(f"{self.name}: {error}") from error
+        except (CollectiveError, RendezvousError) as error:
+            rendezvous.ledger.board.post_failure(error)
+            raise again(error, f"{self.name}: {error}") from error
         finally:
             rendezvous.timeout = usual
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
-        mine = str(self._group.ranks[self.rank]).encode()
-        ranks = [int(rank) for rank in rendezvous.allgather(mine)]
-        group = Group(self.recorder, name, ranks, rendezvous.rank, backend.name)
+        group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
         return Communicator(backend, rendezvous, self.probes, self._timeout, group)
 
     def synchronize(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kos.comm.reduction import Reduction
-from kos.errors import CollectiveMismatch
 from kos.memory import Buffer
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
@@ -112,15 +111,3 @@ class Operation:
         if self.way == OF_BYTES:
             text += f", for {OF_BYTES}"
         return text
-
-
-def mismatch(group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
-    """The error of two calls that do not belong together: of each its rank, its text and its fingerprint."""
-    (first, said, call), (second, other_said, other_call) = sorted(calls, key=lambda call: call[0])
-    keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
-    keys = keys[:1] if "operation" in keys else keys  # the first; the others follow from it
-    what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
-    return CollectiveMismatch(
-        f"{group}: rank {first} called {said} but rank {second} called {other_said}: "
-        f"they differ in {what or 'calls that are no longer on record'}"
-    )

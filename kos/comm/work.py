@@ -13,11 +13,13 @@ import numpy as np
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Operation
 from kos.comm.recorder import COMPLETED, failed, started
-from kos.errors import CollectiveTimeout, Interrupted, KosError
+from kos.errors import Interrupted, KosError
 
 Array = np.ndarray[Any, Any]
 _COPY_LOOK = 0.0001
 """Seconds between two looks at a copy between host and GPU."""
+_REPORT_EVERY = 0.02
+"""Seconds of waiting after which a rank shows the others what it waits for."""
 
 Steps = Generator[None, None, None]
 
@@ -42,7 +44,9 @@ class Carrier(Protocol):
 
     def failed(self, operation: Operation, error: Exception) -> KosError: ...
 
-    def missing(self, operation: Operation) -> str: ...
+    def timed_out(self, operation: Operation, seconds: float | None) -> KosError: ...
+
+    def report(self, operation: Operation | None) -> None: ...
 
 
 class Engine:
@@ -181,29 +185,37 @@ class Work:
 
     def expire(self, seconds: float | None) -> None:
         """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
-        missing = self.backend.missing(self.operation)
-        self.cancel(CollectiveTimeout(f"{self.operation}: not complete after {seconds} s; {missing}"))
+        self.cancel(self.backend.timed_out(self.operation, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.drop(self)
         raise error
 
     def _wait(self, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        backend = self.backend
+        now = time.monotonic()
+        deadline = None if timeout is None else now + timeout
+        backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
         idle = backend.idle()
-        while True:
-            mark = idle.mark()
-            backend.engine.poll()
-            if self._steps is None:
-                return
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                self.expire(timeout)
-                return
-            if backend.engine.copies:
-                remaining = _COPY_LOOK if remaining is None else min(remaining, _COPY_LOOK)
-            idle.pause(mark, remaining)
+        try:
+            while True:
+                mark = idle.mark()
+                backend.engine.poll()
+                if self._steps is None:
+                    return
+                now = time.monotonic()
+                remaining = None if deadline is None else deadline - now
+                if remaining is not None and remaining <= 0:
+                    self.expire(timeout)
+                    return
+                if now > report_at:
+                    backend.report(self.operation)
+                    report_at, reported = now + _REPORT_EVERY, True
+                if backend.engine.copies:
+                    remaining = _COPY_LOOK if remaining is None else min(remaining, _COPY_LOOK)
+                idle.pause(mark, remaining)
+        finally:
+            if reported:
+                backend.report(None)
 
     def _fail(self, error: Exception) -> None:
         self._steps = None

@@ -13,7 +13,8 @@ import weakref
 from collections.abc import Callable
 
 from kos.comm.backend import Backend, ends_group
-from kos.comm.host.shared import Calls, SharedCollectives, open_segment
+from kos.comm.failures import again, blaming
+from kos.comm.host.shared import Calls, SharedBoard, SharedCollectives, open_segment
 from kos.comm.operation import Operation
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
@@ -37,7 +38,9 @@ class HostBackend(Backend):
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
-            self._calls = Calls(self._segment)
+            if not isinstance(self.ledger.board, SharedBoard):  # of the first group, the world
+                self.ledger.board = SharedBoard(self._segment, self.ledger.world)
+            self._calls = Calls(self._segment, self.ledger)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
@@ -68,15 +71,45 @@ class HostBackend(Backend):
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
 
+    def late(self, o: Operation) -> tuple[list[int], str | None]:
+        """The ranks that ``o`` waits for, as far as known, and the words for how they are late."""
+        if not o.collective:
+            return self.late_in_message(o)
+        if self._calls is not None and (late := self._calls.missing(o)):
+            return late, f"{self.ledger.names(late)} did not arrive"
+        if self._shared is not None and (late := self._shared.behind()):
+            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
+        late = self.awaited(o)
+        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+
+    def late_in_message(self, o: Operation) -> tuple[list[int], str]:
+        """Likewise of a message: its source, its destination or both."""
+        src, dst = ([] if rank is None else [rank] for rank in (o.src, o.dst))
+        if src and dst:
+            src = [rank for rank in src if self.in_flight(rank, o.recv_tag, receives=True)]
+            dst = [rank for rank in dst if self.in_flight(rank, o.tag, receives=False)]
+        world = self.ledger.names
+        words = [f"{world(src, False)} sent nothing with tag {o.recv_tag}"] if src or not dst else []
+        words += [f"{world(dst, False)} did not receive"] if dst else []
+        return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message of that tag from or to that rank is under way or waited for."""
+        return True
+
     def missing(self, operation: Operation) -> str:
-        if not operation.collective:
-            return super().missing(operation)
-        if self._calls is not None and (late := self._calls.missing(operation)):
-            return f"ranks {late} did not arrive"
-        if self._shared is not None and (behind := self._shared.behind()):
-            return f"every rank arrived, ranks {behind} went no further"
-        awaited = self.awaited(operation)
-        return f"still waiting for ranks {awaited}" if awaited else super().missing(operation)
+        return self.late(operation)[1] or super().missing(operation)
+
+    def timed_out(self, operation: Operation, seconds: float | None) -> KosError:
+        late, words = self.late(operation)
+        if not late:
+            return super().timed_out(operation, seconds)
+        return self.ledger.overdue(late, operation, seconds, words)
+
+    def report(self, operation: Operation | None) -> None:
+        """Show the ranks of this host for whom this one waits, or that it does so no longer."""
+        late = None if operation is None else self.late(operation)[0]
+        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
 
     def awaited(self, operation: Operation) -> list[int]:
         """Peers of the transport's messages in flight for a collective."""
@@ -92,15 +125,18 @@ class HostBackend(Backend):
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
         first, failure = self.broken is None, super().failed(operation, error)
         sequence = operation.sequence if operation.collective else self.begun
-        told = failure
+        shared, me = failure, self.ledger.names([self.rank], False)
         if self.lost(failure):  # no error of the others: this rank is of no more use to them
-            told = RankLost(f"rank {self.rank} is gone: {failure}")
+            shared = RankLost(f"{me} is gone: {failure}")
         elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
-            told = CollectiveError(f"rank {self.rank}: {failure}")
+            shared = CollectiveError(f"{me}: {failure}")
+        if shared is not failure:
+            shared.ranks = (self.ledger.world[self.rank],)
+        self.ledger.board.post_failure(shared)
         if self._calls is not None:
-            self._calls.fail(told, sequence)
+            self._calls.fail(shared, sequence)
         if first:
-            self.tell(told, sequence)
+            self.tell(shared, sequence)
         return failure
 
     def lost(self, error: KosError) -> bool:
@@ -118,7 +154,22 @@ class HostBackend(Backend):
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
         if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
-            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), self.stops_at())
+            self._calls.fail(self.end(reason), self.stops_at())
+
+    def end(self, reason: str) -> KosError:
+        """The failure of the others if this rank leaves now: what it failed of itself, if that is why."""
+        cause = self.cause()
+        ledger = self.ledger
+        if cause is not None:
+            return again(cause, f"{cause}; {ledger.names([self.rank], False)} left because of it")
+        return blaming(RankLost(f"{ledger.names([self.rank], False)} is gone: {reason}"), [ledger.world[self.rank]])
+
+    def cause(self) -> KosError | None:
+        """What this rank failed of before it leaves; in this group or else in any."""
+        for failure in (self.broken, self.ledger.board.last):
+            if failure is not None and failure.ranks:
+                return failure
+        return None
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it goes now."""
@@ -145,7 +196,6 @@ os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
 
 
 def _part() -> None:
-    """The process of a rank ends: whoever waits for it in what it left open hears, and of whom it may have lost."""
+    """The process of a rank ends: the ranks that wait for it hear why, in whatever group it left open."""
     for backend in list(_open):
-        killed = backend._calls.killed() if backend._calls is not None else None
-        backend.part("its process ended" if killed is None else f"its process ended, after that of rank {killed}")
+        backend.part("its process ended")

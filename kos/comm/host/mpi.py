@@ -26,7 +26,7 @@ from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DTYPES, DType, dtype_of
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +56,7 @@ class MPIBackend(HostBackend):
             news = rendezvous.news = rendezvous.news or News(self._MPI, self._dup(rendezvous))
         # All have them from here on: Open MPI 5.0.11 crashes by MPI_Comm_revoke of one that this rank still makes.
         name = rendezvous.allgather(os.urandom(8))[0].hex()
-        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name)
+        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name, self.ledger)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
 
@@ -73,23 +73,25 @@ class MPIBackend(HostBackend):
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
         if not mpi_job.wait_request(request, rendezvous.timeout):
-            raise CollectiveTimeout(f"mpi: the ranks did not come together within {rendezvous.timeout:g} s")
+            late = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
+            words = f"the ranks did not come together within {rendezvous.timeout:g} s"
+            raise rendezvous.ledger.overdue(late, "mpi", None, words)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
     def close(self) -> None:
         super().close()
         if not self._MPI.Is_finalized():
-            self._messages.tell("gone", self._begun, "it closed its communicator")
+            self._messages.tell_end(self._begun, "it closed its communicator", None)
             for comm in self._comms:
                 comm.Free()
 
     def part(self, reason: str) -> None:
         super().part(reason)
         with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
-            if self._messages.failure is not None:  # which this rank may have heard alone, in a message
-                self._messages.tell_failure(*self._messages.failure)
-            self._messages.tell("gone", self.stops_at(), reason)
+            if self.ledger.failure is not None:  # which this rank may have heard alone, in a message
+                self._messages.tell_failure(*self.ledger.failure)
+            self._messages.tell_end(self.stops_at(), reason, self.cause())
 
     def abort(self, reason: str) -> None:
         super().abort((UNSENT if self._messages.sending() else "") + reason)
@@ -116,7 +118,7 @@ class MPIBackend(HostBackend):
                 here()
             if time.monotonic() >= messages.look_at:
                 messages.hear()
-            messages.check(operation)
+            self.ledger.check(operation.sequence, operation)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
@@ -172,6 +174,9 @@ class MPIBackend(HostBackend):
             yield
         del self._requests[o.sequence]
 
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        return self._messages.in_flight(rank, tag, receives)
+
     def awaited(self, operation: Operation) -> list[int]:
         return self._messages.awaited(self._tag(operation))
 
@@ -184,7 +189,8 @@ class MPIBackend(HostBackend):
             late = time.monotonic() > deadline
             yield from ((rank, "its process failed") for rank in mpi_job.failed_ranks(self._comm))
             self._messages.hear()  # who shrinks has learned before this rank of another that failed
-            yield from ((rank, why) for rank, (_, why) in self._messages.gone.items() if late or why != SHRINKS)
+            departed = self.ledger.departed.items()
+            yield from ((rank, why) for rank, (_, why, _) in departed if late or why != SHRINKS)
             time.sleep(0.001)
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
@@ -199,7 +205,11 @@ class MPIBackend(HostBackend):
                 mpi_job.fault_tolerant() and any(self.gone())  # midway in a collective Open MPI says ERR_OTHER
             ):
                 rank, why = next(self.gone(), (None, ""))
-                named = RankLost(f"{operation}: {error if rank is None else f'rank {rank} is gone: {why}'}")
+                if rank is None and (suspects := self.ledger.suspects()):
+                    rank, why = suspects[0], "its process ended"
+                named = RankLost(f"{operation}: {error}")
+                if rank is not None:
+                    named = self.ledger.lost(rank, why, operation)
             named.__cause__ = error
             error = named
         if isinstance(error, RankLost):
@@ -207,7 +217,7 @@ class MPIBackend(HostBackend):
         return super().failed(operation, error)
 
     def tell(self, failure: KosError, sequence: int) -> None:
-        self._messages.heed(sequence, failure)
+        self.ledger.record(sequence, failure)
         with contextlib.suppress(self._MPI.Exception):
             self._messages.tell_failure(sequence, failure)
 

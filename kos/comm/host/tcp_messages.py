@@ -22,10 +22,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kos.comm.backend import drop, take, wrong_message
-from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code, failure_of
+from kos.comm.failures import Ledger, from_record, to_record
+from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.wire import Waiting, fill
-from kos.errors import KosError, RankLost, RendezvousError
+from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
 
@@ -33,6 +34,7 @@ EAGER_BYTES = 256 << 10  # longest message sent without being asked for: a segme
 WINDOW_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
 KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
 WORDS_BYTES = 20_000  # of what ranks say about the group, at most
+LAST_WORDS = 1000  # characters of a reason or an error
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
 SHORT, ASK, GRANT, REFUSE, LONG, CALL, FAILED, LEFT, BYE = range(1, 10)
@@ -52,20 +54,15 @@ class Mesh(Protocol):
     """The connections of a group, of which a ``Peer`` is one."""
 
     rank: int
-    lost: str | None
-    failure: tuple[int, KosError] | None
+    lost: Peer | None
+    ledger: Ledger
 
     @property
     def poller(self) -> Poller: ...
 
     def called(self, tag: int) -> tuple[int, bytes]: ...
 
-    def check(self, tag: int) -> None: ...
-
     def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None: ...
-
-    def heed(self, tag: int, failure: KosError) -> None: ...
-
 
 class _Message:
     """A message in flight, of one or the other end."""
@@ -126,7 +123,8 @@ class Peer:
 
     def __init__(self, rank: int, mesh: Mesh, sock: socket.socket) -> None:
         self.rank, self.mesh, self.sock = rank, mesh, sock
-        self.gone: str | None = None
+        self.gone: str | None = None  # why it is
+        self._cause: KosError | None = None  # what it failed of before
         self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
         self._arrived: dict[int, deque[_Arrival]] = {}  # what nobody has asked for yet, by tag
         self._outgoing: deque[_Outgoing] = deque()
@@ -143,13 +141,14 @@ class Peer:
 
     def check(self, tag: int) -> None:
         """Raise if what is not complete by now cannot become so."""
-        mesh = self.mesh
-        mesh.check(tag)
+        mesh, ledger = self.mesh, self.mesh.ledger
+        ledger.check(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
         # Who left because a later collective failed had done its part of this one, or those who wait for it will tell.
-        later = mesh.failure is not None and tag >= COLLECTIVE_TAGS
-        if (why := self.gone or (None if later else mesh.lost)) is not None:
-            mesh.check(0)
-            raise RankLost(why)
+        later = ledger.failure is not None and tag >= COLLECTIVE_TAGS
+        lost = self if self.gone is not None else None if later else mesh.lost
+        if lost is not None and lost.gone is not None:
+            ledger.check(None)
+            raise ledger.lost(lost.rank, lost.gone, cause=lost._cause)
 
     def send(self, array: Array, tag: int) -> _Message:
         self.check(tag)
@@ -175,8 +174,14 @@ class Peer:
 
     def say(self, kind: int, tag: int, words: bytes, call: int = 0) -> None:
         """Queue a few words about the group, and send them if there is room."""
-        if self.gone is None:
-            self._queue(kind, tag, 0, len(words), call, memoryview(words))
+        self._queue(kind, tag, 0, len(words), call, memoryview(words))
+
+    def in_flight(self, tag: int, receives: bool) -> bool:
+        """Whether a message of that tag is still to be received, or sent."""
+        if receives:
+            return tag in self._posted or any(message.tag == tag for message in self._granted.values())
+        queued = (item.message for item in self._outgoing if item.message is not None)
+        return any(message.tag == tag for message in (*self._asked.values(), *queued))
 
     def awaits(self, tag: int) -> bool:
         under_way = [*self._granted.values(), *self._asked.values()]
@@ -205,7 +210,7 @@ class Peer:
             next(self._reader)
             self._flush()
         except StopIteration as goodbye:
-            self._lose(goodbye.value or "it closed its communicator", orderly=True)
+            self._lose(goodbye.value, orderly=True)
         except OSError:
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
@@ -224,9 +229,9 @@ class Peer:
             self._lose("this rank closed the communicator", orderly=True)
 
     def _lose(self, why: str, orderly: bool = False) -> None:
-        self.gone = f"rank {self.rank} is gone: {why}"
+        self.gone = why
         if not orderly and self.mesh.lost is None:
-            self.mesh.lost = self.gone
+            self.mesh.lost = self
         self.mesh.poller.remove(self)
         self.sock.close()
 
@@ -234,7 +239,9 @@ class Peer:
         self, kind: int, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
         message: _Message | None = None,
     ) -> None:  # fmt: skip
-        """Send a header, and the ``data`` behind it, as soon as there is room."""
+        """Send a header, and the ``data`` behind it, as soon as there is room; to a rank that is gone, nothing."""
+        if self.gone is not None:
+            return
         header = memoryview(HEADER.pack(kind, tag, number, nbytes, call))
         self._outgoing.append(_Outgoing(kind, [header, data] if data else [header], message))
         if len(self._outgoing) == 1:
@@ -290,11 +297,14 @@ class Peer:
                     self.mesh.compare(tag, self.rank, call, data)
                     continue
                 words = json.loads(data)
+                if kind == FAILED:
+                    self.mesh.ledger.record(tag - COLLECTIVE_TAGS, from_record(words))
+                    continue
+                why, cause = words
+                self._cause = None if cause is None else from_record(cause)
                 if kind == BYE:
-                    return str(words)
-                if kind == LEFT:
-                    raise RendezvousError(words)
-                self.mesh.heed(tag, failure_of(words[0], words[1]))
+                    return str(why)
+                raise RendezvousError(why)
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
@@ -338,3 +348,9 @@ class Peer:
             self._taken = 0
         elif message.error is not None:
             self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
+
+
+def to_bytes(failure: KosError) -> bytes:
+    """The record of a failure, short enough to be sent."""
+    kind, text, ranks = to_record(failure)
+    return json.dumps([kind, text[:LAST_WORDS], ranks]).encode()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kos.comm.failures import Ledger
 from kos.cuda.devices import process_numa_node
 
 
@@ -31,6 +33,14 @@ class Rendezvous(ABC):
     device: int | None = None
     """The GPU that this rank was told to use, by its number in this process."""
     _near: dict[int, int | None] | None = None
+    _ledger: Ledger | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of failures in this group, whose ranks it knows as ranks of the world."""
+        if self._ledger is None:
+            self._ledger = Ledger(range(self.size), self.rank, timeout=self.timeout)
+        return self._ledger
 
     @abstractmethod
     def allgather(self, data: bytes) -> list[bytes]:
@@ -49,6 +59,16 @@ class Rendezvous(ABC):
     @abstractmethod
     def shrink(self) -> Rendezvous:
         """The group of the ranks that are not gone, in their order; all of them call it."""
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Show the ranks of this host that this one waits for the others of this group."""
+        ledger = self.ledger
+        ledger.board.post_wait(rank for rank in ledger.world if rank != ledger.world[self.rank])
+        try:
+            yield
+        finally:
+            ledger.board.post_wait(None)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

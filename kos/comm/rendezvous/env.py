@@ -21,13 +21,15 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kos.comm.failures import from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
+from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, LOST, Hub, pair
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours
-from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
@@ -79,18 +81,26 @@ class TCPRendezvous(Rendezvous):
             return found
         purpose = self.allgather(os.urandom(16))[0]
         try:
-            for peer in range(self.rank):
-                found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
-            above, key = set(range(self.rank + 1, self.size)), self.network.key(purpose)
-            others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
+            with self._waiting():
+                for peer in range(self.rank):
+                    found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
+                above, key = set(range(self.rank + 1, self.size)), self.network.key(purpose)
+                others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
             found |= others
             if missing:
-                raise RendezvousError(f"ranks {missing} did not connect within {self.timeout:g} s")
+                absent = f"{self.ledger.names(missing)} did not connect within {self.timeout:g} s"
+                waits = f"tcp: {self.ledger.names([self.rank], False)} waited for the ranks above it"
+                raise self.ledger.overdue(missing, waits, None, absent, RendezvousError)
         except (OSError, RendezvousError) as error:
-            called = f"did not reach rank {len(found)}" if len(found) < self.rank else "waited for the ranks above it"
             for connection in found.values():
                 connection.close()
-            raise RendezvousError(f"tcp: rank {self.rank} {called}: {error}") from error
+            if isinstance(error, RendezvousError) and error.ranks:
+                raise
+            peer, why = len(found), f"{self.ledger.names([self.rank], False)} did not reach it: {error}"
+            if isinstance(error, TimeoutError):
+                silent = f"{self.ledger.names([peer], False)} did not answer within {self.timeout:g} s"
+                raise self.ledger.overdue([peer], "tcp", None, silent, RendezvousError) from error
+            raise self.ledger.lost(peer, why, "tcp") from error
         return found
 
     def check_shrink(self) -> None:
@@ -156,6 +166,7 @@ class TCPRendezvous(Rendezvous):
         """The group of these ranks of this one, around the hub of that card."""
         rank, size = ranks.index(self.rank), len(ranks)
         child = TCPRendezvous(rank, size, self.timeout, self.network, self._told_local_rank)
+        child._ledger = self.ledger.of(ranks, rank)
         if size > 1:
             host, port, purpose = json.loads(card)
             child._meet(host, [port], purpose.encode(), listener)
@@ -165,7 +176,10 @@ class TCPRendezvous(Rendezvous):
         self._hang_up(BYE)
 
     def abandon(self, code: int | None) -> None:
-        self._hang_up(BYE if code is None else LEFT + b"it left by an exception")
+        last = self.ledger.board.last
+        cause = None if last is None or not last.ranks else to_record(last)
+        reason = "it left by an exception" if code is not None else "it closed the group"
+        self._hang_up(BYE if code is None and cause is None else LEFT + json.dumps([reason, cause]).encode())
 
     def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Come together around the hub, which is this rank's if it has the listener."""
@@ -230,19 +244,29 @@ class TCPRendezvous(Rendezvous):
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
         connection.post(message)
         try:
-            with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
-                drive(connection.flush(), connection.sock, deadline)
-            answer = drive(connection.receive(), connection.sock, deadline)
+            with self._waiting():
+                with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
+                    drive(connection.flush(), connection.sock, deadline)
+                answer = drive(connection.receive(), connection.sock, deadline)
         except TimeoutError:
-            self._failure = RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s")
+            silent = f"rank 0 gave no answer within {self.timeout:g} s"
+            self._failure = self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
         except OSError:
-            self._failure = RankLost("rendezvous: rank 0 is gone: its connection was closed")
+            self._failure = self.ledger.lost(0, "its connection was closed", "rendezvous")
         else:
             kind, answer = answer[:1], answer[1:]
             if kind not in FAILURES:
                 return answer
-            self._failure = FAILURES[kind](answer.decode(errors="replace"))
+            self._failure = self._failure_of(kind, *json.loads(answer))
         raise self._failure
+
+    def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
+        """The failure that the hub told of."""
+        if kind == LOST:
+            return self.ledger.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
+        if not ranks:
+            return RendezvousError(why)
+        return self.ledger.overdue(ranks, "rendezvous", None, f"{self.ledger.names(ranks)} {why}", RendezvousError)
 
     @property
     def local_rank(self) -> int:

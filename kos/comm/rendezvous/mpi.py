@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from kos.comm.failures import Ledger
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import BackendUnavailable, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
 
 
 class MPIRendezvous(Rendezvous):
     """Ranks are the processes of an MPI communicator (COMM_WORLD unless given)."""
 
-    def __init__(self, comm: Any = None, timeout: float = 120.0) -> None:
+    def __init__(self, comm: Any = None, timeout: float = 120.0, ledger: Ledger | None = None) -> None:
         MPI = mpi_job.load_mpi()
-        self._MPI, self.timeout = MPI, timeout
+        self._MPI, self.timeout, self._ledger = MPI, timeout, ledger
         mpi_job.guard_job()
         self._is_job = comm is None
         parent = MPI.COMM_WORLD if comm is None else comm
@@ -42,12 +45,13 @@ class MPIRendezvous(Rendezvous):
         return [part.tobytes() for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
-        # MPI_Comm_split blocks without a limit, so all ranks first meet where a timeout applies.
-        self.barrier()
-        part = self.mpi_comm.Split(self._MPI.UNDEFINED if color is None else color, key)
-        if color is None:
+        self.barrier()  # a rank that does not come is named; MPI_Comm_split waits without a limit, so in a thread
+        color = self._MPI.UNDEFINED if color is None else color
+        parts = self._bounded("split", lambda: self.mpi_comm.Split(color, key))
+        if color == self._MPI.UNDEFINED:
             return None
-        child = MPIRendezvous(part, self.timeout)
+        part = parts[0]
+        child = MPIRendezvous(part, self.timeout, self._ledger_of(part))
         child.news = self.news
         part.Free()
         return child
@@ -63,7 +67,12 @@ class MPIRendezvous(Rendezvous):
         if part is None:
             came = f"not all ranks that are left came within {self.timeout:g} s"
             raise RendezvousError(f"shrink: {came}{mpi_job.last_loss()}")
-        return MPIRendezvous(part, self.timeout)
+        return MPIRendezvous(part, self.timeout, self._ledger_of(part))
+
+    def _ledger_of(self, part: Any) -> Ledger:
+        """The ledger of a group of some of these ranks."""
+        ranks = self._MPI.Group.Translate_ranks(part.Get_group(), list(range(part.size)), self.mpi_comm.Get_group())
+        return self.ledger.of(ranks, part.rank)
 
     def close(self) -> None:
         if self.mpi_comm is not None and not self._MPI.Is_finalized():
@@ -76,11 +85,35 @@ class MPIRendezvous(Rendezvous):
             mpi_job.abandon(code)
 
     def _wait(self, request: Any, what: str, comm: Any) -> None:
-        try:
+        came = False
+        with self._failing(what, comm):
             came = mpi_job.wait_request(request, self.timeout)
-        except self._MPI.Exception as error:
-            lost = f"; ranks {gone} failed" if (gone := mpi_job.failed_ranks(comm)) else ""
-            raise RankLost(f"rendezvous: {what}: MPI: {error.Get_error_string()}{lost}") from error
         if not came:
-            others = f"rank {1 - self.rank}" if self.size == 2 else f"all other {self.size - 1} ranks"
-            raise RendezvousError(f"rendezvous: {what}: rank {self.rank} waited {self.timeout:g} s for {others}")
+            raise self._overdue(what)
+
+    def _bounded(self, what: str, call: Callable[[], Any]) -> list[Any]:
+        """What a call of MPI returned that waits without a limit: in a thread, which is left behind at the timeout."""
+        with self._failing(what, self.mpi_comm):
+            outcome = mpi_job.in_thread(call, self.timeout)
+        if not outcome:
+            raise self._overdue(what)
+        return outcome
+
+    @contextmanager
+    def _failing(self, what: str, comm: Any) -> Iterator[None]:
+        """Errors of MPI as those of kos, which name the rank that failed first."""
+        try:
+            with self._waiting():
+                yield
+        except self._MPI.Exception as error:
+            gone = mpi_job.failed_ranks(comm) or self.ledger.suspects()
+            why = f"{what}: MPI: {error.Get_error_string()}"
+            if not gone:
+                raise RankLost(f"rendezvous: {why}") from error
+            raise self.ledger.lost(gone[0], why, "rendezvous") from error
+
+    def _overdue(self, what: str) -> KosError:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        named = f"rank {others[0]}" if self.size == 2 else f"all other {self.size - 1} ranks"
+        waited = f"rank {self.rank} waited {self.timeout:g} s for {named}"
+        return self.ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -128,16 +129,31 @@ def wait_request(request: Any, timeout: float | None) -> bool:
     return True
 
 
+def in_thread(call: Callable[[], Any], timeout: float | None) -> list[Any]:
+    """A list of what a call of MPI that waits without a limit returned; empty if ``timeout`` seconds pass first."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if outcome and isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome
+
+
 def shrink(comm: Any, timeout: float | None) -> Any:
     """The MPI communicator of the ranks of ``comm`` that live; None if they do not all come in time.
 
     In a thread, for MPI_Comm_shrink waits without a limit.  Open MPI 5.0.11 has no better way: its
     MPI_Comm_ishrink fails, and after an MPI_Comm_iagree on COMM_WORLD MPI_Finalize may not return.
     """
-    survivors: list[Any] = []
-    thread = threading.Thread(target=lambda: survivors.append(comm.Shrink()), daemon=True)
-    thread.start()
-    thread.join(timeout)
+    survivors = in_thread(comm.Shrink, timeout)
     if survivors and survivors[0].size < comm.size:
         see_loss(_loss or "a rank")
     return survivors[0] if survivors else None

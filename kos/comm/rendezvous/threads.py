@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from kos.comm.failures import again
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import KosError, RankLost, RendezvousError
 
@@ -43,7 +44,7 @@ class ThreadGroup:
         self.size = size
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
-        self.failure: tuple[type[KosError], str] | None = None
+        self.failure: KosError | None = None
         self._left: dict[int, str] = {}
         self._shared: dict[Any, Any] = {}
         self._slots: dict[int, dict[int, bytes]] = {}
@@ -55,11 +56,11 @@ class ThreadGroup:
                 self._shared[key] = make()
             return cast(T, self._shared[key])
 
-    def fail(self, kind: type[KosError], message: str) -> None:
-        """Make every rank that waits in this group, now or later, raise ``kind(message)``."""
+    def fail(self, failure: KosError) -> None:
+        """Make every rank that waits in this group, now or later, raise the same error; the first stays."""
         with self.world.lock:
             if self.failure is None:
-                self.failure = kind, message
+                self.failure = again(failure)
                 self.notify_all()
 
     def notify_all(self) -> None:
@@ -86,8 +87,7 @@ class ThreadGroup:
     def raise_failure(self) -> None:
         """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
         if self.failure is not None:
-            kind, message = self.failure
-            raise kind(message)
+            raise again(self.failure)
 
     def departed(self, rank: int) -> str | None:
         """Why group rank ``rank`` is gone, or None."""
@@ -140,11 +140,16 @@ class ThreadRendezvous(Rendezvous):
         parent = self.threads
         members = [parent.members[r] for r in ranks]
         child = parent.shared(("split", self._turn, color), lambda: ThreadGroup(len(ranks), parent.world, members))
-        return ThreadRendezvous(child, ranks.index(self.rank), self.timeout)
+        return self._child(child)
 
     def shrink(self) -> Rendezvous:
-        group = self.threads.survivors(self.rank, self.timeout)
-        return ThreadRendezvous(group, group.members.index(self.threads.members[self.rank]), self.timeout)
+        return self._child(self.threads.survivors(self.rank, self.timeout))
+
+    def _child(self, group: ThreadGroup) -> Rendezvous:
+        members = self.threads.members
+        child = ThreadRendezvous(group, group.members.index(members[self.rank]), self.timeout)
+        child._ledger = self.ledger.of([members.index(member) for member in group.members], child.rank)
+        return child
 
 
 class SingleRendezvous(ThreadRendezvous):

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described, failure_of
-from kos.comm.host.shared.segment import ARRIVED, CLOSED, FAILURE_BYTES, PID, RING, STARTED, Segment, started
-from kos.comm.operation import Operation, mismatch
-from kos.errors import KosError, RankLost
+from kos.comm.failures import Ledger, from_record, to_record
+from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
+from kos.comm.host.shared.board import fitting
+from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Segment, started
+from kos.comm.operation import Operation
+from kos.errors import KosError
 
 LOOK_EVERY = 0.01
 """Seconds of waiting between two looks at whether the rank waited for still lives."""
@@ -26,9 +28,9 @@ LOOK_EVERY = 0.01
 class Calls(Fingerprints):
     """The collectives of the ranks of one host, as each of them publishes its own."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, ledger: Ledger) -> None:
         super().__init__()
-        self.segment = segment
+        self.segment, self.ledger = segment, ledger
         words, layout = segment.words, segment.layout
         self._words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
@@ -143,9 +145,8 @@ class Calls(Fingerprints):
 
         The first failure stays.  Nobody hears of this one if a rank was stopped while it told its own.
         """
-        text = str(error)
-        while len(data := json.dumps([type(error).__name__, sequence, text]).encode()) > FAILURE_BYTES:
-            text = text[: len(text) * 3 // 4]  # by characters: some take six bytes
+        kind, *rest = to_record(error)
+        data = fitting([kind, *rest, sequence])
         at = self.segment.layout.failure_text
         with contextlib.suppress(TimeoutError), self.segment.locked():
             if not self._words[self._failure]:
@@ -156,9 +157,9 @@ class Calls(Fingerprints):
         """Raise what a rank of the host failed of, if that concerns collective ``sequence``."""
         if length := self._words[self._failure]:
             at = self.segment.layout.failure_text
-            kind, failed, text = json.loads(bytes(self.segment.bytes[at : at + length]))
+            *record, failed = json.loads(bytes(self.segment.bytes[at : at + length]))
             if failed <= sequence:
-                raise failure_of(kind, text)
+                raise from_record(record)
 
     def close(self) -> None:
         """This rank begins no more collectives, and leaves the segment."""
@@ -205,7 +206,7 @@ class Calls(Fingerprints):
         """Make all ranks raise what differs between this rank's call and that of ``local``."""
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
-        self.tell(mismatch(group, *calls), sequence)
+        self.tell(self.ledger.mismatch(group, *calls), sequence)
 
 
 class Wait:
@@ -233,5 +234,5 @@ class Wait:
         elif self._departed != local:
             self._departed = local  # what it did last may have come after this poll: the next one decides
         else:
-            lost = RankLost(f"{self.operation}: rank {calls.segment.ranks[local]} is gone: {why}")
-            calls.tell(lost, self.operation.sequence)
+            rank, o = calls.segment.ranks[local], self.operation
+            calls.tell(calls.ledger.lost(rank, why, o), o.sequence)
