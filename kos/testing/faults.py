@@ -183,12 +183,11 @@ class FaultyTransport:
                 self._arrived[key] += 1
                 peer, tag = key
                 if _checksum(ready.data) != ready.checksum:
-                    self._group.fail(
-                        CollectiveError,
+                    changed = CollectiveError(
                         f"{self._said[tag]}: rank {peer}: a message from rank {self._rank} was changed on its way: "
-                        f"expected checksum {ready.checksum:08x}, got {_checksum(ready.data):08x}",
+                        f"expected checksum {ready.checksum:08x}, got {_checksum(ready.data):08x}"
                     )
-                    return
+                    return self._group.fail(changed)
                 self._inner.isend(ready.data, peer, tag)
 
 

@@ -122,7 +122,7 @@ def test_messages_that_nobody_asked_for_yet(count: int) -> None:
         for work in works:
             work.wait()
         end = comm.backend.transport.peers[peer]
-        assert not (end._posted or end._arrived or end._asked or end._granted or end._outgoing)
+        assert not (end._posted or end._arrived or end._announced or end._landing or end._outgoing)
 
     TCPRanks(2).run(body)
 
@@ -269,8 +269,8 @@ def test_counts_that_are_not_the_same_on_all_ranks(ranks: TCPRanks, name: str, c
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "WINDOW_BYTES", 1 << 20)
-    number = 3 * backend.WINDOW_BYTES // (count + backend.KEEPING_BYTES)
+    monkeypatch.setattr(backend, "CREDIT_BYTES", 1 << 20)
+    number = 3 * backend.CREDIT_BYTES // (count + backend.KEEPING_BYTES)
 
     def body(comm: kos.Communicator) -> None:
         peer = comm.backend.transport.peers[1 - comm.rank]
@@ -288,15 +288,15 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
         else:
             comm.barrier()  # whatever can come has come
             assert number > len(kept()) > number // 4
-            assert sum(kept()) + len(kept()) * backend.KEEPING_BYTES <= backend.WINDOW_BYTES
+            assert sum(kept()) + len(kept()) * backend.KEEPING_BYTES <= backend.CREDIT_BYTES
             for i in range(number):
                 assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
         comm.barrier()
-        assert not (peer._arrived or peer._asked or peer._granted or peer._outgoing)
-        known = json.dumps([peer._window, peer._taken]).encode()
+        assert not (peer._arrived or peer._announced or peer._landing or peer._outgoing)
+        known = json.dumps([peer._credits, peer._freed]).encode()
         window, _ = json.loads(comm.rendezvous.allgather(known)[comm.rank])
         _, taken = json.loads(comm.rendezvous.allgather(known)[1 - comm.rank])
-        assert window + taken == backend.WINDOW_BYTES, "something of it is lost"
+        assert window + taken == backend.CREDIT_BYTES, "something of it is lost"
 
     TCPRanks(2).run(body)
 
@@ -454,8 +454,8 @@ def test_timeout_names_who_is_awaited() -> None:
     ("header", "what"),
     [
         ((99, 0, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
-        ((backend.SHORT, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
-        ((backend.LONG, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
+        ((backend.EAGER, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
+        ((backend.DATA, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
         ((backend.LEFT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 8 of 1048576 bytes"),
     ],
 )
@@ -479,8 +479,8 @@ def test_a_long_message_of_another_length_than_announced() -> None:
                 comm.recv(np.zeros(LONG, np.uint8), 1, 3)
         else:
             sock = comm.backend.transport.peers[0].sock
-            sock.send(backend.HEADER.pack(backend.ASK, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
-            sock.send(backend.HEADER.pack(backend.LONG, 3, 1, 10, 0))
+            sock.send(backend.HEADER.pack(backend.RTS, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
+            sock.send(backend.HEADER.pack(backend.DATA, 3, 1, 10, 0))
         comm.rendezvous.barrier()
         comm.abort()
 

@@ -14,12 +14,12 @@ from collections.abc import Callable
 
 from kos.comm.backend import Backend, ends_group
 from kos.comm.failures import again, blaming
-from kos.comm.host.shared import Calls, SharedBoard, SharedCollectives, open_segment
+from kos.comm.host.shared import LEFT, Calls, SharedBoard, SharedCollectives, open_segment
 from kos.comm.operation import Operation
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import CollectiveError, CudaError, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveTimeout, CudaError, KosError, RankLost
 
 
 class HostBackend(Backend):
@@ -40,6 +40,7 @@ class HostBackend(Backend):
         if self._segment is not None:
             if not isinstance(self.ledger.board, SharedBoard):  # of the first group, the world
                 self.ledger.board = SharedBoard(self._segment, self.ledger.world)
+            self.ledger.board.hold()
             self._calls = Calls(self._segment, self.ledger)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
@@ -117,7 +118,10 @@ class HostBackend(Backend):
 
     def failed(self, operation: Operation, error: Exception) -> KosError:
         if not ends_group(operation, error):
-            return super().failed(operation, error)
+            failure = super().failed(operation, error)
+            if isinstance(failure, RankLost | CollectiveTimeout):
+                self.ledger.board.post_failure(failure)
+            return failure
         if operation.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
                 self._calls.check(operation)
@@ -155,6 +159,7 @@ class HostBackend(Backend):
         """Have the other ranks hear that this one begins nothing more, and why."""
         if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
             self._calls.fail(self.end(reason), self.stops_at())
+            self._calls.leave(LEFT)
 
     def end(self, reason: str) -> KosError:
         """The failure of the others if this rank leaves now: what it failed of itself, if that is why."""
@@ -169,7 +174,8 @@ class HostBackend(Backend):
         for failure in (self.broken, self.ledger.board.last):
             if failure is not None and failure.ranks:
                 return failure
-        return None
+        killed = self._calls.killed() if self._calls is not None else None
+        return None if killed is None else self.ledger.lost(killed, "its process ended")
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it goes now."""
@@ -189,6 +195,7 @@ class HostBackend(Backend):
         calls, self._calls, self._shared = self._calls, None, None
         if calls is not None and self._segment is not None:
             calls.close()
+            self.ledger.board.release()
 
 
 _open: weakref.WeakSet[HostBackend] = weakref.WeakSet()

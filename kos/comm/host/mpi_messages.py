@@ -170,7 +170,9 @@ class Messages:
                 calls.raise_failure(sys.maxsize)
             except KosError as error:
                 return error
-            why = why or calls.departed(calls.segment.ranks.index(peer))
+            end = calls.departed(calls.segment.ranks.index(peer))
+            if why is None and end is not None:
+                return ledger.lost(peer, end[0], None, None, end[1])
         return None if why is None else ledger.lost(peer, why, None, cause)
 
     def check_sender(self, peer: int) -> None:

@@ -120,7 +120,7 @@ class Poller:
         self._peers[peer.sock.fileno()] = peer
         self._epoll.register(peer.sock, select.EPOLLIN)
 
-    def want_room(self, peer: Peer, wanted: bool) -> None:
+    def want_write(self, peer: Peer, wanted: bool) -> None:
         self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def remove(self, peer: Peer) -> None:

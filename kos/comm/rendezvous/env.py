@@ -41,6 +41,8 @@ BUSY_SECONDS = 1.0  # a port may be in use for a moment by a connection that the
 class TCPRendezvous(Rendezvous):
     """A group of ranks around the hub beside its rank 0; ``network`` is how they reach each other."""
 
+    _starts = False  # rank 0 may listen later than others call
+
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
         self._told_local_rank, self._purpose, self._address = local_rank, b"", ""
@@ -195,7 +197,8 @@ class TCPRendezvous(Rendezvous):
             self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
             hub.start()
         else:
-            self._connection = self._call_hub(host, ports, purpose)
+            with self._waiting():
+                self._connection = self._call_hub(host, ports, purpose)
         try:
             self._door = self.network.listen()
             mine = self.network.host, self._door.getsockname()[1]
@@ -213,12 +216,14 @@ class TCPRendezvous(Rendezvous):
                     return self.network.call(host, port, purpose, self.rank, self.size, deadline, patience)
                 except (OSError, Stranger) as error:
                     problem = f"{host or self.network.hub}:{port}: {error}"
+                    if isinstance(error, ConnectionRefusedError) and not self._starts:  # it did listen
+                        raise self.ledger.lost(0, "its connection was refused", "rendezvous") from error
                     if isinstance(error, Stranger) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
             if time.monotonic() >= deadline:
-                raise RendezvousError(
-                    f"rendezvous: rank {self.rank} did not reach rank 0 within {self.timeout:g} s: {problem}"
-                )
+                me, hub = (self.ledger.names([rank], False) for rank in (self.rank, 0))
+                silent = f"{me} did not reach {hub} within {self.timeout:g} s: {problem}"
+                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
             time.sleep(pause)
             patience, pause = 2 * patience, min(2 * pause, 0.5)
 
@@ -249,7 +254,7 @@ class TCPRendezvous(Rendezvous):
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
         except TimeoutError:
-            silent = f"rank 0 gave no answer within {self.timeout:g} s"
+            silent = f"{self.ledger.names([0], False)} gave no answer within {self.timeout:g} s"
             self._failure = self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
         except OSError:
             self._failure = self.ledger.lost(0, "its connection was closed", "rendezvous")
@@ -266,7 +271,10 @@ class TCPRendezvous(Rendezvous):
             return self.ledger.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
         if not ranks:
             return RendezvousError(why)
-        return self.ledger.overdue(ranks, "rendezvous", None, f"{self.ledger.names(ranks)} {why}", RendezvousError)
+        names = self.ledger.names(ranks)
+        names += f" of {self.size}" * ("of world" not in names)
+        late = f"{names} did not come within {self.timeout:g} s {why}"
+        return self.ledger.overdue(ranks, "rendezvous", None, late, RendezvousError)
 
     @property
     def local_rank(self) -> int:
@@ -281,6 +289,8 @@ class EnvRendezvous(TCPRendezvous):
     for variables that are missing or wrong, a port in use, a wrong secret, a rank that comes twice or with
     another world size; names the ranks that do not come.
     """
+
+    _starts = True
 
     def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
         place = Place.read(environ)

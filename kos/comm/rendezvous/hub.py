@@ -85,8 +85,7 @@ class Hub(threading.Thread):
             missing = [rank for rank in range(self._size) if rank not in self._slots]
             strangers = self._door.strangers
             refused = f"; callers that did not know the secret: {strangers}" if strangers else ""
-            where = f"(rank 0 listens at {self._where}{refused})"
-            self._fail(FAILED, missing, f"of {self._size} did not come within {self.timeout:g} s {where}")
+            self._fail(FAILED, missing, f"(rank 0 listens at {self._where}{refused})")
 
     def _admit(self, rank: int, size: int, connection: Connection) -> None:
         """A process that knows the secret says which rank it is."""

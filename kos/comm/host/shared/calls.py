@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from kos.comm.failures import Ledger, from_record, to_record
+from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.host.shared.board import fitting
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Segment, started
 from kos.comm.operation import Operation
 from kos.errors import KosError
 
+CLOSED_WELL, LEFT = 1, 2
 LOOK_EVERY = 0.01
 """Seconds of waiting between two looks at whether the rank waited for still lives."""
 
@@ -161,9 +162,14 @@ class Calls(Fingerprints):
             if failed <= sequence:
                 raise from_record(record)
 
+    def leave(self, how: int) -> None:
+        """This rank begins no more collectives: it is CLOSED_WELL, or LEFT because of a failure."""
+        self._words[self._line + CLOSED] = how
+
     def close(self) -> None:
-        """This rank begins no more collectives, and leaves the segment."""
-        self._words[self._line + CLOSED] = 1
+        """Leave the segment."""
+        if not self._words[self._line + CLOSED]:
+            self.leave(CLOSED_WELL)
         self.segment.close()
         self._words = self.segment.words  # a view keeps the memory, and its descriptor, where who closed is still held
 
@@ -173,12 +179,12 @@ class Calls(Fingerprints):
         self.raise_failure(sequence)
         raise error
 
-    def departed(self, local: int) -> str | None:
-        """Why that rank of the host will do nothing more, or None."""
-        if (why := self._ended(local)) is not None:
-            return why
-        closed = self._words[self.segment.layout.line(local) + CLOSED]
-        return "it closed its communicator" if closed else None
+    def departed(self, local: int) -> tuple[str, float | None] | None:
+        """Why that rank of the host begins nothing more, and the window of a failure that may be the cause; or None."""
+        closed, ended = self._words[self.segment.layout.line(local) + CLOSED], self._ended(local)
+        if closed:
+            return ("it closed its communicator", 0.0) if closed == CLOSED_WELL else ("its process ended", None)
+        return None if ended is None else (ended, ABRUPT_SECONDS)
 
     def _ended(self, local: int) -> str | None:
         line = self.segment.layout.line(local)
@@ -228,11 +234,11 @@ class Wait:
         if now < self._look_at:
             return
         calls.check(self.operation)  # it may have come before another that is still awaited
-        why = calls.departed(local)
-        if why is None:
+        end = calls.departed(local)
+        if end is None:
             self._look_at = now + LOOK_EVERY
         elif self._departed != local:
             self._departed = local  # what it did last may have come after this poll: the next one decides
         else:
             rank, o = calls.segment.ranks[local], self.operation
-            calls.tell(calls.ledger.lost(rank, why, o), o.sequence)
+            calls.tell(calls.ledger.lost(rank, end[0], o, None, end[1]), o.sequence)
