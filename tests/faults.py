@@ -41,7 +41,8 @@ COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_to_all", "reduce_sc
 COUNTS = (1, 7, 1000, 20_000, 300_000)
 LATE = "is gone|did not (?:arrive|come|connect|receive|answer)|sent nothing|gave no answer|went no further"
 RANKS = r"ranks? (\[[\d, ]*\]|\d+)"
-CULPRITS = re.compile(rf"{RANKS}(?: of world| of \d)? (?:{LATE})|(?:still waiting for|did not reach|waited .* for) {RANKS}")
+WAITED = "still waiting for|did not reach|waited .* for"
+CULPRITS = re.compile(rf"{RANKS}(?: of world| of \d)? (?:{LATE})|(?:{WAITED}) {RANKS}")
 GPU_BACKENDS = ("nccl", "peer", "auto")
 
 

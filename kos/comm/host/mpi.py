@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.mpi import wait_for_all
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
@@ -72,10 +74,8 @@ class MPIBackend(HostBackend):
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
-        if not mpi_job.wait_request(request, rendezvous.timeout):
-            late = [rank for rank in range(rendezvous.size) if rank != rendezvous.rank]
-            words = f"the ranks did not come together within {rendezvous.timeout:g} s"
-            raise rendezvous.ledger.overdue(late, "mpi", None, words)
+        wait = partial(mpi_job.wait_request, request, rendezvous.timeout)
+        wait_for_all(rendezvous, "duplicate", rendezvous.mpi_comm, wait)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 

@@ -61,7 +61,7 @@ class Rendezvous(ABC):
         """The group of the ranks that are not gone, in their order; all of them call it."""
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """Show the ranks of this host that this one waits for the others of this group."""
         ledger = self.ledger
         ledger.board.post_wait(rank for rank in ledger.world if rank != ledger.world[self.rank])

@@ -83,7 +83,7 @@ class TCPRendezvous(Rendezvous):
             return found
         purpose = self.allgather(os.urandom(16))[0]
         try:
-            with self._waiting():
+            with self.waiting():
                 for peer in range(self.rank):
                     found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
                 above, key = set(range(self.rank + 1, self.size)), self.network.key(purpose)
@@ -197,7 +197,7 @@ class TCPRendezvous(Rendezvous):
             self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
             hub.start()
         else:
-            with self._waiting():
+            with self.waiting():
                 self._connection = self._call_hub(host, ports, purpose)
         try:
             self._door = self.network.listen()
@@ -249,7 +249,7 @@ class TCPRendezvous(Rendezvous):
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
         connection.post(message)
         try:
-            with self._waiting():
+            with self.waiting():
                 with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
@@ -273,8 +273,7 @@ class TCPRendezvous(Rendezvous):
             return RendezvousError(why)
         names = self.ledger.names(ranks)
         names += f" of {self.size}" * ("of world" not in names)
-        late = f"{names} did not come within {self.timeout:g} s {why}"
-        return self.ledger.overdue(ranks, "rendezvous", None, late, RendezvousError)
+        return self.ledger.overdue(ranks, "rendezvous", None, f"{names} {why}", RendezvousError)
 
     @property
     def local_rank(self) -> int:

@@ -85,7 +85,8 @@ class Hub(threading.Thread):
             missing = [rank for rank in range(self._size) if rank not in self._slots]
             strangers = self._door.strangers
             refused = f"; callers that did not know the secret: {strangers}" if strangers else ""
-            self._fail(FAILED, missing, f"(rank 0 listens at {self._where}{refused})")
+            why = f"did not come within {self.timeout:g} s (rank 0 listens at {self._where}{refused})"
+            self._fail(FAILED, missing, why)
 
     def _admit(self, rank: int, size: int, connection: Connection) -> None:
         """A process that knows the secret says which rank it is."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kos.comm.failures import Ledger
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import BackendUnavailable, KosError, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, RankLost, RendezvousError
+
+T = TypeVar("T")
 
 
 class MPIRendezvous(Rendezvous):
@@ -47,7 +48,8 @@ class MPIRendezvous(Rendezvous):
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         self.barrier()  # a rank that does not come is named; MPI_Comm_split waits without a limit, so in a thread
         color = self._MPI.UNDEFINED if color is None else color
-        parts = self._bounded("split", lambda: self.mpi_comm.Split(color, key))
+        split = lambda: mpi_job.in_thread(lambda: self.mpi_comm.Split(color, key), self.timeout)  # noqa: E731
+        parts = wait_for_all(self, "split", self.mpi_comm, split)
         if color == self._MPI.UNDEFINED:
             return None
         part = parts[0]
@@ -85,35 +87,27 @@ class MPIRendezvous(Rendezvous):
             mpi_job.abandon(code)
 
     def _wait(self, request: Any, what: str, comm: Any) -> None:
-        came = False
-        with self._failing(what, comm):
-            came = mpi_job.wait_request(request, self.timeout)
-        if not came:
-            raise self._overdue(what)
+        wait_for_all(self, what, comm, lambda: mpi_job.wait_request(request, self.timeout))
 
-    def _bounded(self, what: str, call: Callable[[], Any]) -> list[Any]:
-        """What a call of MPI returned that waits without a limit: in a thread, which is left behind at the timeout."""
-        with self._failing(what, self.mpi_comm):
-            outcome = mpi_job.in_thread(call, self.timeout)
-        if not outcome:
-            raise self._overdue(what)
+
+def wait_for_all(rendezvous: Rendezvous, what: str, comm: Any, wait: Callable[[], T]) -> T:
+    """What ``wait()`` returns once all ranks have come; it is false at the timeout.
+
+    Raises what is known of the ranks that did not come, or failed: the error names the rank that failed first.
+    """
+    ledger, rank, size = rendezvous.ledger, rendezvous.rank, rendezvous.size
+    try:
+        with rendezvous.waiting():
+            outcome = wait()
+    except mpi_job.load_mpi().Exception as error:
+        gone = mpi_job.failed_ranks(comm) or ledger.suspects()
+        why = f"{what}: MPI: {error.Get_error_string()}"
+        if not gone:
+            raise RankLost(f"rendezvous: {why}") from error
+        raise ledger.lost(gone[0], why, "rendezvous") from error
+    if outcome:
         return outcome
-
-    @contextmanager
-    def _failing(self, what: str, comm: Any) -> Iterator[None]:
-        """Errors of MPI as those of kos, which name the rank that failed first."""
-        try:
-            with self._waiting():
-                yield
-        except self._MPI.Exception as error:
-            gone = mpi_job.failed_ranks(comm) or self.ledger.suspects()
-            why = f"{what}: MPI: {error.Get_error_string()}"
-            if not gone:
-                raise RankLost(f"rendezvous: {why}") from error
-            raise self.ledger.lost(gone[0], why, "rendezvous") from error
-
-    def _overdue(self, what: str) -> KosError:
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        named = f"rank {others[0]}" if self.size == 2 else f"all other {self.size - 1} ranks"
-        waited = f"rank {self.rank} waited {self.timeout:g} s for {named}"
-        return self.ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
+    others = [each for each in range(size) if each != rank]
+    named = ledger.names(others, False) if size == 2 else f"all other {size - 1} ranks"
+    waited = f"{ledger.names([rank], False)} waited {rendezvous.timeout:g} s for {named}"
+    raise ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
