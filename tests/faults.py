@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -262,10 +263,6 @@ def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> str:
     if not ended:
         left = [r for r in range(trial.size) if r != trial.victim and not (folder / f"{r}.json").exists()]
         return f"no end within {trial.timeout + MARGIN:g} s: ranks {left} hang"
-    if os.environ.get("SHOW"):
-        for path in sorted(folder.glob("*.json")):
-            print(path.name, path.read_text())
-        print(log)
     for rank in range(trial.size):
         if rank == trial.victim:
             continue
@@ -352,8 +349,6 @@ def _await(trial: Trial, folder: Path, processes: list[subprocess.Popen[bytes]])
 
 
 def free_port() -> int:
-    import socket
-
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -169,10 +169,11 @@ class Communicator(Operations):
         """
         self._check_open()
         self.rendezvous.check_shrink()
-        self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
-        with self._meeting():
-            rendezvous = self.rendezvous.shrink()
-        backend = self.backend.shrink(rendezvous)
+        with self.rendezvous.ledger.board.held():
+            self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
+            with self._meeting():
+                rendezvous = self.rendezvous.shrink()
+                backend = self.backend.shrink(rendezvous)
         # Once is all, so no number: a split amid which a rank was lost has got one on some ranks and not on others.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 

@@ -14,7 +14,8 @@ A ``Board`` is what the processes of one host, or the threads of one process, se
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kos.errors import (
@@ -75,6 +76,15 @@ class Board:
         self._users -= 1
         if not self._users:
             self.free()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep it while one communicator takes the place of another."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
 
     def free(self) -> None:
         """Give its memory back; nobody's waits and failures are seen any more."""
