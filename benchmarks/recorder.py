@@ -1,7 +1,7 @@
 """What is always on costs a call: python -m benchmarks.recorder
 
-Times apart from everything else, as the communicator makes them: the flight recorder's record of a launched
-operation, which is numbered with it, and of its completion; and on a host the fingerprint of a call, its publication
+Times apart from everything else, as the communicator makes them: the flight recorder's record of a launched call
+and of its completion; and on a host the fingerprint of a call, its publication
 and its comparison with the other ranks' calls, which have come.  Nanoseconds a call, the best of many runs.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from kos.comm.host.shared import Calls, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Operation, Options
 from kos.comm.recorder import COMPLETED, Group, Recorder
 from kos.comm.reduction import ReduceOp, resolve
 from kos.dtypes import dtype_of
@@ -31,59 +31,59 @@ def best(call: Callable[[], object]) -> float:
     return min(timeit.repeat(call, number=CALLS, repeat=RUNS)) / CALLS * 1e9
 
 
-def example() -> Operation:
+def example() -> Call:
     buffer = as_buffer(np.zeros((4, 4), np.float32), "x", writable=True)
     reduction = resolve(ReduceOp.SUM, dtype_of(buffer.dtype.numpy), 1)
-    return Operation("all_reduce", 0, buffer, buffer, reduction, timeout=120.0, sequence=0)
+    return Call(Operation("all_reduce", 0, buffer, buffer, reduction, options=Options(timeout=120.0)), sequence=0)
 
 
-def calls_beside_others(ranks: int, operation: Operation) -> Calls:
-    """Rank 0 of a host, whose other ranks have called the same as ``operation`` so often as is remembered."""
+def calls_beside_others(ranks: int, call: Call) -> Calls:
+    """Rank 0 of a host, whose other ranks have called the same as ``call`` so often as is remembered."""
     segment, *_ = spawn(lambda comm: open_segment(comm.rendezvous)[0], ranks)
     assert segment is not None
     calls = Calls(segment)
     for rank in range(1, ranks):
         segment.words[segment.layout.line(rank) + ARRIVED] = RING
         for slot in range(RING):
-            segment.words[segment.layout.ring(rank) + slot] = calls.mark(operation) + slot
+            segment.words[segment.layout.ring(rank) + slot] = calls.mark(call) + slot
     return calls
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    operation = example()
+    call = example()
     group = Group(Recorder(0, 1), "world", [0], 0, "mock")
 
     def empty() -> None:
         pass
 
     def launch() -> None:
-        operation.said = None  # one that is launched again keeps it
-        group.launch(operation, 2)
+        call.description = None  # one that is launched again keeps it
+        group.note(call, 2)
 
     def complete() -> None:
-        record = operation.record
+        record = call.record
         if record is not None:
             record[COMPLETED] = time_ns()
 
     nothing = best(empty)
-    once, again = best(launch) - 2 * nothing, best(partial(group.launch, operation, 1)) - nothing
+    once, again = best(launch) - 2 * nothing, best(partial(group.note, call, 1)) - nothing
     over = best(complete) - nothing
     costs = f"launch {once:.0f} ns (again: {again:.0f}) + completion {over:.0f} ns = {once + over:.0f} ns a call"
     print(f"recorder: {costs}")
     for ranks in (2, 4, 8):
-        calls = calls_beside_others(ranks, operation)
+        calls = calls_beside_others(ranks, call)
 
         def all_reduce(calls: Calls = calls) -> None:
-            operation.mark = 0  # a persistent operation keeps it
-            operation.sequence = (operation.sequence + 1) % RING
-            calls.announce(operation)
-            calls.check(operation)
+            call.mark = 0  # a persistent operation keeps it
+            call.sequence = (call.sequence + 1) % RING
+            calls.announce(call)
+            calls.check(call)
 
         def other(calls: Calls = calls) -> None:
-            operation.mark = 0
-            operation.sequence = (operation.sequence + 1) % RING
-            calls.publish(operation)()
+            call.mark = 0
+            call.sequence = (call.sequence + 1) % RING
+            calls.publish(call)()
 
         costs = f"all_reduce {best(all_reduce) - nothing:.0f}, other collectives {best(other) - nothing:.0f} ns a call"
         print(f"comparison of calls, {ranks} ranks: {costs}")

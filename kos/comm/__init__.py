@@ -72,10 +72,10 @@ def init(
     chosen = backend
     if backend == "auto":
         usable = [name for name, probe in probes.items() if probe.usable]
-        chosen = next((name for name in usable if not issubclass(BACKENDS[name], DeviceBackend)), "")
+        chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
         if not chosen:
             raise BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}")
-    elif told is not None and not issubclass(BACKENDS[backend], DeviceBackend):
+    elif told is not None and not BACKENDS[backend].on_gpu:
         raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {told}")
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
@@ -86,7 +86,7 @@ def init(
             made = AutoBackend(rendezvous, made, gpus)
         elif told is not None:
             made.close()
-            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if issubclass(kind, DeviceBackend)})
+            why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
             raise BackendUnavailable(f"auto: expected a backend for GPU {told}, got none: {why}")
     return Communicator(made, rendezvous, probes, timeout)
 

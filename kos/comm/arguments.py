@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS
 from kos.comm.schedules import algorithms, collectives
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
@@ -80,14 +80,16 @@ def check_peer(what: str, rank: Any, me: int, size: int) -> int:
     return rank
 
 
-def check_algorithm(algorithm: Any, o: Operation) -> None:
-    """Have ``o`` carried by that schedule, which must suit it."""
-    allowed = algorithms(o.name, ordered=True if o.deterministic else None) if o.name in collectives() else ()
-    if not isinstance(algorithm, str) or algorithm not in (*allowed, "auto"):
-        why = " that add in rank order (deterministic=True)" if o.deterministic else ""
+def check_algorithm(algorithm: Any, operation: str, deterministic: bool) -> str:
+    """The name of a schedule that suits the operation, or "auto"."""
+    if algorithm is AUTO:
+        return AUTO
+    allowed = algorithms(operation, ordered=True if deterministic else None) if operation in collectives() else ()
+    if not isinstance(algorithm, str) or algorithm not in (*allowed, AUTO):
+        why = " that add in rank order (deterministic=True)" if deterministic else ""
         names = f" or one of {', '.join(allowed)}{why}" if allowed else ""
-        raise InvalidArgument(f"algorithm: expected 'auto'{names} for {o.name}, got {algorithm!r}")
-    o.algorithm = algorithm
+        raise InvalidArgument(f"algorithm: expected 'auto'{names} for {operation}, got {algorithm!r}")
+    return algorithm
 
 
 def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | None = None) -> list[int]:

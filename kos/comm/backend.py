@@ -12,19 +12,27 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from kos.comm.cached import CallCache
 from kos.comm.failures import again
-from kos.comm.host.staging import Staging
-from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Call, Operation
 from kos.comm.reduction import Reduction
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules import runnable
 from kos.comm.schedules.execute import Request, Transport, execute
 from kos.comm.work import Engine, Idle, Steps, Work
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, Interrupted, KosError, RankLost
+from kos.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    Interrupted,
+    InvalidArgument,
+    KosError,
+    RankLost,
+)
 
 Array = np.ndarray[Any, Any]
 Key = TypeVar("Key")
@@ -40,6 +48,8 @@ class Probe:
     claim: str = ""
     """What only one rank of the group may use, such as a GPU."""
 
+
+_UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # raised where the call is not known, by a transport
 
 SHRINKS = "it shrinks the communicator"  # how a rank that goes on without the lost ones is gone
 
@@ -65,13 +75,17 @@ class Backend(ABC):
     """One way to carry collectives.  Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
 
     name: str
+    on_gpu: ClassVar[bool] = False
+    """Whether it carries arrays on GPUs, and no others.  Of those, ``auto`` uses kos's own alone."""
+    device: int | None = None
+    """The GPU whose memory it moves, by its number in this process; None for memory of the host."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
         self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
         self.engine = engine or Engine()
         self.transport: Transport
-        self._staging = Staging(self.engine)
+        self.cache = CallCache()
         self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
 
     @classmethod
@@ -115,12 +129,31 @@ class Backend(ABC):
         """An array in the memory that this backend moves best.  Collective."""
         return np.empty(shape, dtype)
 
-    def prepare(self, operation: Operation) -> None:
-        """Refuse, before anything is sent, what this backend cannot carry; resolve what can be beforehand."""
-        if operation.algorithm != "auto" and self.size > 1:
-            runnable(operation.name, operation.algorithm, self.size, root=operation.root or 0)
+    def prepare(self, call: Call) -> None:
+        """Refuse, before anything is sent, what this backend cannot carry; find what can be found beforehand.
 
-    def owns(self, work: Work) -> bool:
+        Raises InvalidArgument, for memory of a GPU for one.
+        """
+        o = call.operation
+        buffer = o.send or o.recv
+        if buffer is not None and buffer.device is not None:
+            raise InvalidArgument(
+                f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
+                f"{buffer.place}; nccl, peer and auto carry it"
+            )
+        if o.options.algorithm != AUTO and self.size > 1:
+            runnable(o.name, o.options.algorithm, self.size, root=o.root or 0)
+
+    @property
+    def carries_host(self) -> bool:
+        """Whether it carries operations on memory of the host, those of ``split`` and ``all_gather_bytes`` included."""
+        return not self.on_gpu
+
+    def details(self) -> list[tuple[str, str, str]]:
+        """Rows for ``Communicator.explain``: what it uses, whether, and why."""
+        return []
+
+    def owns(self, work: Work[Any]) -> bool:
         """Whether it started ``work``; splits share an engine."""
         return work.backend is self
 
@@ -129,20 +162,24 @@ class Backend(ABC):
         if self.broken is not None:
             raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
 
-    def start(self, operation: Operation) -> Work | None:
-        """Launch one checked operation; None where it is queued in the order of its stream, so that nobody waits."""
-        self.check_fit(operation.name)
-        buffer = operation.send or operation.recv
-        on_host = buffer is None or buffer.device is None
-        if not on_host:
-            steps = self._staging.carry(operation, self._steps)
-        elif self._staging.line:
-            steps = self._staging.in_turn((), lambda: self._steps(operation))
-        else:
-            steps = self._steps(operation)
-        work = Work(operation, steps, self)
+    def start(self, call: Call) -> Work[Any] | None:
+        """Launch a prepared call; None where it is queued in the order of its stream, so that nobody waits."""
+        self.check_fit(call.name)
+        work: Work[Any] = Work(call, self._steps(call), self)
         self.engine.launch(work)
         return work
+
+    def in_order(self, calls: Sequence[Call]) -> Sequence[Call]:
+        """The calls of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
+        return calls
+
+    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
+        """Launch the calls of a batch together; with ``overlap`` beside the streams of their arrays."""
+        return [work for work in map(self.start, calls) if work is not None]
+
+    def queued(self, call: Call) -> Work[Any] | None:
+        """What waits for a prepared call where ``start`` returns None; None where ``start`` returns a Work."""
+        return None
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         """By which backend and algorithm an operation on float32 goes; ``nbytes`` are those that a rank brings."""
@@ -162,7 +199,7 @@ class Backend(ABC):
 
     # What a subclass may add.
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+    def agree(self, call: Call) -> Callable[[], bool] | None:
         """Compare this call with the other ranks' calls of the same sequence number.
 
         Returns a poll that says whether every rank has come (None if this backend cannot see), and raises
@@ -170,62 +207,64 @@ class Backend(ABC):
         """
         return None
 
-    def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+    def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         """The backend's own call for one staged collective, or None to have it run as a schedule."""
         return None
 
-    def missing(self, operation: Operation) -> str:
+    def missing(self, call: Call) -> str:
         """At a timeout: which ranks did not arrive, as far as known."""
-        if operation.collective:
+        if call.collective:
             return "which ranks did not arrive is not known"
-        if operation.src is None:
-            return f"rank {operation.dst} did not receive"
-        return f"rank {operation.src} sent nothing with tag {operation.recv_tag}"
+        message = call.operation.message
+        if message.src is None:
+            return f"rank {message.dst} did not receive"
+        return f"rank {message.src} sent nothing with tag {message.recv_tag}"
 
-    def timed_out(self, operation: Operation, seconds: float | None) -> KosError:
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
         """The error of an operation that took too long."""
-        return CollectiveTimeout(f"{operation}: not complete after {seconds} s; {self.missing(operation)}")
+        return CollectiveTimeout(f"{call}: not complete after {seconds} s; {self.missing(call)}")
 
-    def report(self, operation: Operation | None) -> None:  # noqa: B027
-        """This rank has waited for ``operation`` for a while, and still does; None: no longer."""
+    def report(self, call: Call | None) -> None:  # noqa: B027
+        """This rank has waited for ``call`` for a while, and still does; None: no longer."""
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
+    def failed(self, call: Call, error: Exception) -> KosError:
         """What to raise for an error in an operation; also leaves its memory safe to give back."""
         if not isinstance(error, KosError):
-            cause, error = error, CollectiveError(f"{operation}: {type(error).__name__}: {error}")
+            cause, error = error, CollectiveError(f"{call}: {type(error).__name__}: {error}")
             error.__cause__ = cause
-        elif isinstance(error, CollectiveMismatch | RankLost) and f"{operation.name} #" not in str(error):
-            error = again(error, f"{operation}: {error}")  # a transport does not know whose message it was
-        if ends_group(operation, error) and self.broken is None:
+        elif isinstance(error, _UNNAMED) and f"{call.name} #" not in str(error):
+            error = again(error, f"{call}: {error}")
+        if ends_group(call, error) and self.broken is None:
             self.broken = again(error)
         return error
 
     # How operations are carried.
 
-    def _steps(self, o: Operation) -> Steps:
-        carry: Callable[[Operation], Steps] = getattr(self, f"_{o.name}" if o.collective else "_message")
-        everybody_came = self.agree(o) if o.collective else None
+    def _steps(self, call: Call) -> Steps:
+        carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
+        everybody_came = self.agree(call) if call.collective else None
         if everybody_came is None:
-            yield from carry(o)
+            yield from carry(call)
             return
         try:
             while not everybody_came():  # before a byte moves: lengths that differ are not MPI's to meet
                 yield
-            for _ in carry(o):
+            for _ in carry(call):
                 everybody_came()  # raises where waiting would not end
                 yield
         except BaseException:
-            tag = self._tag(o)
+            tag = self._tag(call)
             self.transport.forget(lambda message: message.tag == tag)
             raise
 
-    def _carry(self, o: Operation, collective: str, **spaces: Array) -> Steps:
+    def _carry(self, call: Call, collective: str, **spaces: Array) -> Steps:
         """Run one staged collective, natively or as a schedule."""
+        o = call.operation
         if self.size == 1:
             if "input" in spaces:
                 np.copyto(spaces["output"], spaces["input"])
             return
-        native = self.native(o, spaces, collective)
+        native = self.native(call, spaces, collective)
         if native is not None:
             yield from native
             return
@@ -235,73 +274,80 @@ class Backend(ABC):
         algorithm = self.choose(o, collective, nbytes)
         schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
         combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves asks for none
-        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(o))
+        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(call))
 
     def choose(self, o: Operation, collective: str, nbytes: int) -> str:
         """The schedule for a call that leaves the choice to us."""
-        if o.algorithm != "auto":
-            return o.algorithm
-        if collective == "all_reduce" and nbytes <= _SMALL and not o.deterministic:
+        if o.options.algorithm != AUTO:
+            return o.options.algorithm
+        if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
             return "halving_doubling"
-        return _DEFAULTS[collective][o.deterministic]
+        return _DEFAULTS[collective][o.options.deterministic]
 
-    def _tag(self, o: Operation) -> int:
-        return COLLECTIVE_TAGS + o.sequence % COLLECTIVE_TAGS
+    def _tag(self, call: Call) -> int:
+        return COLLECTIVE_TAGS + call.sequence % COLLECTIVE_TAGS
 
-    def _all_reduce(self, o: Operation) -> Steps:
+    def _all_reduce(self, call: Call) -> Steps:
         """Also reduce, where ranks other than the root keep their input: partial sums live in a copy."""
+        o = call.operation
         x, out, reduction = _reducing(o)
         gets = o.root is None or o.root == self.rank
         staged = reduction.stage(x, out if gets else None)
-        yield from self._carry(o, o.name, data=staged)
+        yield from self._carry(call, o.name, data=staged)
         if gets:
             reduction.finish(staged, out)
 
     _reduce = _all_reduce
 
-    def _reduce_scatter(self, o: Operation) -> Steps:
+    def _reduce_scatter(self, call: Call) -> Steps:
+        o = call.operation
         x, out, reduction = _reducing(o)
         staged = x if reduction.is_plain and not np.may_share_memory(x, out) else reduction.stage(x, None)
         part = out if out.dtype == reduction.carrier else np.empty(out.shape, reduction.carrier)
-        yield from self._carry(o, "reduce_scatter", input=staged, output=part)
+        yield from self._carry(call, "reduce_scatter", input=staged, output=part)
         reduction.finish(part, out)
 
-    def _broadcast(self, o: Operation) -> Steps:
+    def _broadcast(self, call: Call) -> Steps:
+        o = call.operation
         assert o.send is not None and o.recv is not None
         if self.rank == o.root and o.send is not o.recv:
             np.copyto(o.recv.flat, o.send.flat)
-        yield from self._carry(o, "broadcast", data=o.recv.flat)
+        yield from self._carry(call, "broadcast", data=o.recv.flat)
 
-    def _all_gather(self, o: Operation) -> Steps:
+    def _all_gather(self, call: Call) -> Steps:
         """Also gather, scatter and all_to_all: what this rank has goes in, what it gets comes out."""
+        o = call.operation
         spaces = {"input": o.send, "output": o.recv}
         flat = {space: buffer.flat for space, buffer in spaces.items() if buffer is not None}
         if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
             flat["input"] = flat["input"].copy()
-        yield from self._carry(o, o.name, **flat)
+        yield from self._carry(call, o.name, **flat)
 
     _gather = _scatter = _all_to_all = _all_gather
 
-    def _all_gather_v(self, o: Operation) -> Steps:
+    def _all_gather_v(self, call: Call) -> Steps:
+        o = call.operation
         assert o.send is not None and o.recv is not None
-        yield from self._exchange(o, [o.send.flat] * self.size, _pieces(o.recv.flat, o.recv_counts))
+        yield from self._exchange(call, [o.send.flat] * self.size, _pieces(o.recv.flat, o.recv_counts))
 
-    def _all_to_all_v(self, o: Operation) -> Steps:
+    def _all_to_all_v(self, call: Call) -> Steps:
+        o = call.operation
         assert o.send is not None and o.recv is not None
-        yield from self._exchange(o, _pieces(o.send.flat, o.send_counts), _pieces(o.recv.flat, o.recv_counts))
+        yield from self._exchange(call, _pieces(o.send.flat, o.send_counts), _pieces(o.recv.flat, o.recv_counts))
 
-    def _reduce_scatter_v(self, o: Operation) -> Steps:
+    def _reduce_scatter_v(self, call: Call) -> Steps:
+        o = call.operation
         x, out, reduction = _reducing(o)
         staged = x if reduction.is_plain else reduction.stage(x, None)
         parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._exchange(o, _pieces(staged, o.send_counts), list(parts))
+        yield from self._exchange(call, _pieces(staged, o.send_counts), list(parts))
         for part in parts[1:]:
             reduction.combine(parts[0], part)
         reduction.finish(parts[0], out)
 
-    def _barrier(self, o: Operation) -> Steps:
-        native = self.native(o, {}, "barrier") if self.size > 1 else None
-        yield from self._meet(self._tag(o)) if native is None else native
+    def _barrier(self, call: Call) -> Steps:
+        native = self.native(call, {}, "barrier") if self.size > 1 else None
+        yield from self._meet(self._tag(call)) if native is None else native
 
     _split = _duplicate = _barrier  # the rendezvous, which makes the groups, compares no calls
 
@@ -314,16 +360,17 @@ class Backend(ABC):
             yield from self._wait_for(send, recv)
             distance *= 2
 
-    def _message(self, o: Operation) -> Steps:
+    def _message(self, call: Call) -> Steps:
         """send, recv and send_recv: the receive is posted first, so that two ranks may swap."""
+        o, message = call.operation, call.operation.message
         requests: list[Request] = []
         try:
-            if o.src is not None:
+            if message.src is not None:
                 assert o.recv is not None
-                requests.append(self.transport.irecv(o.recv.flat, o.src, o.recv_tag))
-            if o.dst is not None:
+                requests.append(self.transport.irecv(o.recv.flat, message.src, message.recv_tag))
+            if message.dst is not None:
                 assert o.send is not None
-                requests.append(self.transport.isend(o.send.flat, o.dst, o.tag))
+                requests.append(self.transport.isend(o.send.flat, message.dst, message.tag))
             wrong: CollectiveMismatch | None = None
             for request in requests:
                 try:
@@ -333,21 +380,21 @@ class Backend(ABC):
             if wrong is not None:
                 raise wrong
         except BaseException:  # given up, by a timeout for one: these alone, whatever else has their tag
-            self.transport.forget(lambda message: message in requests)
+            self.transport.forget(lambda each: each in requests)
             raise
 
-    def _exchange(self, o: Operation, send: list[Array], recv: list[Array]) -> Steps:
+    def _exchange(self, call: Call, send: list[Array], recv: list[Array]) -> Steps:
         """Send piece j to rank j and receive piece j from rank j, all at once.
 
         Empty pieces travel too: the other side may expect something.
         """
-        tag, transport = self._tag(o), self.transport
+        tag, transport = self._tag(call), self.transport
         peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # from the right on: they spread
         requests = [transport.irecv(recv[peer], peer, tag) for peer in peers]
         requests += [transport.isend(send[peer], peer, tag) for peer in peers]
         np.copyto(recv[self.rank], send[self.rank].copy())
         yield from self._wait_for(*requests)
-        if o.name == "all_to_all_v":
+        if call.name == "all_to_all_v":
             # Two ranks alone know whether their counts agree: nobody goes on before all have found that they do.
             yield from self._meet(tag)
 
@@ -358,14 +405,15 @@ class Backend(ABC):
                 yield
 
 
-def ends_group(o: Operation, error: Exception) -> bool:
+def ends_group(call: Call, error: Exception) -> bool:
     """Whether its ranks are out of step after that: a message that is given up while it may still be received, too.
 
     And one that a Ctrl-C cut short anywhere, as nobody knows where its bytes are then.
     """
     if isinstance(error, Interrupted):
         return True
-    return o.collective or (o.dst is not None and not isinstance(error, CollectiveMismatch | RankLost))
+    sends = call.operation.message.dst is not None
+    return call.collective or (sends and not isinstance(error, CollectiveMismatch | RankLost))
 
 
 def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:

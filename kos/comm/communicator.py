@@ -6,20 +6,18 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kos.comm.arguments import check_algorithm, check_shape, check_timeout, number_in, truth, whole_number
+from kos.comm.arguments import check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
 from kos.comm.failures import again
-from kos.comm.gpu.auto import AutoBackend
-from kos.comm.gpu.backend import DeviceBackend
-from kos.comm.operation import AUTO, OF_BYTES, Operation
+from kos.comm.operation import POINT_TO_POINT, Call, Operation, Options
 from kos.comm.persistent import Batch, Persistent
-from kos.comm.recorder import GROUP, TIMEOUT, Group, Recorder
-from kos.comm.reduction import ReduceOp
+from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
 from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RendezvousError
@@ -59,14 +57,15 @@ class Communicator(Operations):
         group: Group | None = None,
     ) -> None:  # fmt: skip
         self.backend, self.backend_name = backend, backend.name
-        self.device = getattr(backend, "device", None)
+        self.device = backend.device
         self.rendezvous = rendezvous
         self.probes = probes
-        self._timeout = timeout
+        self._defaults = Options(timeout)
+        self._collectives = self._messages = self._splits = 0  # so far
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.local_rank, self.local_size = rendezvous.local_rank, rendezvous.local_size
         self._batch: Batch | None = None
-        self._persistents: weakref.WeakSet[Persistent] = weakref.WeakSet()
+        self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
         self._closed = False
         ranks = list(range(self.size))
         self._group = group or Group(
@@ -90,11 +89,14 @@ class Communicator(Operations):
 
         It may be set, on all ranks alike; groups split from this one afterwards have it too.
         """
-        return self._timeout
+        assert self._defaults.timeout is not None
+        return self._defaults.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._timeout = self.rendezvous.timeout = self.backend.timeout = check_timeout(seconds)
+        self._defaults = Options(check_timeout(seconds))
+        self.rendezvous.timeout = self.backend.timeout = self.timeout
+        self.backend.cache.clear()
 
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
         """All ranks' ``data``, of any lengths, in rank order: for small things that steer a program."""
@@ -102,15 +104,16 @@ class Communicator(Operations):
             raise InvalidArgument("all_gather_bytes: expected a call outside of a batch, got one inside")
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
-        if isinstance(self.backend, DeviceBackend):  # which does not carry bytes of the host
+        if not self.backend.carries_host:
             with self._meeting(timeout):
                 return self.rendezvous.allgather(bytes(data))
         x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
         send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
-        self._go(Operation("all_gather", self.rank, send, recv, way=OF_BYTES), False, timeout)
+        options = replace(self._options("all_gather", None, False, timeout), purpose="all_gather_bytes")
+        self._go(Operation("all_gather", self.rank, send, recv, options=options))
         counts = sizes.tolist()
         send, recv = as_buffer(x, "data", False), as_buffer(np.empty(sum(counts), np.uint8), "data", True)
-        self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts, way=OF_BYTES), False, timeout)
+        self._go(Operation("all_gather_v", self.rank, send, recv, recv_counts=counts, options=options))
         return [part.tobytes() for part in np.split(recv.array, np.cumsum(counts)[:-1])]
 
     def batch(self, *, async_op: bool = False) -> Batch:
@@ -141,17 +144,18 @@ class Communicator(Operations):
         self._check_open()
         self.synchronize()
         call = "duplicate" if label == "duplicate" else "split"
-        host = getattr(self.backend, "host", self.backend)
-        if not isinstance(host, DeviceBackend):  # a call like others: compared with theirs before it waits elsewhere
-            via = host if host is not self.backend else None
-            self._group.launch(Operation(call, self.rank, timeout=self._timeout, via=via), 3, self.backend).wait()
+        if self.backend.carries_host:  # a call like others: compared with theirs before it waits elsewhere
+            control = Call(Operation(call, self.rank, options=self._defaults), self.name)
+            self.backend.prepare(control)
+            if (work := self._launch(control, 3)) is not None:
+                work.wait()
         else:
             with self._meeting():
                 calls = [theirs.decode() for theirs in self.rendezvous.allgather(call.encode())]
             for rank, theirs in enumerate(calls):
                 if theirs != calls[0]:
                     raise CollectiveMismatch(f"{self.name}: rank 0 called {calls[0]} but rank {rank} called {theirs}")
-        name = self._group.next_split()
+        name, self._splits = f"{self.name}.{self._splits}", self._splits + 1  # the same on all ranks: all of them split
         with self._meeting():
             rendezvous = self.rendezvous.split(color, key)
             backend = self.backend.split(rendezvous, color, key)
@@ -192,7 +196,7 @@ class Communicator(Operations):
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
-        return Communicator(backend, rendezvous, self.probes, self._timeout, group)
+        return Communicator(backend, rendezvous, self.probes, self.timeout, group)
 
     def synchronize(
         self, timeout: float | None = None, stream: Any = None, *, until: Callable[[], bool] | None = None
@@ -204,8 +208,8 @@ class Communicator(Operations):
         wait for everything on that stream instead, replays of captured graphs included; ``until``, likewise: wait
         until that function, an event's ``done`` for one, returns True.
         """
-        limit = self._timeout if timeout is None else check_timeout(timeout)
-        handle = None if stream is None else self._stream(stream)
+        limit = self.timeout if timeout is None else check_timeout(timeout)
+        handle = None if stream is None else self._handle(stream)
         self.backend.check_fit("synchronize")
         if until is not None:
             if self.device is None or not callable(until):
@@ -233,12 +237,7 @@ class Communicator(Operations):
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
             rows.append((name, chosen, probe.reason))
-        host: Any = getattr(self.backend, "host", self.backend)
-        if (shared := getattr(host, "shared_memory", None)) is not None:
-            rows.append(("shared memory", "in use" if host.shares_memory else "no", shared))
-        table = getattr(self.backend, "table", None)
-        tuned = [] if table is None else [f"tuning table: {table.source}"]
-        return "\n".join([*_columns(rows), *tuned, *_columns(self.backend.routes())])
+        return "\n".join([*_columns([*rows, *self.backend.details()]), *_columns(self.backend.routes())])
 
     def close(self) -> None:
         """Wait for what is in flight and give the communicator back.  Collective; once is enough."""
@@ -273,7 +272,7 @@ class Communicator(Operations):
         engine = self.backend.engine
         for work in [*engine.untold, *engine.outstanding()]:
             if self.backend.owns(work):
-                work.cancel(CollectiveError(f"{work.operation}: the communicator was aborted"))
+                work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"given up: {reason}")
 
     def __enter__(self) -> Communicator:
@@ -288,95 +287,64 @@ class Communicator(Operations):
 
     # Launching operations.
 
-    def _go(self, o: Operation, async_op: bool, timeout: float | None, algorithm: str = AUTO,
-            deterministic: bool = False) -> Any:  # fmt: skip
-        o.timeout = self._timeout if timeout is None else check_timeout(timeout)
-        if deterministic is not False:
-            o.deterministic = truth("deterministic", deterministic)
-        if async_op is not False:
-            async_op = truth("async_op", async_op)
-        if algorithm is not AUTO:
-            check_algorithm(algorithm, o)
-        if async_op and self._batch is not None:
-            raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
-        o.overlap = async_op
-        self.backend.prepare(o)
+    @property
+    def _deferred(self) -> bool:
+        return self._batch is not None
+
+    def _go(self, o: Operation) -> Any:
+        call = Call(o, self.name)
+        self.backend.prepare(call)
         if self._batch is not None:
-            return self._batch.add(o)
+            return self._batch.add(call)
         if self._closed:
             self._check_open()
-        work = self._group.launch(o, 3, self.backend)  # frames up to the caller of the operation
+        work = self._launch(call, 3)  # frames up to the caller of the operation
         if work is not None:
-            return work if async_op else work.wait()
+            return work if o.options.overlap else work.wait()
         if o.recv is None:
             return None
         array = o.recv.array
-        if o.lasts and timeout is None and algorithm is AUTO and not o.deterministic and o.name in _REPEATED:
-            self._keep(o)
+        if o.options is self._defaults and call.route is not None and call.route.fixed:
+            self.backend.cache.add(call)
         return array
 
-    def _keep(self, o: Operation) -> None:
-        """Have the same call find ``o``, which the backend keeps: without its arrays, which hold it weakly."""
-        send, recv = o.send, o.recv
-        assert send is not None and recv is not None
-        x, out, reduction = send.array, recv.array, o.reduction
-        if not (type(x) is type(out) is Array and o.queue is x.stream):
-            return
-        backend: Any = o.via or self.backend  # one for GPUs, or nothing would have been queued
-        if x.given is None:
-            x.given = _once  # what is used once, a view for one, is not worth it
-        elif (reduction is None or reduction.op is not ReduceOp.PREMUL_SUM) and backend.keep(x, o):
-            o.asked = o.root if reduction is None else reduction.op
-            o.output = None if out is x else weakref.ref(out)
-            o.other, x.given = x.given, weakref.ref(o)
-            send.array = recv.array = None
-
-    def _repeat(self, name: str, x: Any, out: Any, asked: Any) -> bool:
-        """Launch the operation of the same call made before, if nothing about it has changed; whether it did.
-
-        What it looks at is little: between two calls the caches of a CPU belong to others.
-        """
-        if type(x) is not Array:
+    def _repeat(self, name: str, x: Array, out: Any, parameter: Any) -> bool:
+        call = self.backend.cache.find(name, x, out, parameter)
+        if call is None or self._batch is not None:
             return False
-        kept = x.given
-        while kept is not None and (o := kept()) is not None:
-            if o.said[GROUP] is self._group and o.name is name and o.asked is asked:
-                break
-            kept = o.other
-        else:
-            return False
-        queue, timeout = x.stream, self._timeout
-        if o.queue is not queue or self._batch is not None or getattr(x.owner, "closed", False):
-            return False
-        if out is None or out is x:
-            if o.output is not None or x.readonly:
-                return False
-        elif (
-            o.output is None or o.output() is not out or out.stream is not queue or out.readonly
-            or getattr(out.owner, "closed", False)
-        ):  # fmt: skip
-            return False
-        if o.said[TIMEOUT] is not timeout:
-            o.timeout, o.said = timeout, (*o.said[:TIMEOUT], timeout, *o.said[TIMEOUT + 1 :])
         if self._closed:
             self._check_open()
-        self._group.launch(o, 3, self.backend)
+        self._launch(call, 3)
         return True
 
-    def _launch_all(self, operations: list[Operation], overlap: bool, works: list[Work]) -> None:
-        """Launch the checked operations of a batch, and add to ``works`` what is in flight."""
+    def _launch(self, call: Call, depth: int) -> Work[Any] | None:
+        """Number a prepared call, note it as asked for by the caller ``depth`` frames up, and start it.
+
+        Not when it was checked: a refused call does not count.
+        """
+        self._number(call)
+        self._group.note(call, depth + 1)
+        try:
+            return self.backend.start(call)
+        except Exception as error:
+            failed(call, error)
+            raise
+
+    def _number(self, call: Call) -> None:
+        if call.operation.name in POINT_TO_POINT:
+            call.sequence = self._messages
+            self._messages += 1
+        else:
+            call.sequence = self._collectives
+            self._collectives += 1
+
+    def _launch_all(self, calls: list[Call], overlap: bool) -> list[Work[Any]]:
+        """Launch the checked calls of a batch; returns the Work of each."""
         self._check_open()
-        for operation in operations:
-            operation.overlap = overlap
-        if not isinstance(self.backend, DeviceBackend | AutoBackend):
-            for operation in operations:
-                works.append(self._group.launch(operation, 3, self.backend))
-            return
-        # Numbered as they begin: ranks are compared by how far they have come.
-        for operation in self.backend.in_order(operations) if isinstance(self.backend, AutoBackend) else operations:
-            self._group.launch(operation, 3)
-        if operations:
-            works.extend(self.backend.start_all(operations))
+        for call in self.backend.in_order(calls):  # as they begin: ranks are compared by how far they have come
+            self._number(call)
+            self._group.note(call, 3)
+        return self.backend.start_all(calls, overlap) if calls else []
 
     def _check_open(self) -> None:
         if self._closed:
@@ -386,14 +354,6 @@ class Communicator(Operations):
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
-_REPEATED = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
-"""Operations of which ``_repeat`` is asked."""
-
-
-def _once() -> None:
-    """What an array was given to after its first call."""
 
 
 _made: weakref.WeakSet[Communicator] = weakref.WeakSet()

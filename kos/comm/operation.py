@@ -1,11 +1,10 @@
-"""Operation: one call of a collective, or one message, as data."""
+"""Operation: what a caller asked for, as data.  Call: that operation as a communicator launches it."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kos.comm.reduction import Reduction
 from kos.memory import Buffer
@@ -13,19 +12,44 @@ from kos.memory import Buffer
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
 AUTO = "auto"
 """The algorithm of calls that name none."""
-OF_BYTES = "all_gather_bytes"
-"""The way of the two operations that the call of this name is made of."""
 COLLECTIVE_TAGS = 1 << 20
 """Tags below are the users'; collectives use as many above, by sequence number."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Operation:
-    """What the Communicator checked and hands to one backend.
+class Message(NamedTuple):
+    """The ends of a message, as ranks of the group, and the tags to the one and from the other."""
 
-    ``sequence`` counts the collectives of a communicator (equal on all ranks) and, apart from them, this
-    rank's own messages.  Counts are elements, ``timeout`` is seconds (None waits for ever).
+    dst: int | None = None
+    src: int | None = None
+    tag: int = 0
+    recv_tag: int = 0
+
+
+NO_MESSAGE = Message()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the caller may say about how an operation is carried out.
+
+    ``timeout`` is seconds (None waits for ever).  ``overlap``: beside the stream of the arrays (``async_op``).
+    ``purpose`` names the call of the user that this operation is a part of, where that is another one.
     """
+
+    timeout: float | None = None
+    algorithm: str = AUTO
+    deterministic: bool = False
+    overlap: bool = False
+    stream: Any = None
+    purpose: str = ""
+
+
+DEFAULTS = Options()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """What the caller asked for, checked.  Counts are elements, one for each rank."""
 
     name: str
     rank: int
@@ -33,56 +57,17 @@ class Operation:
     recv: Buffer | None = None
     reduction: Reduction | None = None
     root: int | None = None
-    dst: int | None = None
-    src: int | None = None
-    tag: int = 0
-    recv_tag: int = 0
+    message: Message = NO_MESSAGE
     send_counts: Sequence[int] | None = None
     recv_counts: Sequence[int] | None = None
-    algorithm: str = AUTO
-    deterministic: bool = False
-    timeout: float | None = None
-    sequence: int = -1
-    group: str = ""  # the communicator's name
-    stream: int = 0  # handle of the stream that GPU arrays are used in the order of
-    queue: Any = None  # that stream itself, kept as long as its handle is
-    overlap: bool = False  # on a GPU: beside that stream
-    launch: Callable[[int], None] | None = None  # what a backend for GPUs resolved: queues it on a stream
-    via: Any = None  # the backend that carries it, where one stands for several
-    way: str | None = None  # how it goes there, where that depends on more than the arguments and must be one way
-    mark: int = 0  # its fingerprint as a number, once it was announced to the ranks of the host
-    record: list[Any] | None = None  # the flight recorder's slot
-    said: tuple[Any, ...] | None = None  # what the flight recorder notes of it at each launch
-    lasts: bool = True  # whether the same call is the same operation, within a graph or not
-    asked: Any = None  # of one that is kept for the same call on the same arrays: the op or the root,
-    output: weakref.ref[Any] | None = None  # the array of its result, unless it works in place,
-    other: weakref.ref[Operation] | None = None  # and what other communicators keep for its input
+    options: Options = DEFAULTS
 
     @property
     def collective(self) -> bool:
         return self.name not in POINT_TO_POINT
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Everything that must be equal on all ranks for the call to belong together."""
-        buffer = self.send or self.recv
-        reduction = self.reduction
-        print_: dict[str, Any] = {
-            "operation": self.name,
-            "dtype": buffer.dtype.name if buffer else None,
-            "count": self._common_count(),
-            "op": reduction.op.name if reduction else None,
-            "root": self.root,
-            "algorithm": self.algorithm,
-            "deterministic": self.deterministic,
-            "backend": self.via.name if self.via is not None else None,
-            "way": self.way,
-        }
-        if self.name in ("all_gather_v", "reduce_scatter_v"):
-            print_["counts"] = list(self.recv_counts or self.send_counts or ())
-        return print_
-
-    def _common_count(self) -> int | None:
-        """Elements that each rank contributes, or gets, in this collective."""
+    def common_count(self) -> int | None:
+        """Elements that each rank contributes, or gets, in this collective; None where ranks may differ."""
         if self.name in ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "barrier"):
             return None
         if self.name in ("scatter", "reduce_scatter"):
@@ -91,12 +76,8 @@ class Operation:
         return buffer.count if buffer else None
 
     def __str__(self) -> str:
-        return f"{self.group}: {self.call}" if self.group else self.call
-
-    @property
-    def call(self) -> str:
-        """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
-        text = f"{self.name} #{self.sequence}"
+        """`` of float32[4] by SUM``: everything but the name."""
+        text, message = "", self.message
         buffer = self.send or self.recv
         if buffer is not None:
             text += f" of {buffer}"
@@ -104,10 +85,84 @@ class Operation:
             text += f" by {self.reduction.op.name}"
         if self.root is not None:
             text += f", root {self.root}"
-        if self.dst is not None:
-            text += f", to rank {self.dst} with tag {self.tag}"
-        if self.src is not None:
-            text += f", from rank {self.src} with tag {self.recv_tag}"
-        if self.way == OF_BYTES:
-            text += f", for {OF_BYTES}"
+        if message.dst is not None:
+            text += f", to rank {message.dst} with tag {message.tag}"
+        if message.src is not None:
+            text += f", from rank {message.src} with tag {message.recv_tag}"
+        if self.options.purpose:
+            text += f", for {self.options.purpose}"
         return text
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Route:
+    """How a backend carries an operation, as its ``prepare`` found.  Calls with the same arguments may share one."""
+
+    backend: Any
+    """The backend that carries it: one of several where the communicator's own stands for them."""
+    launch: Callable[[int], None] | None = None
+    """Queues it on the stream with that handle, where the backend is one for GPUs."""
+    kernel: str | None = None
+    """Which kernel carries it, where that depends on more than the arguments and must be one on all ranks."""
+    mark: int = 0
+    """The fingerprint of the calls that share this route; 0: each call has its own, or none."""
+    fixed: bool = True
+    """Whether the same call takes the same route, within a graph or not."""
+
+
+class Call:
+    """An operation as a communicator launches it, once or again and again.
+
+    The communicator sets ``group`` (its name) and ``sequence``.  That counts the communicator's collectives, equal on
+    all ranks, and apart from them this rank's own messages.  The backend sets ``route``, ``mark`` (the fingerprint, 0
+    before it was needed), ``stream`` (a handle) and ``queue`` (that stream itself, which keeps the handle valid).
+    ``record`` and ``description`` are the flight recorder's.
+    """
+
+    __slots__ = (
+        "__weakref__", "description", "group", "mark", "operation", "queue", "record", "route", "sequence", "stream",
+    )  # fmt: skip
+
+    def __init__(self, operation: Operation, group: str = "", sequence: int = -1) -> None:
+        self.operation, self.group, self.sequence = operation, group, sequence
+        self.route: Route | None = None
+        self.mark = self.stream = 0
+        self.queue: Any = None
+        self.record: list[Any] | None = None
+        self.description: tuple[Any, ...] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def collective(self) -> bool:
+        return self.operation.name not in POINT_TO_POINT
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Everything that must be equal on all ranks for the call to belong together."""
+        o, route = self.operation, self.route
+        buffer = o.send or o.recv
+        print_: dict[str, Any] = {
+            "operation": o.name,
+            "dtype": buffer.dtype.name if buffer else None,
+            "count": o.common_count(),
+            "op": o.reduction.op.name if o.reduction else None,
+            "root": o.root,
+            "algorithm": o.options.algorithm,
+            "deterministic": o.options.deterministic,
+            "purpose": o.options.purpose or None,
+            "backend": route.backend.name if route is not None else None,
+            "kernel": route.kernel if route is not None else None,
+        }
+        if o.name in ("all_gather_v", "reduce_scatter_v"):
+            print_["counts"] = list(o.recv_counts or o.send_counts or ())
+        return print_
+
+    def __str__(self) -> str:
+        return f"{self.group}: {self.text}" if self.group else self.text
+
+    @property
+    def text(self) -> str:
+        """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
+        return f"{self.operation.name} #{self.sequence}{self.operation}"

@@ -2,81 +2,55 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from bisect import bisect_left
-from collections.abc import Callable
-from itertools import pairwise, zip_longest
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from itertools import pairwise
+from typing import Any, Generic, TypeVar, cast
 
-from kos.comm.gpu.backend import DeviceWork
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Operation
 from kos.comm.work import Work
 from kos.errors import InvalidArgument
 
-P = ParamSpec("P")
-Comm = TypeVar("Comm")
+T = TypeVar("T")
 
 
-class Persistent:
-    """An operation checked once and started many times, always on the same arrays."""
+class Persistent(Generic[T]):
+    """An operation that is checked once and started many times, always on the same arrays."""
 
-    __slots__ = ("__weakref__", "_comm", "_operation", "_queued", "_work")
+    __slots__ = ("__weakref__", "_call", "_comm", "_queued", "_work")
 
     def __init__(self, comm: Any, operation: Operation) -> None:
-        self._comm, self._operation = comm, operation
-        self._work: Work | None = None  # of the last start, until the communicator was synchronized
+        self._comm, self._call = comm, Call(operation, comm.name)
+        self._work: Work[T] | None = None  # of the last start, until the communicator was synchronized
+        self._queued: Work[T] | None = None  # of every start on a GPU: they queue up on one stream, so one will do
+        self._prepare()
         comm._persistents.add(self)
-        # What starts on a GPU return: they queue up on one stream, so one will do for all.
-        backend: Any = operation.via or comm.backend
-        self._queued = None if operation.launch is None else DeviceWork(operation, backend)
 
-    def start(self) -> Any:
-        """Launch it once more; returns its Work.  Inside a batch it joins that, and returns the output array.
+    def _prepare(self) -> None:
+        self._comm.backend.prepare(self._call)
+        self._queued = self._comm.backend.queued(self._call)
+
+    def start(self) -> Work[T]:
+        """Launch the operation once more; returns its Work.  Inside a batch it starts with the batch.
 
         Raises InvalidArgument unless the previous start was waited for: by ``Work.wait``, by ``Work.done`` that
         returned True, or by ``Communicator.synchronize``.  On a GPU starts queue up behind one another, on the
         stream of the arrays.
         """
-        comm, o = self._comm, self._operation
+        comm, call = self._comm, self._call
         if comm._closed:
             comm._check_open()
         # Not whether it is over, which some ranks find and others do not.
-        if self._work is not None and o.launch is None and not self._work.told:
-            raise InvalidArgument(f"start: expected the previous start to be waited for, got {o}")
-        o.overlap = False  # as a batch may have left it
-        if not o.lasts:  # in a graph another backend may be faster
-            comm.backend.prepare(o)
-            self._queued = DeviceWork(o, o.via)
+        if self._work is not None and not self._work.told:
+            raise InvalidArgument(f"start: expected the previous start to be waited for, got {call}")
+        if call.route is not None and not call.route.fixed:  # in a graph another backend may be faster
+            self._prepare()
         if comm._batch is not None:
-            return comm._batch.add(o, self)
-        work = comm._group.launch(o, 2, comm.backend)
+            return cast("Work[T]", comm._batch.add(call, self))
+        work = comm._launch(call, 2)
         if work is None:
-            return self._queued
+            return cast("Work[T]", self._queued)
         self._work = work
-        return work
-
-
-def persistent(call: Callable[Concatenate[Comm, P], Any]) -> Callable[Concatenate[Comm, P], Persistent]:
-    """The persistent form of an operation: its checks are made now, its launch at every ``start``."""
-
-    @functools.wraps(call)
-    def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent:
-        outer = comm._batch
-        comm._batch = only = Batch(comm, False)
-        try:
-            call(comm, *args, **options)
-        finally:
-            comm._batch = outer
-        return Persistent(comm, only.operations[0])
-
-    name = call.__name__
-    init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
-    init.__doc__ = f"A persistent ``{name}``: checked now, and launched by each ``start()`` of what is returned."
-    signature = inspect.signature(call)
-    kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
-    init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
-    return init
+        return cast("Work[T]", work)
 
 
 class Batch:
@@ -84,36 +58,34 @@ class Batch:
 
     def __init__(self, comm: Any, async_op: bool) -> None:
         self._comm, self._async_op = comm, async_op
-        self.operations: list[Operation] = []
-        self.works: list[Work] = []
-        self._starts: list[Persistent | None] = []  # whose each of ``operations`` is
+        self._calls: list[Call] = []
+        self.works: list[Work[Any]] = []
+        self._starts: list[Persistent[Any] | None] = []  # whose each of the calls is
 
-    def add(self, operation: Operation, persistent: Persistent | None = None) -> Any:
+    def add(self, call: Call, persistent: Persistent[Any] | None = None) -> Any:
         """Have it launched with the others; returns the array that will hold its result."""
         if persistent is not None and persistent in self._starts:
-            raise InvalidArgument(f"start: expected one start of it in a batch, got another of {operation}")
+            raise InvalidArgument(f"start: expected one start of it in a batch, got another of {call}")
         self._starts.append(persistent)
-        self.operations.append(operation)
-        return operation.recv.array if operation.recv is not None else None
+        self._calls.append(call)
+        return call.operation.recv.array if call.operation.recv is not None else None
 
     def __enter__(self) -> Batch:
         if self._comm._batch is not None:
             raise InvalidArgument("batch: expected no other batch to be open, got one inside another")
         self._comm._batch = self
-        self.operations, self.works, self._starts = [], [], []
+        self._calls, self.works, self._starts = [], [], []
         return self
 
     def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
         self._comm._batch = None
         if value is not None:
             return
-        _refuse_clashes(self.operations)
-        try:
-            self._comm._launch_all(self.operations, self._async_op, self.works)
-        finally:
-            for persistent, work in zip_longest(self._starts, self.works):
-                if persistent is not None:
-                    persistent._work = work
+        _refuse_clashes([call.operation for call in self._calls])
+        self.works = self._comm._launch_all(self._calls, self._async_op)
+        for persistent, work in zip(self._starts, self.works, strict=True):
+            if persistent is not None and persistent._queued is None:
+                persistent._work = work
         if not self._async_op:
             self.wait()
 

@@ -6,18 +6,14 @@ import threading
 import time
 from collections.abc import Generator
 from time import time_ns
-from typing import Any, NoReturn, Protocol
-
-import numpy as np
+from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
 from kos.comm.arguments import check_timeout
-from kos.comm.operation import Operation
+from kos.comm.operation import Call
 from kos.comm.recorder import COMPLETED, failed, started
 from kos.errors import Interrupted, KosError
 
-Array = np.ndarray[Any, Any]
-_COPY_LOOK = 0.0001
-"""Seconds between two looks at a copy between host and GPU."""
+T = TypeVar("T")
 _REPORT_EVERY = 0.02
 """Seconds of waiting after which a rank shows the others what it waits for."""
 
@@ -42,11 +38,11 @@ class Carrier(Protocol):
 
     def idle(self) -> Idle: ...
 
-    def failed(self, operation: Operation, error: Exception) -> KosError: ...
+    def failed(self, call: Call, error: Exception) -> KosError: ...
 
-    def timed_out(self, operation: Operation, seconds: float | None) -> KosError: ...
+    def timed_out(self, call: Call, seconds: float | None) -> KosError: ...
 
-    def report(self, operation: Operation | None) -> None: ...
+    def report(self, call: Call | None) -> None: ...
 
 
 class Engine:
@@ -56,17 +52,16 @@ class Engine:
     """
 
     def __init__(self) -> None:
-        self._active: list[Work] = []
-        self.untold: list[Work] = []  # messages that failed, of which nobody has heard yet
-        self.copies = 0  # between host and GPU, in flight: nothing wakes who waits for them
+        self._active: list[Work[Any]] = []
+        self.untold: list[Work[Any]] = []  # messages that failed, of which nobody has heard yet
         self._lock = threading.RLock()
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: Work[Any]) -> None:
         """Take the first steps of ``work``: messages that need no waiting are posted when this returns."""
         with self._lock:
             if not work.advance():
                 self._active.append(work)
-                started(work.operation)
+                started(work.call)
 
     def poll(self) -> None:
         """Move every operation as far as it goes without waiting."""
@@ -75,7 +70,7 @@ class Engine:
                 if work.advance():
                     self._active.remove(work)
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: Work[Any]) -> None:
         """Forget an operation that was given up, or whose failure is told."""
         with self._lock:
             for works in (self._active, self.untold):
@@ -90,19 +85,19 @@ class Engine:
                 work.expire(seconds)
             return bool(works)
 
-    def outstanding(self) -> list[Work]:
+    def outstanding(self) -> list[Work[Any]]:
         """The operations in flight, in the order of their launch."""
         with self._lock:
             return list(self._active)
 
 
-class Work:
+class Work(Generic[T]):
     """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
 
-    __slots__ = ("_error", "_steps", "asked", "backend", "operation", "told")
+    __slots__ = ("_error", "_steps", "asked", "backend", "call", "told")
 
-    def __init__(self, operation: Operation, steps: Steps, backend: Carrier) -> None:
-        self.operation = operation
+    def __init__(self, call: Call, steps: Steps, backend: Carrier) -> None:
+        self.call = call
         self.backend = backend
         self._steps: Steps | None = steps
         self._error: KosError | None = None
@@ -118,8 +113,8 @@ class Work:
             next(steps)
         except StopIteration:
             self._steps = None
-            record = self.operation.record
-            if record is not None and record[0] is self.operation.said:  # ``reached``, for what is called most
+            record = self.call.record
+            if record is not None and record[0] is self.call.description:  # ``completed``, for what is called most
                 record[COMPLETED] = time_ns()
             return True
         except Exception as error:
@@ -129,7 +124,7 @@ class Work:
             return True
         except BaseException as error:  # a Ctrl-C: the generator is over, but what it was doing is not
             self.backend.engine.drop(self)
-            self._fail(Interrupted(f"{self.operation}: interrupted by {type(error).__name__}"))
+            self._fail(Interrupted(f"{self.call}: interrupted by {type(error).__name__}"))
             raise
         return False
 
@@ -140,7 +135,7 @@ class Work:
         """
         if self._steps is not None:
             self.backend.engine.poll()
-            now, timeout = time.monotonic(), self.operation.timeout
+            now, timeout = time.monotonic(), self.call.operation.options.timeout
             self.asked = self.asked or now
             if self._steps is not None and timeout is not None and now - self.asked > timeout:
                 self.expire(timeout)
@@ -151,14 +146,14 @@ class Work:
             self._raise(self._error)
         return True
 
-    def wait(self, timeout: float | None = None) -> Array | None:
+    def wait(self, timeout: float | None = None) -> T:
         """Wait for the operation; returns its output array (None where this rank has none).
 
         ``timeout`` in seconds, counted from this call; None is the operation's own.  Raises
         CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for what the backend reports;
         InvalidArgument for a timeout that is not positive.
         """
-        timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
+        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
         if self._steps is not None:
             self._wait(timeout)
         self.told = True
@@ -166,15 +161,15 @@ class Work:
             self._raise(self._error)
         return self.result
 
-    def synchronize(self, timeout: float | None = None) -> Array | None:
+    def synchronize(self, timeout: float | None = None) -> T:
         """Wait on the host, where ``wait`` without a timeout may only order work on a GPU."""
         return self.wait(timeout)
 
     @property
-    def result(self) -> Array | None:
+    def result(self) -> T:
         """The output array, whose contents are valid once the operation is done."""
-        recv = self.operation.recv
-        return recv.array if recv is not None else None
+        recv = self.call.operation.recv
+        return cast(T, recv.array if recv is not None else None)
 
     def cancel(self, error: KosError) -> None:
         """Give the operation up; ``wait`` raises ``error``."""
@@ -185,7 +180,7 @@ class Work:
 
     def expire(self, seconds: float | None) -> None:
         """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
-        self.cancel(self.backend.timed_out(self.operation, seconds))
+        self.cancel(self.backend.timed_out(self.call, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.drop(self)
@@ -208,10 +203,8 @@ class Work:
                     self.expire(timeout)
                     return
                 if now > report_at:
-                    backend.report(self.operation)
+                    backend.report(self.call)
                     report_at, reported = now + _REPORT_EVERY, True
-                if backend.engine.copies:
-                    remaining = _COPY_LOOK if remaining is None else min(remaining, _COPY_LOOK)
                 idle.pause(mark, remaining)
         finally:
             if reported:
@@ -219,5 +212,5 @@ class Work:
 
     def _fail(self, error: Exception) -> None:
         self._steps = None
-        self._error = self.backend.failed(self.operation, error)
-        failed(self.operation, self._error)
+        self._error = self.backend.failed(self.call, error)
+        failed(self.call, self._error)

@@ -7,6 +7,8 @@ graph.replay(stream)
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import gc
 import sys
 from collections.abc import Iterable, Iterator
@@ -91,6 +93,52 @@ def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
         graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
     finally:
         call(cu.cuGraphDestroy, recorded)
+
+
+class CapturedGraph:
+    """A graph that a stream is capturing, in whatever library, and the executable graphs made from it.
+
+    ``alive()`` is true until all of them are destroyed and their replays have ended.  The driver reports that on a
+    thread of its own, by a call to C's ``sem_post``: Python code could not run there.
+    """
+
+    def __init__(self, graph: Any) -> None:
+        self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+        library = _c_library()
+        library.sem_init(self._semaphore, 0, 0)
+        post = ctypes.cast(library.sem_post, ctypes.c_void_p).value
+        once = cu.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC
+        report = call(cu.cuUserObjectCreate, ctypes.addressof(self._semaphore), post, 1, int(once))
+        moved = cu.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE
+        call(cu.cuGraphRetainUserObject, graph, report, 1, int(moved))
+
+    def alive(self) -> bool:
+        value = ctypes.c_int()
+        _c_library().sem_getvalue(self._semaphore, ctypes.byref(value))
+        return value.value == 0
+
+
+_SEMAPHORE_BYTES = 64  # a sem_t takes 32 on 64-bit Linux
+_captured: dict[int, CapturedGraph] = {}
+"""Graphs that were alive when last looked at, by the driver's number of their capture: their semaphores must stay."""
+
+
+@functools.cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+def captured_graph(stream: int) -> CapturedGraph | None:
+    """The graph that ``stream``, which is not the legacy default stream, is capturing, or None."""
+    status, capture, graph, *_ = call(cu.cuStreamGetCaptureInfo, stream)
+    if status != cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        return None
+    number = int(capture)
+    if number not in _captured:
+        for former in [each for each, one in _captured.items() if not one.alive()]:
+            del _captured[former]
+        _captured[number] = CapturedGraph(graph)
+    return _captured[number]
 
 
 @contextmanager

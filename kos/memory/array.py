@@ -42,7 +42,7 @@ class Array:
     What an array describes does not change: a view is another array.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "given", "owner", "pointer", "readonly", "shape", "stream")
+    __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream", "used")
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Array:
         """Describe memory that exists; ``owner`` is kept alive as long as the array and its views."""
         self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
         self.owner, self.stream, self.readonly = owner, stream, readonly
-        self.given: Any = None  # to which calls, as communicators keep them
+        self.used = False  # by a communicator: calls on arrays that are used again are cached
 
     @classmethod
     def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:

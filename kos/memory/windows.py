@@ -1,9 +1,18 @@
-"""Window: device memory that a communicator has registered with a library, given back with its last array."""
+"""Window: device memory that a communicator has registered with a library, given back with its last array.
+
+A graph that captured an operation on a window holds bare addresses of it, and may outlive its arrays: the memory
+knows such graphs, and is freed after they are gone.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
+
+from kos.cuda.driver import cu
+from kos.cuda.graphs import CapturedGraph, captured_graph
+from kos.cuda.streams import LEGACY
 
 
 class Registrar(Protocol):
@@ -30,3 +39,52 @@ class Window:
 
     def __del__(self) -> None:
         self.close()
+
+
+class WindowMemory:
+    """``nbytes`` of registered memory, with the library's ``handle``, and the graphs that use it."""
+
+    __slots__ = ("_graphs", "handle", "nbytes", "pointer")
+
+    def __init__(self, pointer: int, nbytes: int, handle: Any) -> None:
+        self.pointer, self.nbytes, self.handle = pointer, nbytes, handle
+        self._graphs: list[CapturedGraph] = []
+        _memories[pointer] = self
+
+    def add(self, graph: CapturedGraph) -> None:
+        """``graph`` uses it."""
+        if graph not in self._graphs:
+            self._graphs.append(graph)
+
+    def in_graphs(self) -> bool:
+        """Whether a graph that uses it is alive."""
+        self._graphs = [graph for graph in self._graphs if graph.alive()]
+        return bool(self._graphs)
+
+    def forget(self) -> None:
+        """It is about to be freed."""
+        _memories.pop(self.pointer, None)
+
+
+class InWindows:
+    """A launch on memory of windows, which outlives the graphs that capture it."""
+
+    __slots__ = ("_memories", "launch")
+
+    def __init__(self, launch: Callable[[int], None], memories: Sequence[WindowMemory]) -> None:
+        self.launch, self._memories = launch, memories
+
+    def __call__(self, stream: int) -> None:
+        if stream != LEGACY and cu.cuStreamIsCapturing(stream)[1] and (graph := captured_graph(stream)) is not None:
+            for memory in self._memories:
+                memory.add(graph)
+        self.launch(stream)
+
+
+_memories: dict[int, WindowMemory] = {}
+
+
+def in_windows(launch: Callable[[int], None], pointers: Iterable[int]) -> Callable[[int], None]:
+    """``launch`` itself where none of the addresses lies in a window that a communicator of this process made."""
+    memories = [m for m in list(_memories.values()) if any(0 <= p - m.pointer < m.nbytes for p in pointers)]
+    return InWindows(launch, memories) if memories else launch

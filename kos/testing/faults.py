@@ -19,7 +19,7 @@ import numpy as np
 
 from kos.comm.arguments import whole_number
 from kos.comm.host.mock import SENT
-from kos.comm.operation import Operation
+from kos.comm.operation import Call
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.schedules.execute import Request, Transport
 from kos.errors import CollectiveError, InvalidArgument, KosError
@@ -113,19 +113,19 @@ class FaultyTransport:
         self._early: dict[tuple[int, int], dict[int, _Packet]] = defaultdict(dict)
         self._held: list[threading.Timer] = []
 
-    def start(self, operation: Operation, tag: int) -> None:
-        """The rank is about to start ``operation``, whose messages have ``tag``."""
-        self._faults[tag], self._said[tag] = [], str(operation)
+    def start(self, call: Call, tag: int) -> None:
+        """The rank is about to start ``call``, whose messages have ``tag``."""
+        self._faults[tag], self._said[tag] = [], str(call)
         for fault in self._plan.next_operation(self._group.members[self._rank]):
             if fault.kind not in ("stall", "crash"):
                 self._faults[tag].append(fault)
                 continue
             self._plan.pending.discard(fault)
             if fault.kind == "crash":
-                raise Crashed(f"it crashed before {operation.name}")
-            self._stall(fault, operation)
+                raise Crashed(f"it crashed before {call.name}")
+            self._stall(fault, call)
 
-    def _stall(self, fault: Fault, operation: Operation) -> None:
+    def _stall(self, fault: Fault, call: Call) -> None:
         world, plan = self._group.world, self._plan
         me = world.wakeup[self._group.members[self._rank]]
         with world.lock:
@@ -135,7 +135,7 @@ class FaultyTransport:
             plan.stalled += 1
             world.notify(list(range(len(world.wakeup))))
             me.wait_for(lambda: len(world.departed) + plan.stalled >= len(world.wakeup))
-        raise Crashed(f"it stalled before {operation.name}")
+        raise Crashed(f"it stalled before {call.name}")
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         return self._inner.irecv(array, peer, tag)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import queue
 import threading
@@ -28,7 +29,7 @@ from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.cuda import driver, graphs, streams
 from kos.dtypes import DTYPES
-from kos.memory import array
+from kos.memory import array, windows
 
 WAIT = 20.0  # seconds
 DTYPE_OF = {code: dtype for dtype, code in nccl_binding.CODE_OF.items()}
@@ -244,6 +245,35 @@ class Memory:
         self.closed = True
 
 
+class FakeGraph:
+    """What a stream captures: reports its end as the driver does."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self._reports: list[tuple[int, int]] = []
+
+    def retain(self, report: tuple[int, int]) -> None:
+        self._reports.append(report)
+
+    def destroy(self) -> None:
+        for pointer, function in self._reports:
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(pointer)
+
+
+_numbers = itertools.count(1)
+_capturing = threading.local()
+
+
+@contextlib.contextmanager
+def captures() -> Iterator[FakeGraph]:
+    """What this thread queues meanwhile is captured, and done nevertheless."""
+    _capturing.graph = FakeGraph()
+    try:
+        yield _capturing.graph
+    finally:
+        del _capturing.graph
+
+
 @contextlib.contextmanager
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     """Everything that would reach for the driver, a GPU or libnccl finds a stand-in."""
@@ -263,12 +293,18 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
     cu = SimpleNamespace(
         cuMemcpyAsync=copy, cuMemsetD8Async=fill, cuStreamSynchronize=nothing, cuEventRecord=nothing,
         cuStreamWaitEvent=nothing, cuEventQuery=nothing, cuStreamQuery=nothing, cuEventDestroy=nothing,
-        cuStreamIsCapturing=lambda stream: (0, 0),
+        cuStreamIsCapturing=lambda stream: (0, int(hasattr(_capturing, "graph"))),
+        cuStreamGetCaptureInfo=lambda stream: (0, 1, _capturing.graph.number, _capturing.graph, [], [], 0),
+        cuUserObjectCreate=lambda pointer, function, count, flags: (0, (pointer, function)),
+        cuGraphRetainUserObject=lambda graph, report, count, flags: graph.retain(report) or (0,),
+        CUuserObject_flags=SimpleNamespace(CU_USER_OBJECT_NO_DESTRUCTOR_SYNC=1),
+        CUuserObjectRetain_flags=SimpleNamespace(CU_GRAPH_USER_OBJECT_MOVE=1),
+        CUstreamCaptureStatus=SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=1),
         cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
         CUresult=SimpleNamespace(CUDA_ERROR_NOT_READY=600), cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, nccl_schedule):
+    for module in (array, streams, device, driver, graphs, nccl_schedule, windows):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "is_current", lambda index: True)

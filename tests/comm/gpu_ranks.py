@@ -11,7 +11,7 @@ import numpy as np
 
 import kos
 from kos import ReduceOp
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call
 from kos.memory.array import Array
 from tests.comm.ranks import SUMS_IN_16_BITS
 
@@ -98,11 +98,11 @@ def noting_who_adds(comm: kos.Communicator) -> Iterator[None]:
     backend: Any = comm.backend
     prepare = backend.prepare
 
-    def noting(o: Operation) -> None:
-        prepare(o)
+    def noting(call: Call) -> None:
+        prepare(call)
+        o, part = call.operation, backend if call.route is None else call.route.backend
         if o.reduction is not None and o.reduction.op not in (ReduceOp.MIN, ReduceOp.MAX):
-            part = backend if o.via is None else o.via
-            SUMS_IN_16_BITS.set(part.name == "nccl" and o.algorithm == "auto" and not o.deterministic)
+            SUMS_IN_16_BITS.set(part.name == "nccl" and o.options.algorithm == AUTO and not o.options.deterministic)
 
     backend.prepare = noting
     token = SUMS_IN_16_BITS.set(False)

@@ -15,20 +15,20 @@ import numpy as np
 import pytest
 
 import kos
-from kos import tune
 from kos.comm.backend import Backend, Probe
 from kos.comm.gpu import auto, nccl_binding
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mock import MockBackend
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call, Operation, Options, Route
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
 from kos.cuda import driver, streams
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveTimeout, RankLost
 from kos.memory import as_buffer
 from kos.memory.array import Array
+from kos.tune import measure as tune
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
 from tests.comm.gpu_ranks import noting_who_adds
 from tests.comm.ranks import SUMS_IN_16_BITS
@@ -63,11 +63,11 @@ class Peer(NCCLBackend):
         return self.symmetric
 
     def has_algorithm(self, o: Operation) -> bool:
-        return o.algorithm in ("auto", "ring")
+        return o.options.algorithm in (AUTO, "ring")
 
-    def resolve(self, o: Operation) -> Any:
-        o.way = "a kernel"
-        return super().resolve(o)
+    def resolve(self, o: Operation, route: Route) -> bool:
+        route.kernel = "a kernel"
+        return super().resolve(o, route)
 
 
 @pytest.fixture
@@ -85,10 +85,10 @@ class Log(list[str]):
         for part in (*backend.gpus, backend.host):
             part.start = self._noting(part.name, part.start)  # type: ignore[method-assign]
 
-    def _noting(self, name: str, start: Callable[[Operation], Any]) -> Callable[[Operation], Any]:
-        def noting(o: Operation) -> Any:
+    def _noting(self, name: str, start: Callable[[Call], Any]) -> Callable[[Call], Any]:
+        def noting(call: Call) -> Any:
             self.append(name)
-            return start(o)
+            return start(call)
 
         return noting
 
@@ -163,8 +163,8 @@ def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
 
         def way(**options: Any) -> str:
             x = zeros(1 << 20)
-            operation = Operation("all_reduce", comm.rank, send=comm_buffer(x), recv=comm_buffer(x), **options)
-            return backend.of(operation).name
+            o = Operation("all_reduce", comm.rank, comm_buffer(x), comm_buffer(x), options=Options(**options))
+            return backend.choose_part(o)[0].name
 
         assert (way(), way(deterministic=True)) == ("nccl", "peer")
         assert (way(algorithm="ring"), way(algorithm="halving_doubling")) == ("peer", "nccl")
@@ -222,7 +222,7 @@ def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.Monkey
 
         def way(name: str, count: int) -> str:
             x = comm_buffer(zeros(count))
-            return backend.of(Operation(name, 0, send=x, recv=x)).name
+            return backend.choose_part(Operation(name, 0, send=x, recv=x))[0].name
 
         assert way("broadcast", 8) == "peer" and way("broadcast", 1 << 20) == "peer" and state.asked == 0
         assert way("broadcast", 1024) == "nccl"
@@ -246,7 +246,7 @@ def test_a_batch_goes_part_by_part(fake: FakeNCCL) -> None:
             comm.all_reduce(host)
         assert all((x.numpy() == 3).all() for x in xs) and (host == 3).all()
         assert [work.backend.name for work in batch.works] == ["nccl", "peer", "nccl", "peer", "mock"]
-        assert [work.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
+        assert [work.call.operation.send.count for work in batch.works] == [*counts, 3]  # type: ignore[union-attr]
 
     run(body)
 
@@ -387,7 +387,8 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
         backend = comm.backend
         assert isinstance(backend, AutoBackend)
         part = next(gpu for gpu in backend.gpus if gpu.name == failing)
-        part.failed(Operation("all_reduce", 0, sequence=7), CollectiveTimeout("all_reduce #7: rank 1 did not come"))
+        call = Call(Operation("all_reduce", 0), sequence=7)
+        part.failed(call, CollectiveTimeout("all_reduce #7: rank 1 did not come"))
         # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.
         assert ended == ["waits of nccl", "waits of peer", "nccl", "peer"]
         for x in (zeros(1), zeros(1 << 20), np.zeros(1)):
@@ -548,7 +549,10 @@ def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> No
         backend = comm.backend
         assert isinstance(backend, AutoBackend)
         x = comm_buffer(zeros(8))
-        prints = [Operation("all_reduce", 0, x, x, via=via).fingerprint() for via in (None, *backend.gpus)]
+        calls = [Call(Operation("all_reduce", 0, x, x)) for _ in range(3)]
+        for call, part in zip(calls[1:], backend.gpus, strict=True):
+            call.route = Route(part)
+        prints = [call.fingerprint() for call in calls]
         assert [print_["backend"] for print_ in prints] == [None, "nccl", "peer"]
 
     run(body)
@@ -583,7 +587,7 @@ def test_peer_takes_part_where_it_was_measured(
 def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         said = comm.explain()
-        assert "tuning table: the test" in said
+        assert "tuning table  in use  the test" in said
         rows = [re.split("  +", line) for line in said.splitlines()]
         by_size = ["1 KB", "32 KB", "1 MB", "32 MB", "1 GB"]
         assert ["float32 on GPUs", *by_size] in rows and ["all_reduce", "peer", *["nccl"] * 4] in rows

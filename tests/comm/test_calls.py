@@ -11,16 +11,16 @@ import pytest
 import kos
 from kos.comm.host.shared import Calls
 from kos.comm.host.shared.segment import ARRIVED, PID, RING
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Operation
 from kos.errors import RankLost
 from tests.comm.shared_ranks import run
 
 
-def call(sequence: int, root: int | None = None) -> Operation:
-    return Operation("barrier", 0, sequence=sequence, root=root)
+def call(sequence: int, root: int | None = None) -> Call:
+    return Call(Operation("barrier", 0, root=root), sequence=sequence)
 
 
-def varied(sequence: int) -> Operation:
+def varied(sequence: int) -> Call:
     """No call is like the one that has its place a ring later."""
     return call(sequence, sequence % 3)
 

@@ -91,7 +91,7 @@ def test_a_few_hundred_ranks() -> None:
 def test_the_last_answers_arrive_though_nobody_closed() -> None:
     """The process of rank 0 ends only when the hub has sent what the others have not yet read."""
     code = (
-        "from kos.comm import hub\n"
+        "from kos.comm.rendezvous import hub\n"
         "from kos.comm.rendezvous.env import EnvRendezvous\n"
         "hub.FAREWELL_SECONDS = 30\n"
         "rendezvous = EnvRendezvous(60)\n"

@@ -422,6 +422,57 @@ def test_windows(ranks: GPURanks, seed: int) -> None:
     ranks.run(body)
 
 
+def test_captured_calls_in_window_after_window(ranks: GPURanks, seed: int) -> None:
+    """Each window and its graph are gone when the next one is made: none may reach the memory of another."""
+
+    def body(gpu: Any) -> None:
+        comm, count = gpu.comm, 4 << 20
+        stream = cuda.create_stream(comm.device)
+        for turn in range(4):
+            x = comm.allocate(count, np.int32)
+            x.stream = stream
+            comm.broadcast(x, 0)  # not captured: it connects
+            with cuda.capture(stream, keep=[x]) as graph:
+                comm.broadcast(x, 0)
+            for way in (lambda graph=graph: graph.replay(stream), lambda x=x: comm.broadcast(x, 0)):
+                x.copy_from(np.full(count, seed % 1000 + turn if comm.rank == 0 else -1, np.int32), stream)
+                comm.barrier()
+                way()
+                got = x.numpy(stream)
+                assert (got == seed % 1000 + turn).all(), f"turn {turn}: {np.unique(got)}"
+            graph.close()
+            del x, graph, way
+
+    ranks.run(body)
+
+
+def test_a_window_outlives_a_graph_that_keeps_nothing(ranks: GPURanks) -> None:
+    """Replays must not write to what lies there next: neither this rank's nor the others'."""
+
+    def body(gpu: Any) -> None:
+        comm, count = gpu.comm, 1 << 20
+        stream = cuda.create_stream(comm.device)
+        x, small = (comm.allocate(n, np.float32) for n in (count, 4))
+        x.stream = small.stream = stream
+        x.fill_bytes(0, stream)
+        comm.all_reduce(x)
+        comm.all_reduce(small)
+        with cuda.capture(stream) as graph:
+            comm.all_reduce(x)
+        comm.all_reduce(small)  # or the last operation keeps its array
+        del x
+        y = comm.allocate(count, np.float32)
+        y.copy_from(np.full(count, 7, np.float32), stream)
+        comm.barrier()
+        graph.replay(stream)
+        cuda.synchronize(comm.device)
+        comm.barrier()
+        assert (y.numpy(stream) == 7).all()
+        graph.close()
+
+    ranks.run(body)
+
+
 def test_refusals(ranks: GPURanks) -> None:
     """Nothing is sent: the communicator works after each."""
 
@@ -459,11 +510,11 @@ def test_refusals(ranks: GPURanks) -> None:
         del refused["got an.* stream of x"]
         if comm.size != 2:
             del refused["overlap of all_gather"]
-        before = comm._group.collectives
+        before = comm.recorder.count
         for message, call in refused.items():
             with pytest.raises(InvalidArgument, match=message.removesuffix(" of all_gather")):
                 call()
-        assert comm._group.collectives == before
+        assert comm.recorder.count == before
         assert (comm.all_reduce(x).numpy() == comm.size).all()
 
     ranks.run(body)

@@ -8,6 +8,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, InvalidArgument, RankLost
 from kos.memory.array import Array
+from kos.memory.windows import WindowMemory
 from tests.comm import test_nccl
-from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, communicator, no_gpu
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, captures, communicator, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_gather,
@@ -513,6 +515,61 @@ def test_a_window_outlives_the_calls_that_use_it(fake: FakeNCCL, monkeypatch: py
     assert log[6:] == [("free", last)]
 
 
+def test_a_window_outlives_the_graphs_that_captured_it(ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its array is gone and the graph is not, on one rank or on all: its memory is freed when all graphs are gone."""
+    at, log = threading.local(), list[tuple[int, int]]()
+    memory = list[Memory]()
+
+    def allocate(nbytes: int) -> int:
+        memory.append(new := Memory(nbytes))
+        return new.pointer
+
+    monkeypatch.setattr(nccl_binding, "allocate", allocate)
+    monkeypatch.setattr(nccl_binding, "register", lambda comm, pointer, nbytes: pointer)
+    monkeypatch.setattr(nccl_binding, "deregister", lambda comm, window: None)
+    monkeypatch.setattr(nccl_binding, "free", lambda pointer: log.append((at.rank, pointer)))
+
+    def body(gpu: Any) -> None:
+        comm, at.rank = gpu.comm, gpu.rank
+        x, other = comm.allocate(5, np.float32), comm.allocate(5, np.float32)
+        x.stream = 5
+        comm.broadcast(other, 0)  # the first connects, on another thread
+        with captures() as graph:
+            comm.broadcast(x, 0)
+            comm.broadcast(x, 0)
+        comm.broadcast(other, 0)  # or the last operation keeps its array
+        pointer = x.pointer
+        del x
+        comm.allocate(1, np.float32)
+        assert (comm.rank, pointer) not in log
+        if comm.rank == 1:
+            graph.destroy()
+        comm.allocate(1, np.float32)
+        assert (comm.rank, pointer) not in log, "other ranks' graphs reach it"
+        if comm.rank != 1:
+            graph.destroy()
+        comm.allocate(1, np.float32)
+        assert log.count((comm.rank, pointer)) == 1
+
+    ranks.run(body)
+
+
+def test_addresses_of_a_freed_window_never_come_back(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = list[Any]()
+    cu = SimpleNamespace(
+        cuMemRetainAllocationHandle=lambda pointer: (0, "handle"),
+        cuMemGetAddressRange=lambda pointer: (0, pointer, 64),
+        cuMemUnmap=lambda *what: log.append(what) or (0,), cuMemRelease=lambda what: log.append(what) or (0,),
+    )  # fmt: skip
+    monkeypatch.setattr(nccl_binding, "cu", cu)
+    fake.mem_free = log.append
+    nccl_binding.free(4096)
+    assert log == [(4096, 64), "handle", "handle"]
+    cu.cuMemRetainAllocationHandle = lambda pointer: (1, None)
+    nccl_binding.free(4096)
+    assert log[3:] == [4096], "NCCL had it from cudaMalloc"
+
+
 def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     log = list[str]()
 
@@ -529,11 +586,13 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     assert backend._comm is not None
     monkeypatch.setattr(backend, "_free", lambda: log.append("freed"))
-    backend._dropped += (1, 2), (3, 4)
+    for number in range(2):
+        backend._windows[number] = WindowMemory(number, 1, "window")
+        backend.release(number, number)
     with pytest.raises(CollectiveError, match="destroy") as caught:
         backend.close()
     assert str(caught.value.__context__) == "window"
-    assert log == ["3", "destroyed", "1", "freed"] and backend._comm is None
+    assert log == ["0", "destroyed", "1", "freed"] and backend._comm is None
 
 
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,7 +658,7 @@ def test_refused_by_this_backend(fake: FakeNCCL) -> None:
         }.items():
             with pytest.raises(InvalidArgument, match=message):
                 call()
-        assert comm._group.collectives == comm._group.messages == 0
+        assert comm.recorder.count == 0
 
     FakeRanks(2).run(body)
 

@@ -22,7 +22,7 @@ from kos.comm.gpu import backend as device
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer.engine import PeerEngine
 from kos.comm.gpu.peer.launches import Launch, Launches
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Operation
 from kos.comm.reduction import resolve
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
@@ -377,10 +377,11 @@ def test_what_ranks_must_agree_on(ranks: ThreadRanks) -> None:
         ways, names = {}, ("ordinary", "symmetric", "shifted", "another")
         for count in (100, 1 << 17):
             for name, x in zip(names, (ordinary, symmetric, symmetric[4:], other), strict=True):
-                o = Operation("all_reduce", comm.rank, *[as_buffer(x[:count], "x", writable=True)] * 2)
-                o.reduction = resolve(ReduceOp.SUM, o.send.dtype, comm.size)
-                comm.backend.prepare(o)
-                ways[name, count] = o.fingerprint()["way"]
+                buffer = as_buffer(x[:count], "x", writable=True)
+                reduction = resolve(ReduceOp.SUM, buffer.dtype, comm.size)
+                call = Call(Operation("all_reduce", comm.rank, buffer, buffer, reduction))
+                comm.backend.prepare(call)
+                ways[name, count] = call.fingerprint()["kernel"]
         assert len({ways[name, 100] for name in names}) == 1
         assert len({ways[name, 1 << 17] for name in names}) == 4
         prepared = Prepared(comm)
@@ -439,7 +440,7 @@ def test_windows_keep_their_names_when_others_are_freed(ranks: ThreadRanks) -> N
         del freed
         comm.allocate(1, np.float32)
         assert len(comm.backend._windows) == 2
-        assert comm.all_reduce_init(x)._operation.way == early._operation.way
+        assert comm.all_reduce_init(x)._call.route.kernel == early._call.route.kernel
 
     ranks.run(body)
 
@@ -457,9 +458,9 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
                 assert backend.carrier("all_reduce", nbytes, True) == f"peer {way}"
-                assert f"'{way}'" in comm.all_reduce_init(x)._operation.way
-                scaled = comm.all_reduce_init(x, PremulSum(2.0))._operation
-                assert "'two_shot'" in scaled.way and scaled.way.endswith("at []")
+                assert f"'{way}'" in comm.all_reduce_init(x)._call.route.kernel
+                scaled = comm.all_reduce_init(x, PremulSum(2.0))._call.route.kernel
+                assert "'two_shot'" in scaled and scaled.endswith("at []")
         finally:
             backend._engine.staging = staging
             backend.use(launches)
@@ -515,7 +516,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(backend, "_calls", calls, raising=False)
     monkeypatch.setattr(device, "record_failure", lambda o, error: None)
     error = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)")
-    assert backend.failed(Operation("all_reduce", 1, sequence=7), error) is error
+    assert backend.failed(Call(Operation("all_reduce", 1), sequence=7), error) is error
     assert type(backend.broken) is CudaError and not more
     assert [(type(each), str(each)) for each in told] == [(RankLost, f"rank 1 is gone: {error}")]
     monkeypatch.setattr(device.driver, "broken", lambda: None)  # who does not go, and hears what others know
@@ -523,7 +524,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     for known in (None, late):
         calls.check.side_effect, backend.broken = known, None
         refused = CompileError("sum.cu:3: undefined")
-        assert backend.failed(Operation("all_reduce", 1, sequence=7), refused) is (known or refused)
+        assert backend.failed(Call(Operation("all_reduce", 1), sequence=7), refused) is (known or refused)
     assert [(type(each), str(each)) for each in told] == [
         (CollectiveError, "rank 1: sum.cu:3: undefined"),
         (CollectiveTimeout, "ranks [1] did not arrive"),

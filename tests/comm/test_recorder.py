@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.operation import Operation
-from kos.comm.recorder import SLOTS, Group, Recorder, failed, reached, recorders
+from kos.comm.operation import Call, Operation
+from kos.comm.recorder import SLOTS, Group, Recorder, completed, failed, recorders
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.testing import spawn
@@ -88,7 +88,7 @@ def test_a_caller_that_is_not_python() -> None:
         _thread.start_new_thread(comm.barrier, ())
         while not comm.recorder.entries() or comm.recorder.entries()[0]["state"] != "completed":
             pass
-        assert comm.recorder.entries()[0]["frames"][0]["filename"].endswith("operations.py")
+        assert comm.recorder.entries()[0]["frames"][0]["filename"].endswith("collectives.py")
 
 
 def test_messages_and_groups() -> None:
@@ -113,11 +113,11 @@ def test_messages_and_groups() -> None:
 def test_what_ends_late_leaves_the_slot_to_its_next_operation() -> None:
     recorder = Recorder(0, 1)
     group = Group(recorder, "world", [0], 0, "mock")
-    late = Operation("all_reduce", 0)
-    group.launch(late, 1)
+    late = Call(Operation("all_reduce", 0))
+    group.note(late, 1)
     for _ in range(SLOTS):
-        group.launch(Operation("barrier", 0), 1)
-    reached(late, 5)
+        group.note(Call(Operation("barrier", 0)), 1)
+    completed(late, 5)
     assert {entry["state"] for entry in recorder.entries()} == {"scheduled"}
     assert not recorder._failed
     failed(late, ValueError("too late"))
@@ -129,12 +129,12 @@ def test_a_dump_is_of_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread goes on, and its operations take the slots of those that are being described."""
     recorder = Recorder(0, 1)
     group = Group(recorder, "world", [0], 0, "mock")
-    for _ in range(SLOTS):
-        group.launch(Operation("barrier", 0), 1)
+    for sequence in range(SLOTS):
+        group.note(Call(Operation("barrier", 0), sequence=sequence), 1)
 
     def describe(*arguments: Any) -> Any:
         for _ in range(2):
-            group.launch(Operation("broadcast", 0), 1)
+            group.note(Call(Operation("broadcast", 0)), 1)
         return usual(*arguments)
 
     usual = kos.comm.recorder._describe

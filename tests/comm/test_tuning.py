@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from kos import tune
 from kos.comm import tuning
 from kos.comm.gpu.peer.launches import DEFAULT, Launch
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import Table, load, merged, parse, pick, read
 from kos.errors import BackendUnavailable, InvalidArgument
+from kos.tune import measure as tune
 from tests.comm.tcp_ranks import run_threads
 
 GPU, LINK = "NVIDIA H200", "18 NVLinks"

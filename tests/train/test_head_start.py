@@ -138,13 +138,13 @@ def test_the_context_is_that_of_the_rank(
 def test_without_a_driver_nothing_begins(begun: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(head_start, "DRIVER", tmp_path / "none")
     head_start.begin_cuda(["--device", "cuda"])
-    head_start.begin(parse(["--device", "cuda"]), None)
+    head_start.begin(parse(["--device", "cuda"]), None, list)
     assert begun == []
 
 
 def test_the_device_of_a_preset_or_flag_decides(begun: list[str]) -> None:
     for flags in ([], ["--device", "cuda"], ["--device", "cpu"]):
-        head_start.begin(parse(flags), None)
+        head_start.begin(parse(flags), None, list)
     assert begun == ["_load"] * 2
     assert not [name for name, preset in PRESETS.items() if preset.values.get("device", "auto") != "auto"]
 
@@ -179,9 +179,9 @@ def test_weights_are_drawn_once(begun: list[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(type(model), "draw_share", lambda *arguments: drawn.append(1) or real(*arguments))
     head_start.weights.cache_clear()
     for resumed in (["--resume", "auto"], ["--init-from", "folder"]):
-        head_start.begin(config.model_copy(update={resumed[0][2:].replace("-", "_"): resumed[1]}), model)
+        head_start.begin(config.model_copy(update={resumed[0][2:].replace("-", "_"): resumed[1]}), model, list)
     assert not drawn
-    head_start.begin(config, model)
+    head_start.begin(config, model, list)
     first = head_start.weights(config.model_config_for(256), seed, 1, 3)
     assert np.array_equal(first.result(60), real(model, model.shares(3)[1], seed, 1)) and drawn == [1]
     head_start.unwanted.set()  # an earlier run was stopped

@@ -16,7 +16,7 @@ from typing import Any
 from kos.comm.backend import Backend, Probe
 from kos.comm.gpu.backend import DeviceBackend, follow, is_captured
 from kos.comm.host.backend import HostBackend
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
@@ -24,7 +24,6 @@ from kos.cuda import driver
 from kos.cuda.streams import Event
 from kos.dtypes import DTYPES, DType
 from kos.errors import KosError
-from kos.memory import Buffer
 
 _UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
 """Operations whose bytes differ between ranks: these all go one way, that of ``_UNEVEN_BYTES``."""
@@ -44,17 +43,19 @@ class AutoBackend(Backend):
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
         self.name = "+".join(part.name for part in (*self.gpus, host))
-        self.device = self.gpus[0].device
+        self.device: int = self.gpus[0].device
         self.table: Table | None = next((gpu.table for gpu in self.gpus if gpu.table is not None), None)
         self._only = self.gpus[0] if len(self.gpus) == 1 else None
         self._by_name = {gpu.name: gpu for gpu in self.gpus}
         self._ordered = self._by_name.get("peer", self.gpus[0])  # whose sums are in rank order, without a detour
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
+            gpu.cache = self.cache
             gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
         # The last part to queue something, and on which streams.
         self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()
         self._order = None if self._only is not None else Event(self.device)
+        self._by_host = Route(host)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -79,24 +80,33 @@ class AutoBackend(Backend):
         for part in (self.host, *self.gpus):
             part.timeout = seconds
 
-    def of(self, o: Operation) -> Backend:
-        """The backend that carries this operation; a barrier goes by the GPUs if a stream is to wait."""
+    def choose_part(self, o: Operation) -> tuple[Backend, bool]:
+        """The backend that carries this operation, and whether it is the same within a graph and outside of one.
+
+        A barrier goes by the GPUs if a stream is to wait.
+        """
         buffer = o.send or o.recv
         if buffer is None:
-            return self._ordered if o.stream else self.host
+            return self._ordered if o.options.stream is not None else self.host, True
         if buffer.device is None:
-            return self.host
+            return self.host, True
         if self._only is not None:
-            return self._only
-        if o.deterministic or o.algorithm != "auto":
-            return self._ordered if self._ordered.has_algorithm(o) else self.gpus[0]
-        if o.overlap and self._ordered.beside(o):
-            return self._ordered
+            return self._only, True
+        if o.options.deterministic or o.options.algorithm != AUTO:
+            return self._ordered if self._ordered.has_algorithm(o) else self.gpus[0], True
+        if o.options.overlap and self._ordered.beside(o):
+            return self._ordered, True
         limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
         if o.name in _BY_OUTPUT and o.recv is not None:
             buffer = o.recv
         choice = choices[bisect_left(limits, buffer.count)]
-        return self._look_closer(o, buffer, choice) if isinstance(choice, dict) else choice
+        if not isinstance(choice, dict):
+            return choice, True
+        if o.name in _UNEVEN:
+            return choice[False, False], True
+        symmetric = self._ordered.is_symmetric(o)
+        eager, graph = choice[symmetric, False], choice[symmetric, True]
+        return eager if eager is graph or not is_captured(buffer.stream) else graph, eager is graph
 
     def _learn(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
         """Elements up to which, and the choice up to there; one more choice for all above."""
@@ -112,33 +122,31 @@ class AutoBackend(Backend):
         self._choices[operation, dtype] = [limit // dtype.itemsize for limit in limits], choices
         return self._choices[operation, dtype]
 
-    def _look_closer(self, o: Operation, buffer: Buffer, choice: dict[tuple[bool, bool], DeviceBackend]) -> Backend:
-        if o.name in _UNEVEN:
-            return choice[False, False]
-        symmetric = self._ordered.is_symmetric(o)
-        eager, graph = choice[symmetric, False], choice[symmetric, True]
-        o.lasts = eager is graph
-        return eager if o.lasts or not is_captured(buffer.stream) else graph
+    def details(self) -> list[tuple[str, str, str]]:
+        tuned = next((gpu for gpu in self.gpus if gpu.table is not None), None)
+        return self.host.details() + ([] if tuned is None else tuned.details())
 
-    def owns(self, work: Work) -> bool:
+    def owns(self, work: Work[Any]) -> bool:
         return work.backend is self.host or work.backend in self.gpus
 
     def idle(self) -> Idle:
         return self.host.idle()
 
-    def prepare(self, operation: Operation) -> None:
-        operation.via = part = self.of(operation)
-        part.prepare(operation)
+    def prepare(self, call: Call) -> None:
+        part, fixed = self.choose_part(call.operation)
+        call.route = self._by_host
+        part.prepare(call)
+        call.route.fixed = fixed
 
-    def start(self, operation: Operation) -> Work | None:
-        part = operation.via
+    def start(self, call: Call) -> Work[Any] | None:
+        part: Any = call.route.backend  # type: ignore[union-attr]
         if part is self.host or self.host.broken is not None:
-            self.check_fit(operation.name)
+            self.check_fit(call.name)
         if part is not self.host:
-            stream, (former, last) = part.side if operation.overlap else operation.stream, self._turn
+            stream, (former, last) = part.side if call.operation.options.overlap else call.stream, self._turn
             if part is not former or stream not in last:
                 self._take_turn(part, (stream,))
-        work: Work | None = part.start(operation)
+        work: Work[Any] | None = part.start(call)
         return work
 
     def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
@@ -152,23 +160,24 @@ class AutoBackend(Backend):
                     for stream, before in itertools.product(streams, last):
                         follow(stream, before, self._order)
 
-    def in_order(self, operations: Sequence[Operation]) -> list[Operation]:
-        """As they are launched together, the same on all ranks: part by part."""
-        parts = (*self.gpus, self.host)
-        return sorted(operations, key=lambda o: parts.index(o.via))
+    def queued(self, call: Call) -> Work[Any] | None:
+        part: Backend = _part(call)
+        return part.queued(call)
 
-    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        self.check_fit(operations[0].name)
-        works: dict[int, Work] = {}
-        for part, several in itertools.groupby(self.in_order(operations), lambda o: o.via):
+    def in_order(self, calls: Sequence[Call]) -> list[Call]:
+        """Part by part."""
+        parts = (*self.gpus, self.host)
+        return sorted(calls, key=lambda call: parts.index(_part(call)))
+
+    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
+        self.check_fit(calls[0].name)
+        works: dict[int, Work[Any]] = {}
+        for part, several in itertools.groupby(self.in_order(calls), _part):
             mine = list(several)
-            if part is self.host:
-                started: list[Any] = [part.start(o) for o in mine]
-            else:
-                self._take_turn(part, dict.fromkeys(part.side if o.overlap else o.stream for o in mine))
-                started = part.start_all(mine)
-            works.update(zip(map(id, mine), started, strict=True))
-        return [works[id(o)] for o in operations]
+            if part is not self.host:
+                self._take_turn(part, dict.fromkeys(part.side if overlap else call.stream for call in mine))
+            works.update(zip(map(id, mine), part.start_all(mine, overlap), strict=True))
+        return [works[id(call)] for call in calls]
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
@@ -223,3 +232,8 @@ class AutoBackend(Backend):
 
     def routes(self, place: str = "") -> list[tuple[str, ...]]:
         return super().routes(" on GPUs") + self.host.routes(" on hosts")
+
+
+def _part(call: Call) -> Any:
+    assert call.route is not None
+    return call.route.backend

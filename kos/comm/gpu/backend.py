@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,14 +19,14 @@ from typing import Any, NoReturn
 
 from kos.comm.arguments import check_timeout
 from kos.comm.host.backend import HostBackend
-from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.operation import POINT_TO_POINT, Call, Operation, Route
+from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
-from kos.comm.recorder import reached
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table
 from kos.comm.work import Idle, Work
-from kos.cuda import create_stream, driver
+from kos.cuda import create_stream, driver, streams
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
@@ -75,6 +74,7 @@ def device_of(rendezvous: Rendezvous) -> DeviceInfo:
 class DeviceBackend(HostBackend):
     """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``)."""
 
+    on_gpu = True
     device: int
     table: Table | None = None
     """By what was measured, which operation goes how; where the backend knows one."""
@@ -84,11 +84,10 @@ class DeviceBackend(HostBackend):
         self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
         self._shared = None  # memory of the host is not for these arrays
         self.device = device_of(rendezvous).index if device is None else device
-        self._known: dict[tuple[Any, ...], tuple[Launch, str | None, int]] = {}  # with the call's way and mark
-        self._kept: weakref.WeakKeyDictionary[Any, Operation] = weakref.WeakKeyDictionary()  # by their inputs
-        self._last: Operation | None = None
+        self._known: dict[tuple[Any, ...], Route] = {}
+        self._last: Call | None = None
         self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
-        self._announced: Operation | None = None  # the last collective
+        self._announced: Call | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
         self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
@@ -117,6 +116,9 @@ class DeviceBackend(HostBackend):
         """Whether the backend carries the operation by the algorithm that it names."""
         return True
 
+    def details(self) -> list[tuple[str, str, str]]:
+        return [] if self.table is None else [("tuning table", "in use", self.table.source)]
+
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return self.name  # whose library chooses
 
@@ -134,9 +136,10 @@ class DeviceBackend(HostBackend):
     def idle(self) -> Idle:
         return mpi_job.Backoff()
 
-    def prepare(self, o: Operation) -> None:
-        """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the launch of the operation."""
-        send, recv, reduction = o.send, o.recv, o.reduction
+    def prepare(self, call: Call) -> None:
+        """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the route of the operation."""
+        o = call.operation
+        send, recv, reduction, options = o.send, o.recv, o.reduction, o.options
         first = send or recv
         if first is not None:
             if first.device != self.device:
@@ -146,84 +149,82 @@ class DeviceBackend(HostBackend):
                 )
             if recv is not None and recv.stream != first.stream:
                 raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
-            o.stream, o.queue = first.stream, first.queue
-        if tag := o.tag or o.recv_tag:
+            call.stream, call.queue = first.stream, first.queue
+        elif options.stream is not None:
+            call.stream, call.queue = streams.handle(options.stream), options.stream
+        message = o.message
+        if tag := message.tag or message.recv_tag:
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
         key = (
             o.name, send and send.pointer, send and send.count, send and send.dtype,
             recv is not send and recv and (recv.pointer, recv.count, recv.dtype),
-            reduction and reduction.op, reduction and reduction.factor, o.root, o.algorithm, o.deterministic, o.overlap,
-            o.name in _IN_PIECES and (o.dst, o.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
+            reduction and reduction.op, reduction and reduction.factor, o.root, options.algorithm,
+            options.deterministic, options.overlap,
+            o.name in _IN_PIECES and (message.dst, message.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
-        known = self._known.get(key)
-        if known is None:
-            o.way = None  # of another backend, where a persistent operation went by that before
-            launch, lasts = self.resolve(o)
-            known = launch, o.way, self._calls.mark(o) if self._calls is not None and o.collective else 0
-            if lasts:
+        route = self._known.get(key)
+        if route is None:
+            call.route = route = Route(self)
+            shared = self.resolve(o, route)
+            if self._calls is not None and o.collective:
+                route.mark = self._calls.mark(call)
+            if shared:
                 if len(self._known) == KNOWN:
                     self._known.clear()
-                self._known[key] = known
-        o.launch, o.way, o.mark = known
-
-    def keep(self, x: Any, o: Operation) -> bool:
-        """Hold ``o``, which itself holds no array, as long as the array ``x`` may ask for it again.
-
-        Not where another is held for ``x``, which is let go of: what is now one call and now another is not worth it.
-        """
-        if self._kept.pop(x, None) is not None:
-            return False
-        self._kept[x] = o
-        return True
+                self._known[key] = route
+        call.route, call.mark = route, route.mark
 
     @abstractmethod
-    def resolve(self, o: Operation) -> tuple[Launch, bool]:
-        """What queues the operation, and whether that will do for every such call; sets ``o.way`` where it matters."""
+    def resolve(self, o: Operation, route: Route) -> bool:
+        """Set ``route.launch``, and ``route.kernel`` where it matters; returns whether every such call may share it."""
 
-    def start(self, operation: Operation) -> Work | None:
+    def start(self, call: Call) -> Work[Any] | None:
         if self.broken is not None:
-            self.check_fit(operation.name)
-        stream, calls = operation.stream, self._calls
+            self.check_fit(call.name)
+        stream, calls = call.stream, self._calls
         try:
-            if calls is not None and operation.mark:  # messages have none
-                calls.announce(operation)
-                self._announced = operation
-                if operation.sequence >= self._compare_at:
+            if calls is not None and call.mark:  # messages have none
+                calls.announce(call)
+                self._announced = call
+                if call.sequence >= self._compare_at:
                     self._confirm()
-            if operation.overlap:
-                return self._start_beside((operation,))[0]
-            operation.launch(stream)  # type: ignore[misc]
+            if call.operation.options.overlap:
+                return self._start_beside((call,))[0]
+            call.route.launch(stream)  # type: ignore[union-attr,misc]
         except Exception as error:
-            self._give_up(operation, error)
-        self._last = operation
-        self._streams[stream] = operation.queue
+            self._give_up(call, error)
+        self._last = call
+        self._streams[stream] = call.queue
         return None
 
-    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        self.check_fit(operations[0].name)
-        first = operations[0]
+    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
+        self.check_fit(calls[0].name)
+        first = calls[0]
         try:
-            for o in operations:
-                if self._calls is not None and o.mark:
-                    self._calls.announce(o)
-                    self._announced = o
-                    if o.sequence >= self._compare_at:
+            for each in calls:
+                if self._calls is not None and each.mark:
+                    self._calls.announce(each)
+                    self._announced = each
+                    if each.sequence >= self._compare_at:
                         self._confirm()
             self.check(first)
-            if first.overlap:
-                return self._start_beside(operations)
-            self.queue(operations, None)
+            if overlap:
+                return self._start_beside(calls)
+            self.queue(calls, None)
         except Exception as error:
             self._give_up(first, error)
-        self._last = operations[-1]
-        self._streams.update((o.stream, o.queue) for o in operations)
-        return [DeviceWork(o, self) for o in operations]
+        self._last = calls[-1]
+        self._streams.update((each.stream, each.queue) for each in calls)
+        return [DeviceWork(each, self) for each in calls]
 
-    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+    def queued(self, call: Call) -> Work[Any]:
+        return DeviceWork(call, self)
+
+    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
         """Queue each on ``stream``, or on its own; a library that can makes one launch of them."""
-        for o in operations:
-            assert o.launch is not None
-            o.launch(o.stream if stream is None else stream)
+        for each in calls:
+            assert each.route is not None and each.route.launch is not None
+            each.route.launch(each.stream if stream is None else stream)
 
     @cached_property
     def side(self) -> int:
@@ -233,10 +234,10 @@ class DeviceBackend(HostBackend):
                 self._side = create_stream(self.device, urgent=True)  # few blocks, for which other ranks wait
         return int(self._side.handle)
 
-    def _start_beside(self, operations: Sequence[Operation]) -> list[Work]:
+    def _start_beside(self, calls: Sequence[Call]) -> list[Work[Any]]:
         side = self.side
-        first, last = operations[0], operations[-1]
-        streams = (first.stream,) if first is last else {o.stream for o in operations}
+        first, last = calls[0], calls[-1]
+        streams = (first.stream,) if first is last else {each.stream for each in calls}
         captured = any(map(is_captured, streams))
         while not captured and self._flying and self._flying[0][-1].over():
             self._flying.popleft()
@@ -245,17 +246,17 @@ class DeviceBackend(HostBackend):
             for stream in streams:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            self.queue(operations, side)
+            self.queue(calls, side)
             call(cu.cuEventRecord, event.handle, side)
         self._last = last
-        works = [DeviceWork(o, self, event) for o in operations]
+        works = [DeviceWork(each, self, event) for each in calls]
         if not captured:  # what a graph uses is kept by the graph
             self._flying.append(works)
         return list(works)
 
     # What the host asks.
 
-    def check(self, o: Operation) -> None:
+    def check(self, o: Call) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
         self._confirm()
         for each in self.together:
@@ -270,7 +271,7 @@ class DeviceBackend(HostBackend):
         except CudaError:  # it cannot even be made current
             return True
 
-    def inspect(self, o: Operation) -> None:
+    def inspect(self, o: Call) -> None:
         """Raise for what the library, or a kernel, has found wrong."""
         problem = self.async_error()
         if problem is not None:
@@ -282,7 +283,7 @@ class DeviceBackend(HostBackend):
             self._compare_at = self._announced.sequence + _UNCONFIRMED
             self._confirmed = self._calls.compare(self._announced, self._confirmed)
 
-    def wait_on_host(self, o: Operation, over: Callable[[], bool], timeout: float | None) -> None:
+    def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
         deadline = None if timeout is None else time.monotonic() + timeout
         idle, look_at, killed = self.idle(), time.monotonic() + _DEAD_SECONDS, None
@@ -305,7 +306,7 @@ class DeviceBackend(HostBackend):
     ) -> None:
         """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
         self.check_fit("synchronize")
-        last = self._last or Operation("synchronize", self.rank)
+        last = self._last or Call(Operation("synchronize", self.rank))
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
         streams = set(self._streams) if stream is None else {stream}
@@ -313,7 +314,7 @@ class DeviceBackend(HostBackend):
             streams.add(self.side)
         for each in streams:
             self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
-        reached(last, time.time_ns())
+        completed(last, time.time_ns())
         for each in streams:
             self._streams.pop(each, None)
         if stream is None:
@@ -365,14 +366,14 @@ class DeviceBackend(HostBackend):
 
     # Failures.
 
-    def _give_up(self, o: Operation, error: Exception) -> NoReturn:
+    def _give_up(self, o: Call, error: Exception) -> NoReturn:
         raise self.failed(o, error)
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
+    def failed(self, call: Call, error: Exception) -> KosError:
         known = self.broken is not None
-        failure = super().failed(operation, error)
+        failure = super().failed(call, error)
         if not known:
-            record_failure(operation, failure)
+            record_failure(call, failure)
             for each in self.together:
                 each.broken = each.broken or type(failure)(str(failure))
                 each.let_go()  # of all before any is ended: that may wait for the whole GPU
@@ -393,7 +394,7 @@ class DeviceBackend(HostBackend):
             self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
 
 
-class DeviceWork(Work):
+class DeviceWork(Work[Any]):
     """An operation queued on a GPU.
 
     ``wait()`` without a timeout does not block: work queued from then on, on the stream of the arrays, comes
@@ -404,40 +405,40 @@ class DeviceWork(Work):
 
     backend: DeviceBackend
 
-    def __init__(self, operation: Operation, backend: DeviceBackend, event: _Event | None = None) -> None:
-        self.operation = operation
+    def __init__(self, call: Call, backend: DeviceBackend, event: _Event | None = None) -> None:
+        self.call = call
         self.backend = backend
         self.event = event  # what ends an operation on the communicator's own stream
 
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
         if self.event is None:
-            return self.backend.idle_stream(self.operation.stream)
+            return self.backend.idle_stream(self.call.stream)
         (status,) = cu.cuEventQuery(self.event.handle)
         return _is_over("cuEventQuery", status)
 
     def done(self) -> bool:
-        self.backend.check_fit(self.operation)
+        self.backend.check_fit(self.call)
         over = self.over()
-        self.backend.check(self.operation)
+        self.backend.check(self.call)
         return over
 
     def wait(self, timeout: float | None = None) -> Any:
         if timeout is not None:
             return self.synchronize(timeout)
-        backend, recv = self.backend, self.operation.recv
+        backend, recv = self.backend, self.call.operation.recv
         if backend.broken is not None:
-            backend.check_fit(self.operation)
+            backend.check_fit(self.call)
         if self.event is not None:
             with driver.on_device(backend.device):
-                call(cu.cuStreamWaitEvent, self.operation.stream, self.event.handle, 0)
+                call(cu.cuStreamWaitEvent, self.call.stream, self.event.handle, 0)
         return recv.array if recv is not None else None
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        self.backend.check_fit(self.operation)
-        timeout = self.operation.timeout if timeout is None else check_timeout(timeout)
-        self.backend.wait_on_host(self.operation, self.over, timeout)
-        reached(self.operation, time.time_ns())
+        self.backend.check_fit(self.call)
+        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
+        self.backend.wait_on_host(self.call, self.over, timeout)
+        completed(self.call, time.time_ns())
         return self.wait()
 
     def cancel(self, error: KosError) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import prod
@@ -28,14 +28,15 @@ from kos.comm.gpu.backend import DeviceBackend, Launch, Scratch, device_of
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.nccl_schedule import Message, ScheduledCollective
 from kos.comm.gpu.ordered_sum import OrderedReduction, Piece, kernel_types
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import driver
+from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveTimeout, CudaError, KosError
 from kos.memory.array import Array, Shape, as_dtype
-from kos.memory.windows import Window
+from kos.memory.windows import InWindows, Window, WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class NCCLBackend(DeviceBackend):
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None) -> None:
         super().__init__(rendezvous, device)
+        self._rendezvous = rendezvous
         self._nccl = binding.library()
         self._made = comm
         self._joining = self._join(rendezvous) if comm is None else None
@@ -68,7 +70,9 @@ class NCCLBackend(DeviceBackend):
         self._met_together: set[tuple[int, frozenset[_Kind]]] = set()  # which batches have: how many, and what
         self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
         self._token = Scratch(4, self.device)
-        self._dropped: list[tuple[int, Any]] = []  # windows whose arrays are gone; what is queued may use them still
+        self._windows: dict[int, WindowMemory] = {}  # by the number of the ``allocate`` that made each
+        self._allocated = 0  # calls of ``allocate``
+        self._dropped: list[int] = []  # windows whose arrays are gone; what is queued, or a graph, may use them still
         self._launchers: dict[str, Callable[[Operation], Launch]] = {
             "all_reduce": self._prepare_all_reduce,
             "reduce": self._prepare_reduce,
@@ -167,11 +171,11 @@ class NCCLBackend(DeviceBackend):
         with ExitStack() as rest:  # whatever fails of it, the rest is done
             rest.callback(super().close)
             rest.callback(self._free)
-            rest.callback(self._free_dropped)
+            rest.callback(lambda: self._free_windows(self._unused()))
             if comm is not None:
                 rest.callback(self._bounded, lambda: binding.destroy(comm), "nccl: close")
             rest.callback(setattr, self, "_comm", None)
-            self._free_dropped()
+            self._free_windows(self._unused())
 
     def halt(self) -> None:
         """Where ranks can be lost and the others go on, NCCL only revokes: ``shrink`` builds upon that."""
@@ -212,41 +216,52 @@ class NCCLBackend(DeviceBackend):
     def async_error(self) -> str | None:
         return binding.async_error(self._made) if self._made is not None else None
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        return super().failed(operation, binding.error_of(error, str(operation)) or error)
+    def failed(self, call: Call, error: Exception) -> KosError:
+        return super().failed(call, binding.error_of(error, str(call)) or error)
 
     # Memory that NCCL reaches best.
 
     def allocate(self, shape: Shape, dtype: Any) -> Array:
         """An array in a symmetric window: memory that all ranks map, for NCCL's fastest kernels.  Collective.
 
-        Waits for what is queued if arrays of windows are gone, whose memory is freed then.
+        First frees the windows that no rank has arrays of or graphs on, after what is queued.
         """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
-        if self._dropped:
-            self.synchronize()
-            self._free_dropped()
+        number, self._allocated = self._allocated, self._allocated + 1
         nbytes, comm = max(prod(shape) * dtype.itemsize, 1), self._comm
+        unused = [json.loads(theirs) for theirs in self._rendezvous.allgather(json.dumps(self._unused()).encode())]
+        if freed := set(unused[0]).intersection(*unused[1:]):
+            self.synchronize()
+            self._free_windows(freed)
         with driver.on_device(self.device):
             pointer = self._named(lambda: binding.allocate(nbytes), f"nccl: allocate {nbytes:,} bytes")
         window = self._bounded(lambda: binding.register(comm, pointer, nbytes), "nccl: window")
-        return Array(pointer, shape, dtype, self.device, owner=Window(self, pointer, window))
+        self._windows[number] = WindowMemory(pointer, nbytes, window)
+        return Array(pointer, shape, dtype, self.device, owner=Window(self, pointer, number))
 
-    def release(self, pointer: int, window: Any) -> None:
+    def release(self, pointer: int, window: int) -> None:
         """The last array of a window is gone: behind a call that has not run, or while a graph is captured."""
-        self._dropped.append((pointer, window))
+        self._dropped.append(window)
         if self._made is None:  # that was ended, with all that it had in flight
-            self._free_dropped()
+            self._free_windows(self._unused())
 
-    def _free_dropped(self) -> None:
-        with driver.on_device(self.device):
-            while self._dropped:
-                pointer, window = self._dropped.pop()
+    def _unused(self) -> list[int]:
+        """Windows that have neither arrays nor graphs on this rank."""
+        return [number for number in list(self._dropped) if not self._windows[number].in_graphs()]
+
+    def _free_windows(self, numbers: Iterable[int]) -> None:
+        """In the order of ``allocate``: NCCL expects one layout of windows on all ranks."""
+        self._known.clear()
+        with driver.on_device(self.device), relaxed_capture():
+            for number in sorted(numbers):
+                self._dropped.remove(number)
+                memory = self._windows.pop(number)
+                memory.forget()
                 try:
                     if self._made is not None:
-                        self._named(partial(binding.deregister, self._made, window), "nccl: window")
+                        self._named(partial(binding.deregister, self._made, memory.handle), "nccl: window")
                 finally:
-                    binding.free(pointer)
+                    binding.free(memory.pointer)
 
     def scratch(self, nbytes: int, stream: int) -> int:
         """Address of memory that operations on ``stream`` use one after another.
@@ -261,40 +276,44 @@ class NCCLBackend(DeviceBackend):
 
     # How operations are carried: each function returns the launch of one operation.
 
-    def resolve(self, o: Operation) -> tuple[Launch, bool]:
-        named = o.algorithm != "auto"
+    def resolve(self, o: Operation, route: Route) -> bool:
+        named = o.options.algorithm != AUTO
         launch = ScheduledCollective(self, o) if named else self._launchers[o.name](o)
-        buffer = o.send or o.recv
+        buffer, message = o.send or o.recv, o.message
         # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes, and by peer.
-        how = f"{type(launch).__name__} {o.algorithm} {o.root} {o.dst} {o.src}"
+        how = f"{type(launch).__name__} {o.options.algorithm} {o.root} {message.dst} {message.src}"
+        launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, how
-        return (launch, True) if kind in self._met else (_First(self, o, launch, kind), False)
+        connected = kind in self._met
+        route.launch = launch if connected else _First(self, o, route, launch, kind)
+        return connected
 
-    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
         """What NCCL does alone goes as one group; what our kernels take part in follows, one by one."""
-        if len(operations) == 1:
-            super().queue(operations, stream)
+        if len(calls) == 1:
+            super().queue(calls, stream)
             return
-        alone = [o for o in operations if isinstance(_bare(o.launch), OrderedReduction | ScheduledCollective)]
-        together = [o for o in operations if o not in alone]
+        alone = [c for c in calls if isinstance(_innermost(c.route), OrderedReduction | ScheduledCollective)]
+        together = [c for c in calls if c not in alone]
 
         def launch() -> None:
             self._nccl.group_start()
             try:
-                for o in together:
-                    _bare(o.launch)(o.stream if stream is None else stream)
+                for c in together:
+                    _bare(c.route)(c.stream if stream is None else stream)
             finally:
                 self._nccl.group_end()
 
         if len(together) > 1:
-            kinds = frozenset(o.launch.kind for o in together if isinstance(o.launch, _First))
+            launches = (c.route.launch for c in together if c.route is not None)
+            kinds = frozenset(launch.kind for launch in launches if isinstance(launch, _First))
             if kinds and (len(together), kinds) not in self._met_together:
-                self.bounded(launch, together[0].timeout, str(together[0]))
+                self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
                 self._met_together.add((len(together), kinds))
             else:
                 launch()
         else:
-            alone = list(operations)
+            alone = list(calls)
         super().queue(alone, stream)
 
     def _native(self, o: Operation) -> tuple[int, int, int] | None:
@@ -304,7 +323,7 @@ class NCCLBackend(DeviceBackend):
         if key not in _NATIVE:
             _NATIVE[key] = _native(*key)
         native = _NATIVE[key]
-        if o.deterministic and o.reduction.dtype.kind in ("float", "complex"):
+        if o.options.deterministic and o.reduction.dtype.kind in ("float", "complex"):
             native = None
         return native
 
@@ -402,11 +421,11 @@ class NCCLBackend(DeviceBackend):
 
     def _prepare_message(self, o: Operation) -> Launch:
         sends: list[Piece] = [(0, 0)] * self.size
-        recvs = list(sends)
-        if o.dst is not None and o.send is not None:
-            sends[o.dst] = o.send.pointer, o.send.nbytes
-        if o.src is not None and o.recv is not None:
-            recvs[o.src] = o.recv.pointer, o.recv.nbytes
+        recvs, message = list(sends), o.message
+        if message.dst is not None and o.send is not None:
+            sends[message.dst] = o.send.pointer, o.send.nbytes
+        if message.src is not None and o.recv is not None:
+            recvs[message.src] = o.recv.pointer, o.recv.nbytes
         return partial(self.exchange, sends, recvs)
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
@@ -441,21 +460,22 @@ class NCCLBackend(DeviceBackend):
 class _First:
     """The first launch of its kind: NCCL may have to connect to the other ranks, and waits for them."""
 
-    __slots__ = ("_backend", "_what", "kind", "launch")
+    __slots__ = ("_backend", "_route", "_timeout", "kind", "launch")
 
-    def __init__(self, backend: NCCLBackend, o: Operation, launch: Launch, kind: _Kind) -> None:
-        # Not the operation itself, which has this: its arrays would live until the collector comes.
-        self._backend, self._what, self.launch, self.kind = backend, weakref.ref(o), launch, kind
+    def __init__(self, backend: NCCLBackend, o: Operation, route: Route, launch: Launch, kind: _Kind) -> None:
+        # Weakly: the route has this, and neither shall wait for the collector.
+        self._backend, self._route, self.launch, self.kind = backend, weakref.ref(route), launch, kind
+        self._timeout = o.options.timeout
 
     def __call__(self, stream: int) -> None:
-        backend, launch, o = self._backend, self.launch, self._what()
-        assert o is not None  # who calls this has it from there
+        backend, launch, route = self._backend, self.launch, self._route()
         if self.kind not in backend._met:
-            backend.bounded(lambda: launch(stream), o.timeout, str(o))
+            backend.bounded(lambda: launch(stream), self._timeout, "nccl")
             backend._met.add(self.kind)
         else:
             launch(stream)
-        o.launch = launch  # without this detour from now on
+        if route is not None:
+            route.launch = launch  # without this detour from now on
 
 
 def cut(pointer: int, counts: Sequence[int], itemsize: int) -> list[Piece]:
@@ -497,8 +517,14 @@ def _outlives_ranks(rendezvous: Rendezvous) -> bool:
     return rendezvous.size > 1
 
 
-def _bare(launch: Any) -> Any:
+def _bare(route: Any) -> Any:
+    launch = route.launch
     return launch.launch if isinstance(launch, _First) else launch
+
+
+def _innermost(route: Any) -> Any:
+    launch = _bare(route)
+    return launch.launch if isinstance(launch, InWindows) else launch
 
 
 def _nothing(stream: int) -> None:

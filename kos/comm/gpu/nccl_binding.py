@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType
 from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, RankLost
 
@@ -134,7 +135,21 @@ def allocate(nbytes: int) -> int:
 
 
 def free(address: int) -> None:
-    library().mem_free(address)
+    """Give back memory from ``allocate``, but not its addresses: this process never uses them again.
+
+    NCCL finds a registration by its address alone, and keeps that of a captured call until a later call collects
+    graphs that were destroyed (one in eleven does; seen in 2.28.3 and 2.28.9, the same in the source of 2.30.7).
+    Until then it takes other memory at that address for the old one.  The ranks then go on writing to the old
+    memory: a broadcast in a new window, captured or not, reached no receiver, without an error.
+    """
+    status, handle = cu.cuMemRetainAllocationHandle(address)
+    if status:  # not of cuMemCreate: NCCL_CUMEM_ENABLE=0
+        library().mem_free(address)
+        return
+    _, nbytes = call(cu.cuMemGetAddressRange, address)
+    call(cu.cuMemUnmap, address, nbytes)
+    for _ in ("retained here", "created by NCCL"):
+        call(cu.cuMemRelease, handle)
 
 
 def register(comm: Any, address: int, nbytes: int) -> Any:

@@ -102,10 +102,10 @@ class ScheduledCollective:
         self._result = spaces.get("data") or spaces["output"]
 
         elements = {"data": buffer.count, "input": self._x_count, "output": self._out_count}
-        schedule = build(o.name, o.algorithm, backend.size, root=o.root or 0)
+        schedule = build(o.name, o.options.algorithm, backend.size, root=o.root or 0)
         unit = next(elements[space] // schedule.units[space] for space in schedule.spaces(backend.rank))
         chunks = max(1, min(_MOST_CHUNKS, unit * self._itemsize // _CHUNK_BYTES))
-        schedule = runnable(o.name, o.algorithm, backend.size, chunks, o.root or 0)
+        schedule = runnable(o.name, o.options.algorithm, backend.size, chunks, o.root or 0)
         self._rounds = self._compile(schedule, spaces, unit)
 
     def _load(self, kernel: str, dtype: str, result: str, op: str) -> Kernel:

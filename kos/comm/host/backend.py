@@ -15,7 +15,7 @@ from collections.abc import Callable
 from kos.comm.backend import Backend, ends_group
 from kos.comm.failures import again, blaming
 from kos.comm.host.shared import LEFT, Calls, SharedBoard, SharedCollectives, open_segment
-from kos.comm.operation import Operation
+from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.work import Engine, Idle, Steps
@@ -57,25 +57,28 @@ class HostBackend(Backend):
         """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
         return self._segment is not None
 
+    def details(self) -> list[tuple[str, str, str]]:
+        return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
+
     def idle(self) -> Idle:
         """Nobody is told of words in shared memory, nor by MPI of messages: waiting is polling."""
         return Backoff(self.crowded)
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
-        self._begun = operation.sequence + 1
-        return self._calls.publish(operation) if self._calls is not None else None
+    def agree(self, call: Call) -> Callable[[], bool] | None:
+        self._begun = call.sequence + 1
+        return self._calls.publish(call) if self._calls is not None else None
 
-    def _steps(self, operation: Operation) -> Steps:
-        steps = self._shared.start(operation) if self._shared is not None else None
-        return super()._steps(operation) if steps is None else steps
+    def _steps(self, call: Call) -> Steps:
+        steps = self._shared.start(call) if self._shared is not None else None
+        return super()._steps(call) if steps is None else steps
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
 
-    def late(self, o: Operation) -> tuple[list[int], str | None]:
+    def late(self, o: Call) -> tuple[list[int], str | None]:
         """The ranks that ``o`` waits for, as far as known, and the words for how they are late."""
         if not o.collective:
-            return self.late_in_message(o)
+            return self.late_in_message(o.operation.message)
         if self._calls is not None and (late := self._calls.missing(o)):
             return late, f"{self.ledger.names(late)} did not arrive"
         if self._shared is not None and (late := self._shared.behind()):
@@ -83,7 +86,7 @@ class HostBackend(Backend):
         late = self.awaited(o)
         return late, f"still waiting for {self.ledger.names(late)}" if late else None
 
-    def late_in_message(self, o: Operation) -> tuple[list[int], str]:
+    def late_in_message(self, o: Message) -> tuple[list[int], str]:
         """Likewise of a message: its source, its destination or both."""
         src, dst = ([] if rank is None else [rank] for rank in (o.src, o.dst))
         if src and dst:
@@ -98,37 +101,37 @@ class HostBackend(Backend):
         """Whether a message of that tag from or to that rank is under way or waited for."""
         return True
 
-    def missing(self, operation: Operation) -> str:
-        return self.late(operation)[1] or super().missing(operation)
+    def missing(self, call: Call) -> str:
+        return self.late(call)[1] or super().missing(call)
 
-    def timed_out(self, operation: Operation, seconds: float | None) -> KosError:
-        late, words = self.late(operation)
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+        late, words = self.late(call)
         if not late:
-            return super().timed_out(operation, seconds)
-        return self.ledger.overdue(late, operation, seconds, words)
+            return super().timed_out(call, seconds)
+        return self.ledger.overdue(late, call, seconds, words)
 
-    def report(self, operation: Operation | None) -> None:
+    def report(self, call: Call | None) -> None:
         """Show the ranks of this host for whom this one waits, or that it does so no longer."""
-        late = None if operation is None else self.late(operation)[0]
+        late = None if call is None else self.late(call)[0]
         self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
 
-    def awaited(self, operation: Operation) -> list[int]:
+    def awaited(self, call: Call) -> list[int]:
         """Peers of the transport's messages in flight for a collective."""
         return []
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        if not ends_group(operation, error):
-            failure = super().failed(operation, error)
+    def failed(self, call: Call, error: Exception) -> KosError:
+        if not ends_group(call, error):
+            failure = super().failed(call, error)
             if isinstance(failure, RankLost | CollectiveTimeout):
                 self.ledger.board.post_failure(failure)
             return failure
-        if operation.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
+        if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
-                self._calls.check(operation)
+                self._calls.check(call)
             except KosError as known:  # the ranks of the host know better what it met on its way
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
-        first, failure = self.broken is None, super().failed(operation, error)
-        sequence = operation.sequence if operation.collective else self.begun
+        first, failure = self.broken is None, super().failed(call, error)
+        sequence = call.sequence if call.collective else self.begun
         shared, me = failure, self.ledger.names([self.rank], False)
         if self.lost(failure):  # no error of the others: this rank is of no more use to them
             shared = RankLost(f"{me} is gone: {failure}")
@@ -179,8 +182,8 @@ class HostBackend(Backend):
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it goes now."""
-        mine = (work.operation for work in self.engine.outstanding() if work.backend is self)
-        return min((operation.sequence for operation in mine if operation.collective), default=self.begun)
+        mine = (work.call for work in self.engine.outstanding() if work.backend is self)
+        return min((call.sequence for call in mine if call.collective), default=self.begun)
 
     def abort(self, reason: str) -> None:
         self.part(reason)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.operation import Operation
+from kos.comm.operation import Call
 from kos.dtypes import DTYPES
 
 TEXTS, TEXT_BYTES = 256, 1024
@@ -33,27 +33,28 @@ class Fingerprints:
         self._known: dict[Any, int] = {}
         self.texts: dict[int, bytes] = {}  # the descriptions of the last calls, by fingerprint
 
-    def mark(self, o: Operation) -> int:
-        """The fingerprint of ``o``, which it keeps."""
+    def mark(self, call: Call) -> int:
+        """The fingerprint of ``call``, which it keeps."""
+        o, route = call.operation, call.route
         buffer, reduction, counts = o.send or o.recv, o.reduction, o.send_counts or o.recv_counts
         key = (
             o.name, buffer and buffer.shape, buffer and buffer.dtype, reduction and reduction.op, o.root,
-            o.algorithm, o.deterministic, o.via, o.way,
+            o.options.algorithm, o.options.deterministic, o.options.purpose, route and (route.backend, route.kernel),
             counts and (tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
-        o.mark = self._known.get(key) or self._learn(key, o)
-        return o.mark
+        call.mark = self._known.get(key) or self._learn(key, call)
+        return call.mark
 
-    def _learn(self, key: Any, o: Operation) -> int:
+    def _learn(self, key: Any, call: Call) -> int:
         """The fingerprint of a call not seen before, which is described."""
-        call = o.fingerprint()
-        exact = json.dumps(call, sort_keys=True).encode()
+        print_ = call.fingerprint()
+        exact = json.dumps(print_, sort_keys=True).encode()
         fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
         if len(self._known) == TEXTS:
             self._known.clear()
             self.texts.clear()
-        said = o.call.removeprefix(f"{o.name} #{o.sequence}")
-        text = json.dumps([fingerprint, said[:200], {k: _brief(v) for k, v in call.items()}]).encode()
+        arguments = str(call.operation)[:200]
+        text = json.dumps([fingerprint, arguments, {k: _brief(v) for k, v in print_.items()}]).encode()
         self.texts[fingerprint] = text
         self._publish(len(self._known), text)
         self._known[key] = fingerprint

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import Backend, Probe, drop, ends_group, take, wrong_message
-from kos.comm.operation import Operation
+from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.schedules.execute import Request
@@ -60,10 +60,10 @@ class MockBackend(Backend):
     def idle(self) -> Idle:
         return self._idle
 
-    def start(self, operation: Operation) -> Work | None:
-        if self._faults is not None and self.broken is None and operation.name not in ("split", "duplicate"):
-            self._faults.start(operation, self._tag(operation) if operation.collective else operation.tag)
-        return super().start(operation)
+    def start(self, call: Call) -> Work[Any] | None:
+        if self._faults is not None and self.broken is None and call.name not in ("split", "duplicate"):
+            self._faults.start(call, self._tag(call) if call.collective else call.operation.message.tag)
+        return super().start(call)
 
     def close(self) -> None:
         if self._faults is not None:
@@ -74,22 +74,22 @@ class MockBackend(Backend):
         self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
         self._group.leave(self.rank, reason)
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+    def agree(self, call: Call) -> Callable[[], bool] | None:
         if self.size == 1:
             return None
         group, rank = self._group, self.rank
-        mine = operation.call, operation.fingerprint()
+        mine = call.text, call.fingerprint()
         with group.world.lock:
             group.raise_failure()
-            calls = self._room.calls.setdefault(operation.sequence, {})
+            calls = self._room.calls.setdefault(call.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(self.ledger.mismatch(operation.group, (peer, *theirs), (rank, *mine)))
+                    group.fail(self.ledger.mismatch(call.group, (peer, *theirs), (rank, *mine)))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
-                del self._room.calls[operation.sequence]
+                del self._room.calls[call.sequence]
                 group.notify_all()
 
         def everybody_came() -> bool:
@@ -99,24 +99,24 @@ class MockBackend(Backend):
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
                     if (why := group.departed(peer)) is not None:
-                        raise RankLost(f"{operation}: rank {peer} is gone: {why}")
+                        raise RankLost(f"{call}: rank {peer} is gone: {why}")
             return False
 
         return everybody_came
 
-    def missing(self, operation: Operation) -> str:
-        if not operation.collective:
-            return super().missing(operation)
+    def missing(self, call: Call) -> str:
+        if not call.collective:
+            return super().missing(call)
         with self._group.world.lock:
-            calls = self._room.calls.get(operation.sequence, {})
+            calls = self._room.calls.get(call.sequence, {})
             late = [rank for rank in range(self.size) if rank not in calls]
         if calls and late:
             return f"ranks {late} did not arrive"
-        return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(operation))}"
+        return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(call))}"
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
-        first, failure = self.broken is None, super().failed(operation, error)
-        if first and ends_group(operation, error):
+    def failed(self, call: Call, error: Exception) -> KosError:
+        first, failure = self.broken is None, super().failed(call, error)
+        if first and ends_group(call, error):
             self._group.fail(failure)
         return failure
 

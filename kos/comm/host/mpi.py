@@ -21,7 +21,7 @@ from kos.comm.backend import SHRINKS, Probe
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.fingerprints import Fingerprints
 from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, News, as_bytes
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
@@ -99,18 +99,18 @@ class MPIBackend(HostBackend):
             for comm in self._comms:
                 comm.Revoke()  # ranks of other hosts hear it by this
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+    def agree(self, call: Call) -> Callable[[], bool] | None:
         """Where the group spans hosts, an MPI_Allreduce of fingerprints compares them, and says that all have come."""
-        here = super().agree(operation)
+        here = super().agree(call)
         if self.one_host:
             return here
         turn, self._asked = self._asked, self._asked + 1
         MPI, messages, prints = self._MPI, self._messages, self._fingerprints
-        mark, agreed, told = prints.mark(operation), False, False
+        mark, agreed, told = prints.mark(call), False, False
         text = prints.texts[mark]
         ends = np.array([mark, ~mark], np.int64)  # after it, the greatest and the complement of the least
         request = self._comms[-1].Iallreduce(MPI.IN_PLACE, [ends, MPI.INT64_T], MPI.MAX)
-        self._requests[operation.sequence] = request
+        self._requests[call.sequence] = request
 
         def everybody_came() -> bool:
             nonlocal agreed, told
@@ -118,30 +118,31 @@ class MPIBackend(HostBackend):
                 here()
             if time.monotonic() >= messages.look_at:
                 messages.hear()
-            self.ledger.check(operation.sequence, operation)
+            self.ledger.check(call.sequence, call)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
                 if self._agreed == turn:  # in the order of their calls: MPI's collectives come next
                     agreed, self._agreed = True, turn + 1
-                    del self._requests[operation.sequence]
+                    del self._requests[call.sequence]
                 return agreed
             if not told:
                 told = True
-                messages.tell("call", operation.sequence, text.decode())
-            messages.compare(operation, text)
+                messages.tell("call", call.sequence, text.decode())
+            messages.compare(call, text)
             return False
 
         return everybody_came
 
-    def native(self, operation: Operation, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+    def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
             return _nothing()  # all ranks agreed on it
-        if operation.deterministic or operation.algorithm != "auto":
+        operation = call.operation
+        if operation.options.deterministic or operation.options.algorithm != AUTO:
             return None
         if not _is_native(collective, operation.reduction, max(x.nbytes for x in spaces.values())):
             return None
-        return self._poll_native(operation, self._native_request(operation, spaces, collective))
+        return self._poll_native(call, self._native_request(operation, spaces, collective))
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         reduction = resolve(ReduceOp.SUM, DTYPES["float32"], self.size) if "reduce" in name else None
@@ -168,17 +169,17 @@ class MPIBackend(HostBackend):
             return comm.Ireduce(*((MPI.IN_PLACE, data) if self.rank == o.root else (data, None)), op, o.root)
         return comm.Ireduce_scatter_block([spaces["input"], mpi_type], [spaces["output"], mpi_type], op)
 
-    def _poll_native(self, o: Operation, request: Any) -> Steps:
-        self._requests[o.sequence] = request
+    def _poll_native(self, call: Call, request: Any) -> Steps:
+        self._requests[call.sequence] = request
         while not request.Test():
             yield
-        del self._requests[o.sequence]
+        del self._requests[call.sequence]
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         return self._messages.in_flight(rank, tag, receives)
 
-    def awaited(self, operation: Operation) -> list[int]:
-        return self._messages.awaited(self._tag(operation))
+    def awaited(self, call: Call) -> list[int]:
+        return self._messages.awaited(self._tag(call))
 
     def gone(self) -> Iterator[tuple[int, str]]:
         """The ranks known to be gone, and how: by ULFM and by what others tell, too, which may come after the error."""
@@ -193,12 +194,12 @@ class MPIBackend(HostBackend):
             yield from ((rank, why) for rank, (_, why, _) in departed if late or why != SHRINKS)
             time.sleep(0.001)
 
-    def failed(self, operation: Operation, error: Exception) -> KosError:
+    def failed(self, call: Call, error: Exception) -> KosError:
         MPI = self._MPI
-        if operation.collective and (request := self._requests.pop(operation.sequence, None)) is not None:
+        if call.collective and (request := self._requests.pop(call.sequence, None)) is not None:
             mpi_job.keep_unfinished(request)
         if isinstance(error, MPI.Exception):
-            named: KosError = CollectiveError(f"{operation}: MPI: {error.Get_error_string()}")
+            named: KosError = CollectiveError(f"{call}: MPI: {error.Get_error_string()}")
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 named = CollectiveMismatch(str(named))
             elif error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED) or (
@@ -207,14 +208,14 @@ class MPIBackend(HostBackend):
                 rank, why = next(self.gone(), (None, ""))
                 if rank is None and (suspects := self.ledger.suspects()):
                     rank, why = suspects[0], "its process ended"
-                named = RankLost(f"{operation}: {error}")
+                named = RankLost(f"{call}: {error}")
                 if rank is not None:
-                    named = self.ledger.lost(rank, why, operation)
+                    named = self.ledger.lost(rank, why, call)
             named.__cause__ = error
             error = named
         if isinstance(error, RankLost):
             mpi_job.see_loss(str(error))
-        return super().failed(operation, error)
+        return super().failed(call, error)
 
     def tell(self, failure: KosError, sequence: int) -> None:
         self.ledger.record(sequence, failure)

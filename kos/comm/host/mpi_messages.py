@@ -17,7 +17,7 @@ from kos.comm.backend import drop, take, wrong_message
 from kos.comm.failures import Ledger, again, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
 from kos.comm.host.shared.calls import LOOK_EVERY, Calls
-from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous import mpi_job
 from kos.comm.schedules.execute import Request
 from kos.errors import CollectiveMismatch, KosError, RankLost
@@ -152,7 +152,7 @@ class Messages:
         else:
             self.ledger.record(sequence, from_record(what))
 
-    def compare(self, o: Operation, text: bytes) -> None:
+    def compare(self, o: Call, text: bytes) -> None:
         """Raise what differs between this call and that of another rank, if one with another is known."""
         for (sequence, peer), other in self.calls.items():
             mine, theirs = described(text, o.sequence), described(other, o.sequence)

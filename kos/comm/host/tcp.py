@@ -21,7 +21,7 @@ from kos.comm.failures import again
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.fingerprints import Fingerprints, described
 from kos.comm.host.tcp_messages import BYE, CALL, FAILED, LAST_WORDS, LEFT, Peer, to_bytes
-from kos.comm.operation import COLLECTIVE_TAGS, Operation
+from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle
@@ -74,16 +74,16 @@ class TCPBackend(HostBackend):
         self._mesh.leave(LEFT, str(self.broken or reason), self.cause())
         super().abort(reason)
 
-    def _tag(self, operation: Operation) -> int:
-        return COLLECTIVE_TAGS + operation.sequence  # which need not go round, as those of MPI
+    def _tag(self, call: Call) -> int:
+        return COLLECTIVE_TAGS + call.sequence  # which need not go round, as those of MPI
 
-    def agree(self, operation: Operation) -> Callable[[], bool] | None:
+    def agree(self, call: Call) -> Callable[[], bool] | None:
         """Between hosts nobody waits for that: messages of another call raise, or the words of who waits."""
-        here, mesh = super().agree(operation), self._mesh
+        here, mesh = super().agree(call), self._mesh
         if self.one_host:
             return here
-        tag, tell_at = self._tag(operation), time.monotonic() + _PATIENCE
-        mesh.begin(operation, tag, self._fingerprints)
+        tag, tell_at = self._tag(call), time.monotonic() + _PATIENCE
+        mesh.begin(call, tag, self._fingerprints)
 
         def go_on() -> bool:
             nonlocal tell_at
@@ -92,13 +92,13 @@ class TCPBackend(HostBackend):
                 for rank in mesh.peers:
                     mesh.describe(rank, tag)
             if mesh.ledger.failure is not None:
-                mesh.ledger.check(operation.sequence)
+                mesh.ledger.check(call.sequence)
             return here is None or here()
 
         return go_on
 
-    def awaited(self, operation: Operation) -> list[int]:
-        tag = self._tag(operation)
+    def awaited(self, call: Call) -> list[int]:
+        tag = self._tag(call)
         return sorted(rank for rank, peer in self._mesh.peers.items() if peer.awaits(tag))
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
@@ -166,7 +166,7 @@ class Mesh:
         for peer in self.peers.values():
             peer.forget(given_up)
 
-    def begin(self, o: Operation, tag: int, fingerprints: Fingerprints) -> None:
+    def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
         """Compare ``o`` with what other ranks called as their collective of that tag, and told or will tell."""
         mark, self._group = fingerprints.mark(o), o.group
         self._calls[tag] = mark, fingerprints.texts[mark]

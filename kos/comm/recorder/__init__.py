@@ -17,9 +17,9 @@ from pathlib import Path
 from sys import _getframe
 from time import time_ns
 from types import CodeType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from kos.comm.operation import POINT_TO_POINT, Operation
+from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Message
 from kos.comm.reduction import Reduction
 from kos.dtypes import DType
 from kos.files import replace_file
@@ -31,24 +31,13 @@ SLOTS = 1024  # a power of two
 """Operations that a rank remembers."""
 
 _LAST = SLOTS - 1
-GROUP, _ENDS, TIMEOUT = range(3)  # of a _Call
-COMPLETED, _ERROR = -2, -1
+COMPLETED, _ERROR = -2, -1  # of an _Entry
 
-Ends = tuple[int | None, int | None, int, int]
-"""Of a message: dst, src, and the tags to the one and from the other."""
-
-
-class Starter(Protocol):
-    """What starts operations: a backend."""
-
-    def start(self, operation: Operation) -> Any: ...
-
-
-class _Call(NamedTuple):
-    """What is the same in all records of an operation, however often that is launched."""
+class _Description(NamedTuple):
+    """What is the same in all records of a call, however often that is launched."""
 
     group: Group
-    ends: Ends | None
+    message: Message | None
     timeout: float | None
     name: str
     input_shape: tuple[int, ...] | None
@@ -61,7 +50,7 @@ class _Call(NamedTuple):
 class _Entry(NamedTuple):
     """What a slot holds, in its order; the last two change when the operation ends."""
 
-    call: tuple[Any, ...]
+    description: tuple[Any, ...]
     created: int  # nanoseconds since 1970
     code: CodeType  # with ``instruction``: the call site
     instruction: int
@@ -76,57 +65,33 @@ class Group:
     def __init__(self, recorder: Recorder, name: str, ranks: list[int], rank: int, backend: str) -> None:
         self.recorder, self.name, self.ranks, self.rank, self.backend = recorder, name, ranks, rank, backend
         self.number = recorder.add(self)
-        self.collectives = self.messages = 0  # launched so far
-        self._splits = itertools.count()
 
-    def next_split(self) -> str:
-        """The name of the next split of this group; the same on all its ranks, for all of them split it."""
-        return f"{self.name}.{next(self._splits)}"
-
-    def launch(self, operation: Operation, depth: int, backend: Starter | None = None) -> Any:
-        """``backend.start`` of a checked operation, numbered now and noted as its caller ``depth`` frames up asked.
-
-        Not when it was checked: a refused call does not count.  Without a ``backend`` it is only noted, and starts with
-        the others of its batch.
-        """
-        call = operation.said
-        if call is None:
-            name, send, recv = operation.name, operation.send, operation.recv
-            operation.group = self.name
-            operation.said = call = (  # a _Call: as a plain tuple it takes a fifth of the time
-                self,
-                (operation.dst, operation.src, operation.tag, operation.recv_tag) if name in POINT_TO_POINT else None,
-                operation.timeout, name, send and send.shape, recv is not send and recv and recv.shape,
-                send.dtype if send else recv and recv.dtype, operation.reduction, operation.root,
+    def note(self, call: Call, depth: int) -> None:
+        """Note that ``call`` is launched now, by the caller ``depth`` frames up."""
+        description = call.description
+        if description is None:
+            o = call.operation
+            name, send, recv = o.name, o.send, o.recv
+            call.description = description = (  # a _Description: as a plain tuple it takes a fifth of the time
+                self, o.message if name in POINT_TO_POINT else None, o.options.timeout, name,
+                send and send.shape, recv is not send and recv and recv.shape,
+                send.dtype if send else recv and recv.dtype, o.reduction, o.root,
             )  # fmt: skip
-        if call[_ENDS] is None:
-            operation.sequence = sequence = self.collectives
-            self.collectives = sequence + 1
-        else:
-            operation.sequence = sequence = self.messages
-            self.messages = sequence + 1
         try:
             frame = _getframe(depth)
         except ValueError:  # C called us
             frame = _getframe(depth - 1)
         recorder = self.recorder
         count = recorder.count
-        operation.record = record = recorder.slots[count & _LAST]  # a new list would be one more cache miss
-        record[0] = None  # what is half written is none
+        call.record = record = recorder.slots[count & _LAST]  # a new list would be one more cache miss
+        record[0] = None  # a record that is half written is none
         record[1] = time_ns()
         record[2] = frame.f_code
         record[3] = frame.f_lasti
-        record[4] = sequence
+        record[4] = call.sequence
         record[5] = record[6] = None
-        record[0] = call
+        record[0] = description
         recorder.count = count + 1
-        if backend is None:
-            return None
-        try:
-            return backend.start(operation)
-        except Exception as error:
-            failed(operation, error)
-            raise
 
 
 class Recorder:
@@ -213,30 +178,30 @@ recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 """Those of this process that a signal concerns."""
 
 
-def started(operation: Operation) -> None:
-    """The operation is under way and has to wait."""
-    reached(operation, 0)
+def started(call: Call) -> None:
+    """The call is under way and has to wait."""
+    completed(call, 0)
 
 
-def reached(operation: Operation, completed: int) -> None:
-    """Note when it was complete, unless its slot is another's by now."""
-    record = operation.record
-    if record is not None and record[0] is operation.said:
-        record[COMPLETED] = completed
+def completed(call: Call, when: int) -> None:
+    """Note when it was complete (0: under way), unless its slot is another's by now."""
+    record = call.record
+    if record is not None and record[0] is call.description:
+        record[COMPLETED] = when
 
 
-def failed(operation: Operation, error: Exception) -> None:
-    """The operation failed; leaves a dump where one is wanted."""
-    record, said = operation.record, operation.said
-    if record is not None and said is not None and (record[0] is not said or record[_ERROR] is None):
-        if record[0] is said:
+def failed(call: Call, error: Exception) -> None:
+    """The call failed; leaves a dump where one is wanted."""
+    record, description = call.record, call.description
+    if record is not None and description is not None and (record[0] is not description or record[_ERROR] is None):
+        if record[0] is description:
             record[COMPLETED], record[_ERROR] = time_ns(), f"{type(error).__name__}: {error}"
-        said[0].recorder.fail(error)
+        description[0].recorder.fail(error)
 
 
 def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
-    call = _Call(*e.call)
-    group, is_p2p = call.group, call.ends is not None
+    call = _Description(*e.description)
+    group, is_p2p = call.group, call.message is not None
     output = call.input_shape if call.output_shape is False else call.output_shape
     entry: dict[str, Any] = {
         "record_id": number,
@@ -262,7 +227,7 @@ def _describe(number: int, e: _Entry) -> Iterator[dict[str, Any]]:
     }
     if not is_p2p:
         yield entry
-    dst, src, tag, recv_tag = call.ends or (None, None, 0, 0)
+    dst, src, tag, recv_tag = call.message or NO_MESSAGE
     if dst is not None:
         name = f"{group.backend}:send {group.rank}->{dst}"
         yield entry | _sizes("output", None, None) | {"profiling_name": name, "tag": tag}

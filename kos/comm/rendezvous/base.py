@@ -12,6 +12,7 @@ from typing import Any
 
 from kos.comm.failures import Ledger
 from kos.cuda.devices import process_numa_node
+from kos.errors import KosError
 
 
 class Rendezvous(ABC):
@@ -67,6 +68,9 @@ class Rendezvous(ABC):
         ledger.board.post_wait(rank for rank in ledger.world if rank != ledger.world[self.rank])
         try:
             yield
+        except KosError as error:  # before it waits no longer: a rank that does neither is to blame
+            ledger.board.post_failure(error)
+            raise
         finally:
             ledger.board.post_wait(None)
 

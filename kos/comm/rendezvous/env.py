@@ -82,27 +82,28 @@ class TCPRendezvous(Rendezvous):
         if self._door is None:
             return found
         purpose = self.allgather(os.urandom(16))[0]
-        try:
-            with self.waiting():
+        me, above = self.ledger.names([self.rank], False), set(range(self.rank + 1, self.size))
+        with self.waiting():
+            try:
                 for peer in range(self.rank):
                     found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
-                above, key = set(range(self.rank + 1, self.size)), self.network.key(purpose)
+                key = self.network.key(purpose)
                 others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
-            found |= others
-            if missing:
-                absent = f"{self.ledger.names(missing)} did not connect within {self.timeout:g} s"
-                waits = f"tcp: {self.ledger.names([self.rank], False)} waited for the ranks above it"
-                raise self.ledger.overdue(missing, waits, None, absent, RendezvousError)
-        except (OSError, RendezvousError) as error:
-            for connection in found.values():
-                connection.close()
-            if isinstance(error, RendezvousError) and error.ranks:
-                raise
-            peer, why = len(found), f"{self.ledger.names([self.rank], False)} did not reach it: {error}"
-            if isinstance(error, TimeoutError):
-                silent = f"{self.ledger.names([peer], False)} did not answer within {self.timeout:g} s"
-                raise self.ledger.overdue([peer], "tcp", None, silent, RendezvousError) from error
-            raise self.ledger.lost(peer, why, "tcp") from error
+                found |= others
+                if missing:
+                    absent = f"{self.ledger.names(missing)} did not connect within {self.timeout:g} s"
+                    waits = f"tcp: {me} waited for the ranks above it"
+                    raise self.ledger.overdue(missing, waits, None, absent, RendezvousError)
+            except (OSError, RendezvousError) as error:
+                for connection in found.values():
+                    connection.close()
+                if isinstance(error, RendezvousError) and error.ranks:
+                    raise
+                peer = len(found)
+                if isinstance(error, TimeoutError):
+                    silent = f"{self.ledger.names([peer], False)} did not answer within {self.timeout:g} s"
+                    raise self.ledger.overdue([peer], "tcp", None, silent, RendezvousError) from error
+                raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
 
     def check_shrink(self) -> None:
@@ -248,22 +249,22 @@ class TCPRendezvous(Rendezvous):
             self._hub.timeout = self.timeout  # which may have been set
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
         connection.post(message)
-        try:
-            with self.waiting():
+        with self.waiting():
+            try:
                 with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
-        except TimeoutError:
-            silent = f"{self.ledger.names([0], False)} gave no answer within {self.timeout:g} s"
-            self._failure = self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
-        except OSError:
-            self._failure = self.ledger.lost(0, "its connection was closed", "rendezvous")
-        else:
-            kind, answer = answer[:1], answer[1:]
-            if kind not in FAILURES:
-                return answer
-            self._failure = self._failure_of(kind, *json.loads(answer))
-        raise self._failure
+            except TimeoutError:
+                silent = f"{self.ledger.names([0], False)} gave no answer within {self.timeout:g} s"
+                self._failure = self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
+            except OSError:
+                self._failure = self.ledger.lost(0, "its connection was closed", "rendezvous")
+            else:
+                kind, answer = answer[:1], answer[1:]
+                if kind not in FAILURES:
+                    return answer
+                self._failure = self._failure_of(kind, *json.loads(answer))
+            raise self._failure
 
     def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
         """The failure that the hub told of."""

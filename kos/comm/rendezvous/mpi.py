@@ -114,18 +114,17 @@ def wait_for_all(rendezvous: Rendezvous, what: str, comm: Any, wait: Callable[[]
     Raises what is known of the ranks that did not come, or failed: the error names the rank that failed first.
     """
     ledger, rank, size = rendezvous.ledger, rendezvous.rank, rendezvous.size
-    try:
-        with rendezvous.waiting():
-            outcome = wait()
-    except mpi_job.load_mpi().Exception as error:
-        gone = mpi_job.failed_ranks(comm) or ledger.suspects()
-        why = f"{what}: MPI: {error.Get_error_string()}"
-        if not gone:
-            raise RankLost(f"rendezvous: {why}") from error
-        raise ledger.lost(gone[0], why, "rendezvous") from error
-    if outcome:
-        return outcome
-    others = [each for each in range(size) if each != rank]
-    named = ledger.names(others, False) if size == 2 else f"all other {size - 1} ranks"
-    waited = f"{ledger.names([rank], False)} waited {rendezvous.timeout:g} s for {named}"
-    raise ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)
+    with rendezvous.waiting():
+        try:
+            if outcome := wait():
+                return outcome
+        except mpi_job.load_mpi().Exception as error:
+            gone = mpi_job.failed_ranks(comm) or ledger.suspects()
+            why = f"{what}: MPI: {error.Get_error_string()}"
+            if not gone:
+                raise RankLost(f"rendezvous: {why}") from error
+            raise ledger.lost(gone[0], why, "rendezvous") from error
+        others = [each for each in range(size) if each != rank]
+        named = ledger.names(others, False) if size == 2 else f"all other {size - 1} ranks"
+        waited = f"{ledger.names([rank], False)} waited {rendezvous.timeout:g} s for {named}"
+        raise ledger.overdue(others, f"rendezvous: {what}", None, waited, RendezvousError)

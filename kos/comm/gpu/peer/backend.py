@@ -27,7 +27,7 @@ from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
 from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Piece, Run
 from kos.comm.gpu.peer.launches import PACKETS, Launch, Launches
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import for_group
@@ -137,17 +137,18 @@ class PeerBackend(DeviceBackend):
     def beside(self, o: Operation) -> bool:
         """Whether copy engines carry it: it overlaps other work, is large, and its buffers are symmetric."""
         buffer = o.recv if o.name == "all_gather" else o.send
-        if not o.overlap or o.name not in _BY_COPIES or buffer is None or buffer.nbytes < _BESIDE or self.size == 1:
+        large = buffer is not None and buffer.nbytes >= _BESIDE and self.size > 1
+        if buffer is None or not large or not o.options.overlap or o.name not in _BY_COPIES:
             return False
         complex_or_scaled = buffer.dtype.kind == "complex" or (o.reduction and o.reduction.op is ReduceOp.PREMUL_SUM)
         odd = o.name != "all_reduce" and buffer.nbytes % (16 * self.size)
-        if o.algorithm != "auto" or complex_or_scaled or odd:
+        if o.options.algorithm != AUTO or complex_or_scaled or odd:
             return False
         several = (o.send, o.recv) if o.name == "all_reduce" else (buffer,)
         return all(each is not None and self._engine.is_symmetric(each.pointer, each.nbytes) for each in several)
 
     def has_algorithm(self, o: Operation) -> bool:
-        return o.algorithm == "auto" or (o.name == "all_reduce" and o.algorithm in PACKETS)
+        return o.options.algorithm == AUTO or (o.name == "all_reduce" and o.options.algorithm in PACKETS)
 
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         if name != "all_reduce":
@@ -159,8 +160,7 @@ class PeerBackend(DeviceBackend):
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
         self._known.clear()
-        for o in self._kept.values():
-            o.asked = ...  # which nobody does
+        self.cache.clear()
 
     def release(self, pointer: int, window: int) -> None:
         """The last array of a window is gone here."""
@@ -208,42 +208,44 @@ class PeerBackend(DeviceBackend):
         with suppress(CudaError):  # of a broken context, which runs nothing any more
             driver.synchronize(self.device)
 
-    def inspect(self, o: Operation) -> None:
+    def inspect(self, o: Call) -> None:
         if self._engine.failed:
             self._engine.check(str(o))
 
-    def missing(self, operation: Operation) -> str:
+    def missing(self, call: Call) -> str:
         """Ends the wait on the GPU, so that the kernel says what it waited for."""
         self._engine.abort()
-        return f"{super().missing(operation)}; {self._engine.last_wait(1.0)}"
+        return f"{super().missing(call)}; {self._engine.last_wait(1.0)}"
 
-    def start(self, operation: Operation) -> Work | None:
-        self._look(operation)
-        return DeviceBackend.start(self, operation)
+    def start(self, call: Call) -> Work[Any] | None:
+        self._look(call)
+        return DeviceBackend.start(self, call)
 
-    def start_all(self, operations: Sequence[Operation]) -> list[Work]:
-        for o in operations:
-            self._look(o)
-        return DeviceBackend.start_all(self, operations)
+    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
+        for call in calls:
+            self._look(call)
+        return DeviceBackend.start_all(self, calls, overlap)
 
-    def _look(self, o: Operation) -> None:
+    def _look(self, o: Call) -> None:
         """Before an operation: whether a kernel gave up, and how long kernels wait."""
         if self._engine.failed and self.broken is None:
             try:
                 self._engine.check(str(o))
             except Exception as error:
                 self._give_up(o, error)
-        if o.timeout is not None and o.timeout > self._seconds:
-            self.timeout = o.timeout
+        timeout = o.operation.options.timeout
+        if timeout is not None and timeout > self._seconds:
+            self.timeout = timeout
 
     # How operations are carried.
 
-    def resolve(self, o: Operation) -> tuple[Callable[[int], None], bool]:
+    def resolve(self, o: Operation, route: Route) -> bool:
         if not self.has_algorithm(o):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
-            raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.algorithm!r}")
+            raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.options.algorithm!r}")
         with relaxed_capture():
-            return partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o)), True
+            route.launch = partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o, route))
+        return True
 
     def _launch(self, run: Run, stream: int) -> None:
         """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
@@ -255,9 +257,9 @@ class PeerBackend(DeviceBackend):
             follow(stream, last, self._order)
         run(stream)
 
-    def queue(self, operations: Sequence[Operation], stream: int | None) -> None:
+    def queue(self, calls: Sequence[Call], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""
-        for (kind, at), several in groupby(operations, lambda o: (o.collective, stream or o.stream)):
+        for (kind, at), several in groupby(calls, lambda call: (call.collective, stream or call.stream)):
             together = list(several)
             if kind or len(together) == 1:
                 super().queue(together, stream)
@@ -266,15 +268,16 @@ class PeerBackend(DeviceBackend):
                     run = self._messages(together)
                 self._launch(run, at)
 
-    def _messages(self, operations: Sequence[Operation]) -> Run:
+    def _messages(self, calls: Sequence[Call]) -> Run:
         """The k-th message of each pair in the k-th exchange, as on the other side."""
         sends: list[list[Piece]] = [[] for _ in range(self.size)]
         recvs: list[list[Piece]] = [[] for _ in range(self.size)]
-        for o in operations:
-            if o.dst is not None and o.send is not None and o.send.count:
-                sends[o.dst].append((o.send.pointer, o.send.nbytes))
-            if o.src is not None and o.recv is not None and o.recv.count:
-                recvs[o.src].append((o.recv.pointer, o.recv.nbytes))
+        for o in (call.operation for call in calls):
+            dst, src, *_ = o.message
+            if dst is not None and o.send is not None and o.send.count:
+                sends[dst].append((o.send.pointer, o.send.nbytes))
+            if src is not None and o.recv is not None and o.recv.count:
+                recvs[src].append((o.recv.pointer, o.recv.nbytes))
         rounds = max(map(len, (*sends, *recvs)))
         return _in_turn(
             self._engine.bind_exchange(
@@ -283,27 +286,27 @@ class PeerBackend(DeviceBackend):
             for k in range(rounds)
         )
 
-    def _bind_all_reduce(self, o: Operation) -> Run:
+    def _bind_all_reduce(self, o: Operation, route: Route) -> Run:
         assert o.send is not None and o.recv is not None and o.reduction is not None
         name, _, per = kernel_types(o.reduction, self.device)
         if not o.send.count or name.startswith("complex"):
-            return self._bind_reduction(o)
+            return self._bind_reduction(o, route)
         dtype, count = DTYPES[name], o.send.count * per
         ends = o.send.pointer, o.recv.pointer
-        launch = Launch(o.algorithm, threads=128)
+        launch = Launch(o.options.algorithm, threads=128)
         if self.beside(o):
             launch = BESIDE
-        elif o.algorithm == "auto":
+        elif o.options.algorithm == AUTO:
             launch = self._engine.launch_for(*ends, o.send.nbytes)
         symmetric = all(self._engine.is_symmetric(end, o.send.nbytes) for end in ends)
         launch = self._engine.possible(launch, o.reduction.op, o.send.nbytes, symmetric)
         reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
-        o.way = self._engine.way(launch, o.send.nbytes, *reached)
+        route.kernel = self._engine.way(launch, o.send.nbytes, *reached)
         return self._engine.bind_all_reduce(
             *ends, count, dtype, o.reduction.op, factor=o.reduction.factor, launch=launch
         )
 
-    def _bind_reduction(self, o: Operation) -> Run:
+    def _bind_reduction(self, o: Operation, route: Route) -> Run:
         """reduce, reduce_scatter and reduce_scatter_v."""
         assert o.reduction is not None and o.send is not None
         name, _, per = kernel_types(o.reduction, self.device)  # refused here, before anything is sent
@@ -311,7 +314,7 @@ class PeerBackend(DeviceBackend):
             assert o.recv is not None
             beside = self.beside(o)
             if beside:
-                o.way = self._engine.way(Launch("copies"), o.send.nbytes, o.send.pointer)
+                route.kernel = self._engine.way(Launch("copies"), o.send.nbytes, o.send.pointer)
             run = self._engine.bind_reduce_scatter(
                 o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op, beside=beside
             )
@@ -319,7 +322,7 @@ class PeerBackend(DeviceBackend):
                 return run
         return OrderedReduction(self, o) if o.send.count else _in_turn(())
 
-    def _bind_move(self, o: Operation) -> Run:
+    def _bind_move(self, o: Operation, route: Route) -> Run:
         """Everything that is one exchange."""
         rank, size, root = self.rank, self.size, o.root
         send, recv = _whole(o.send), _whole(o.recv)
@@ -334,7 +337,7 @@ class PeerBackend(DeviceBackend):
                 if o.name == "all_gather":
                     direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
                 if direct is not None:
-                    o.way = self._engine.way(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
+                    route.kernel = self._engine.way(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
                     return direct
                 sends, recvs = [send] * size, self._cut(o.recv, o.recv_counts)
             case "all_to_all" | "all_to_all_v":
@@ -344,7 +347,7 @@ class PeerBackend(DeviceBackend):
             case "scatter":
                 sends, recvs = self._cut(o.send, None), self._only(root, recv)
             case _:
-                sends, recvs = self._only(o.dst, send), self._only(o.src, recv)
+                sends, recvs = self._only(o.message.dst, send), self._only(o.message.src, recv)
         return self._engine.bind_exchange(sends, recvs, messages=not o.collective)
 
     def _broadcast_by_parts(self, send: Piece, recv: Piece, root: int) -> Run:
@@ -364,7 +367,7 @@ class PeerBackend(DeviceBackend):
         )
         return _in_turn((self._engine.bind_exchange(*first), self._engine.bind_exchange(*second)))
 
-    def _bind_barrier(self, o: Operation) -> Run:
+    def _bind_barrier(self, o: Operation, route: Route) -> Run:
         return self._engine.bind_barrier()
 
     def _only(self, rank: int | None, piece: Piece) -> list[Piece]:
@@ -408,7 +411,7 @@ class PeerBackend(DeviceBackend):
         self.exchange([(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)], stream)
 
 
-_BINDERS: dict[str, Callable[[PeerBackend, Operation], Run]] = {
+_BINDERS: dict[str, Callable[[PeerBackend, Operation, Route], Run]] = {
     "all_reduce": PeerBackend._bind_all_reduce,
     "reduce": PeerBackend._bind_reduction,
     "reduce_scatter": PeerBackend._bind_reduction,

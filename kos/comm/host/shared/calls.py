@@ -18,7 +18,7 @@ from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
 from kos.comm.host.shared.board import fitting
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Segment, started
-from kos.comm.operation import Operation
+from kos.comm.operation import Call
 from kos.errors import KosError
 
 CLOSED_WELL, LEFT = 1, 2
@@ -43,13 +43,13 @@ class Calls(Fingerprints):
         words[self._line + STARTED] = started(pid)
         words[self._line + PID] = pid
 
-    def announce(self, o: Operation) -> None:
+    def announce(self, o: Call) -> None:
         """Say that this rank begins ``o``."""
         words, sequence = self._words, o.sequence
         words[self._ring + sequence % RING] = (o.mark or self.mark(o)) + sequence
         words[self._line + ARRIVED] = sequence + 1
 
-    def publish(self, o: Operation) -> Callable[[], bool]:
+    def publish(self, o: Call) -> Callable[[], bool]:
         """Say that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
 
         The poll raises CollectiveMismatch if one of them began something else instead, RankLost if one is
@@ -68,7 +68,7 @@ class Calls(Fingerprints):
 
         return everybody_came
 
-    def check(self, o: Operation) -> int | None:
+    def check(self, o: Call) -> int | None:
         """Compare ``o`` with the calls of the ranks that have begun it; returns the last that has not, if any.
 
         Raises as the poll of ``publish``.
@@ -86,7 +86,7 @@ class Calls(Fingerprints):
             self.raise_failure(sequence)
         return absent
 
-    def compare(self, o: Operation, first: int) -> int:
+    def compare(self, o: Call, first: int) -> int:
         """Compare the calls from the ``first``-th on, ``o`` being the last, with those of the other ranks so far.
 
         Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
@@ -125,7 +125,7 @@ class Calls(Fingerprints):
         """Collectives that this rank has begun: the sequence number of its next one."""
         return self._words[self._line + ARRIVED]
 
-    def missing(self, o: Operation) -> list[int]:
+    def missing(self, o: Call) -> list[int]:
         """The ranks of the host that have not begun ``o``."""
         ranks, words = self.segment.ranks, self._words
         return [ranks[local] for local, line, _ in self._peers if words[line + ARRIVED] <= o.sequence]
@@ -220,7 +220,7 @@ class Wait:
 
     __slots__ = ("_calls", "_departed", "_look_at", "operation")
 
-    def __init__(self, calls: Calls, o: Operation) -> None:
+    def __init__(self, calls: Calls, o: Call) -> None:
         self._calls, self.operation = calls, o
         self._look_at = time.monotonic() + LOOK_EVERY
         self._departed: int | None = None

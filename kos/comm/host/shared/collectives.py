@@ -19,7 +19,7 @@ import numpy as np
 from kos.comm.host.shared.calls import Calls, Wait
 from kos.comm.host.shared.plans import Plan, Plans
 from kos.comm.host.shared.segment import CLOSED, DEPTH, GOT, PUT, REDUCED
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Call
 from kos.comm.reduction import Reduction
 from kos.comm.work import Steps
 
@@ -47,20 +47,21 @@ class SharedCollectives:
         self._stage = 0
         self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the word, its value, the ranks last waited for
 
-    def start(self, o: Operation) -> Steps | None:
-        """Say that this rank begins ``o``, and how it goes on; None if it is not carried here."""
-        if o.name in ("all_reduce", "reduce") and o.algorithm == "auto":
+    def start(self, call: Call) -> Steps | None:
+        """Say that this rank begins ``call``, and how it goes on; None if it is not carried here."""
+        o = call.operation
+        if o.name in ("all_reduce", "reduce") and o.options.algorithm == AUTO:
             assert o.send is not None and o.reduction is not None
-            self._calls.announce(o)
-            return self._reduce(o, o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction)
+            self._calls.announce(call)
+            return self._reduce(call, o.send.flat, o.recv.flat if o.recv is not None else None, o.reduction)
         plan = self._plans.make(o)
-        return self._run(o, self._calls.publish(o), plan) if plan is not None else None
+        return self._run(call, self._calls.publish(call), plan) if plan is not None else None
 
     def behind(self) -> list[int]:
         """The ranks that the operation which has the slots waits for."""
         return [self._calls.segment.ranks[rank] for rank in self._laggards()]
 
-    def _run(self, o: Operation, came: Came, plan: Plan) -> Steps:
+    def _run(self, o: Call, came: Came, plan: Plan) -> Steps:
         count, per_stage, sources, put, get = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
@@ -98,7 +99,7 @@ class SharedCollectives:
                 yield
         self._served += 1
 
-    def _reduce(self, o: Operation, x: Array, out: Array | None, reduction: Reduction) -> Steps:
+    def _reduce(self, o: Call, x: Array, out: Array | None, reduction: Reduction) -> Steps:
         """An all_reduce; or a reduce, which differs in that ranks other than the root have no ``out``.
 
         As ``_run`` would do it, with a step between and little between the lines.
@@ -165,7 +166,7 @@ class SharedCollectives:
         word, value, awaited = self._awaited
         return (rank for rank in awaited if self._words[self._lines[rank] + word] < value)
 
-    def _until(self, o: Operation, word: int, value: int, ranks: Sequence[int]) -> Steps:
+    def _until(self, o: Call, word: int, value: int, ranks: Sequence[int]) -> Steps:
         """Wait until that word of those ranks has reached ``value``."""
         self._awaited = word, value, ranks
         wait = Wait(self._calls, o)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.comm.host.shared.segment import DEPTH, Segment
-from kos.comm.operation import Operation
+from kos.comm.operation import AUTO, Operation
 from kos.comm.reduction import Reduction
 
 Array = np.ndarray[Any, Any]
@@ -66,7 +66,7 @@ class Plans:
     def make(self, o: Operation) -> Plan | None:
         """The plan of ``o``, or None if it is not carried here."""
         plan = _PLANS.get(o.name)
-        return plan(self, o) if plan is not None and o.algorithm == "auto" else None
+        return plan(self, o) if plan is not None and o.options.algorithm == AUTO else None
 
     def typed(self, dtype: np.dtype[Any]) -> list[list[Array]]:
         """The slots as arrays of ``dtype``, by rank and by stage % DEPTH."""

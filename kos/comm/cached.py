@@ -1,0 +1,78 @@
+"""Cached calls: an eager call made again on the same arrays of a GPU skips the checks of its arguments.
+
+Between two calls the caches of a CPU belong to others, so that a hit looks at little: it takes a third of the time of
+the whole call.  The key is the input array; it is a hit where operation, reduce op or root, output and streams are
+those of the cached call.  The first call on an array only marks it: what is used once, a view for one, is not cached.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from kos.comm.operation import Call
+from kos.comm.reduction import ReduceOp
+from kos.memory.array import Array
+
+CACHED = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
+"""The operations whose calls are cached."""
+
+
+class _Entry:
+    """A cached call, which holds its arrays weakly, and what must be the same for a hit."""
+
+    __slots__ = ("array", "call", "name", "out", "parameter", "stream")
+
+    def __init__(self, call: Call, parameter: Any, array: weakref.ref[Array], out: Any) -> None:
+        self.call, self.name, self.parameter, self.array, self.out = call, call.name, parameter, array, out
+        self.stream = call.queue
+
+
+class CallCache:
+    """The cached calls of one communicator: one for each input array, as long as that lives."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}
+
+    def find(self, name: str, x: Array, out: Any, parameter: Any) -> Call | None:
+        """The call of the same arguments, unless anything about its arrays has changed."""
+        entry = self._entries.get(id(x))
+        if (
+            entry is None or entry.name is not name or entry.parameter is not parameter
+            or entry.stream is not (stream := x.stream) or getattr(x.owner, "closed", False)
+        ):  # fmt: skip
+            return None
+        if out is None or out is x:
+            return None if entry.out is not None or x.readonly else entry.call
+        if (
+            entry.out is None or entry.out() is not out or out.stream is not stream or out.readonly
+            or getattr(out.owner, "closed", False)
+        ):  # fmt: skip
+            return None
+        return entry.call
+
+    def add(self, call: Call) -> None:
+        """Cache a call that was launched, where its arrays and arguments allow it."""
+        o = call.operation
+        send, recv, options, reduction = o.send, o.recv, o.options, o.reduction
+        if o.name not in CACHED or send is None or recv is None or options.stream is not None:
+            return
+        x, out = send.array, recv.array
+        if not type(x) is type(out) is Array:
+            return
+        if not x.used:
+            x.used = True
+        elif self._entries.pop(id(x), None) is None:  # not where two different calls take turns on one array
+            if reduction is not None and reduction.op is ReduceOp.PREMUL_SUM:  # whose factor may be another next time
+                return
+            key, entries = id(x), self._entries
+            array = weakref.ref(x, lambda _: entries.pop(key, None))
+            parameter = o.root if reduction is None else reduction.op
+            entries[key] = _Entry(call, parameter, array, None if out is x else weakref.ref(out))
+            send.array = recv.array = None
+
+    def clear(self) -> None:
+        """Have every call checked anew."""
+        self._entries.clear()

@@ -1,0 +1,302 @@
+"""Measure the tuning table of this machine: mpirun -n N python -m kos.tune [--largest 1G] [--out FILE]
+
+One rank to a GPU.  Times ``peer`` and ``nccl`` for every operation and size, in graphs and launched one by one, and
+every kernel of peer's all-reduce; writes the table that ``auto`` uses from then on with so many ranks here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kos.comm import Communicator, init
+from kos.comm.gpu import nccl_binding
+from kos.comm.gpu.peer.backend import PeerBackend
+from kos.comm.gpu.peer.launches import Launch, Launches, pick
+from kos.comm.rendezvous.choose import launched_rank
+from kos.comm.tuning import Route, Table, key, machine, parse, user_path
+from kos.cuda import capture, create_stream, driver, set_device, streams
+from kos.cuda.driver import call, cu
+from kos.errors import BackendUnavailable, InvalidArgument, KosError
+from kos.files import check_writable, replace_file
+from kos.memory.array import Array, as_dtype
+
+KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
+SMALLEST = KB
+OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv")
+_TIE, _NOISE = 1.02, 0.05
+"""What is slower at one size, by no more than so much, stays: a route that jumps from size to size is noise.  But what
+is ahead at the next size too is taken, if by more than so many microseconds."""
+_UNITS = {"K": KB, "M": MB, "G": GB}
+
+Times = dict[int, dict[str, float]]
+"""By bytes: microseconds by name."""
+
+
+def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
+    """What is worth trying for an all-reduce of that size."""
+    if nbytes <= 512 * KB:
+        yield from (Launch("one_shot", threads=threads) for threads in (64, 128, 256))
+    if 16 * KB <= nbytes <= 4 * MB:
+        yield from (Launch("two_shot", threads=threads) for threads in (64, 128, 256))
+        yield from (Launch("two_shot", blocks, threads=threads) for blocks, threads in ((32, 512), (128, 256)))
+    if symmetric and 128 * KB <= nbytes <= 16 * MB:
+        yield from (Launch("direct", blocks) for blocks in (16, 32, 64))
+    if nbytes >= 256 * KB:
+        yield from (Launch("push", blocks) for blocks in (32, 64, 128))
+    if symmetric and 4 * MB <= nbytes <= 64 * MB:
+        yield from (Launch("specialized", tile=tile) for tile in (32 * KB, 64 * KB))
+    if symmetric and nbytes >= 16 * MB:
+        yield from (Launch("copies", pieces=pieces) for pieces in (1, 2))
+
+
+def best_of(times: Times) -> list[tuple[int | None, str]]:
+    """(bytes up to which, name of the fastest), from the times at some sizes."""
+    rows: list[tuple[int | None, str]] = []
+    former, smaller = "", 0
+    sizes = sorted(times)
+    for size, larger in zip_longest(sizes, sizes[1:]):
+        here, next_ = times[size], times.get(larger, {})
+        fastest = min(here, key=lambda name: here[name])
+        lead = here.get(former, math.inf) - here[fastest]
+        goes_on = lead > _NOISE and fastest == min(next_, key=lambda name: next_[name], default=None)
+        if former and (goes_on or here[fastest] * (_TIE - 1) < lead):
+            rows.append((crossing(times, smaller, size, former, fastest), former))
+            former = fastest
+        former, smaller = former or fastest, size
+    return [*rows, (None, former)]
+
+
+def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
+    """Bytes between sizes ``a`` and ``b`` where two lines of time meet; half way, as sizes go, if that is not known."""
+    lead = math.log(times[a].get(after, math.nan) / times[a][before])  # of the one that is faster at a
+    lag = math.log(times[b].get(before, math.nan) / times[b][after])
+    part = max(lead, 0.0) / (max(lead, 0.0) + max(lag, 0.0)) if lead + lag > 0 else 0.5
+    return round(a * (b / a) ** part)
+
+
+class Tuner:
+    """One rank: both backends over the same ranks, buffers, a stream, and what was measured."""
+
+    def __init__(self, peer: Communicator, nccl: Communicator, largest: int) -> None:
+        self.peer, self.nccl, self.largest = peer, nccl, largest
+        self.rank, self.size = peer.rank, peer.size
+        self.sizes = [SMALLEST << i for i in range((largest // SMALLEST).bit_length())]
+        self.device = peer.device or 0
+        set_device(self.device)
+        self.stream = create_stream(self.device)
+        self.ordinary = [Array.zeros(largest, "uint8", self.device) for _ in range(2)]
+        self.symmetric = [peer.allocate(largest, "uint8") for _ in range(2)]
+        for buffer in self.symmetric:
+            buffer.fill_bytes(0)
+        driver.synchronize(self.device)
+        self.measured: list[dict[str, Any]] = []
+
+    def buffers(self, dtype: str, symmetric: bool) -> list[Array]:
+        """Input and output, of as many elements as there is room for."""
+        count = self.largest // as_dtype(dtype).itemsize
+        both = self.symmetric if symmetric else self.ordinary
+        return [Array(each.pointer, (count,), as_dtype(dtype), self.device, owner=each) for each in both]
+
+    def bind(self, comm: Communicator, operation: str, nbytes: int, dtype: str, symmetric: bool) -> Callable[[], Any]:
+        """A function that launches the operation once more, by whose bytes ``auto`` will route it."""
+        x, y = self.buffers(dtype, symmetric)
+        rank, size, n = self.rank, self.size, nbytes // x.dtype.itemsize
+        part, whole, root = n // size, n // size * size, rank == 0
+        arguments: dict[str, dict[str, Any]] = {
+            "all_reduce": {"x": x[:n], "out": y[:n]},
+            "reduce_scatter": {"x": x[:whole], "out": y[:part]},
+            "all_gather": {"x": x[:n], "out": y[: n * size]},
+            "all_to_all": {"x": x[:whole], "out": y[:whole]},
+            "broadcast": {"x": x[:n]},
+            "reduce": {"x": x[:n], "out": y[:n] if root else None},
+            "gather": {"x": x[:n], "out": y[: n * size] if root else None},
+            "scatter": {"x": x[: n * size] if root else None, "out": y[:n]},
+            "send_recv": {"x": x[:n], "out": y[:n], "dst": (rank + 1) % size, "src": (rank - 1) % size},
+        }
+        start: Callable[[], Any] = getattr(comm, f"{operation}_init")(**arguments[operation], stream=self.stream).start
+        return start
+
+    def time(self, start: Callable[[], Any], nbytes: int, graph: bool) -> float:
+        """Microseconds of one of several in a row: the median, on the slowest rank."""
+        depth = 50 if nbytes <= MB else 10 if nbytes <= 16 * MB else 3 if nbytes <= 256 * MB else 1
+        start()  # what happens once: connections, kernels
+        streams.synchronize(self.stream, self.device)
+        turns = 6 if nbytes <= 16 * MB else 4
+        times = self._in_graph(start, depth, turns) if graph else self._eager(start, depth, turns)
+        everybody = self.peer.rendezvous.allgather(json.dumps(median(times[1:])).encode())
+        return max(map(json.loads, everybody))
+
+    def _in_graph(self, start: Callable[[], Any], depth: int, turns: int) -> list[float]:
+        with capture(self.stream) as graph:
+            for _ in range(depth):
+                start()
+        begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
+        handle, times = streams.handle(self.stream), []
+        for _ in range(turns):
+            self.peer.rendezvous.barrier()
+            call(cu.cuEventRecord, begin, handle)
+            graph.replay(self.stream)
+            call(cu.cuEventRecord, end, handle)
+            streams.synchronize(self.stream, self.device)
+            times.append(1e3 * float(call(cu.cuEventElapsedTime, begin, end)) / depth)
+        graph.close()
+        for event in (begin, end):
+            call(cu.cuEventDestroy, event)
+        return times
+
+    def _eager(self, start: Callable[[], Any], depth: int, turns: int) -> list[float]:
+        times = []
+        for _ in range(turns):
+            self.peer.rendezvous.barrier()
+            began = time.perf_counter()
+            for _ in range(depth):
+                start()
+            streams.synchronize(self.stream, self.device)
+            times.append(1e6 * (time.perf_counter() - began) / depth)
+        return times
+
+    def launches(self, symmetric: bool) -> tuple[tuple[int | None, Launch], ...]:
+        """The fastest kernels of peer's all-reduce (bf16, in graphs)."""
+        times, named = Times(), {}
+        for nbytes in self.sizes:
+            times[nbytes] = {}
+            for launch in candidates(nbytes, symmetric):
+                alone = ((None, launch),)
+                self._peer.use(Launches(alone, alone))
+                start = self.bind(self.peer, "all_reduce", nbytes, "bfloat16", symmetric)
+                named[repr(launch)] = launch
+                times[nbytes][repr(launch)] = self.time(start, nbytes, graph=True)
+            self._keep(f"launches of {'symmetric' if symmetric else 'ordinary'}", nbytes, times[nbytes])
+        return tuple((limit, named[name]) for limit, name in best_of(times))
+
+    def _keep(self, what: str, nbytes: int, times: Mapping[str, float]) -> None:
+        us = {name: round(value, 2) for name, value in times.items()}
+        self.measured.append({"route": what, "bytes": nbytes, **us})
+
+    @property
+    def _peer(self) -> PeerBackend:
+        assert isinstance(self.peer.backend, PeerBackend)
+        return self.peer.backend
+
+    def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
+        """Which backend is faster, by size."""
+        times: Times = {}
+        whole = operation in ("all_gather", "gather", "scatter")
+        for nbytes in self.sizes:
+            if nbytes * (self.size if whole else 1) > self.largest:
+                break
+            times[nbytes] = {}
+            for name, comm in (("peer", self.peer), ("nccl", self.nccl)):
+                start = self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric)
+                times[nbytes][name] = self.time(start, nbytes, graph)
+            self._keep(key(operation, wide, symmetric, graph), nbytes, times[nbytes])
+        return tuple(best_of(times))
+
+    def table(self, say: Callable[[str], None]) -> Table:
+        """Measure all of it."""
+        launches = Launches(symmetric=self.launches(True), ordinary=self.launches(False))
+        say(f"peer's all_reduce: {len(launches.symmetric)} and {len(launches.ordinary)} kinds of launches")
+        self._peer.use(launches)
+        both = (False, True)
+        calls = [
+            ("all_reduce", wide, symmetric, graph) for wide, symmetric, graph in itertools.product(both, both, both)
+        ]
+        calls += [(operation, False, False, graph) for operation, graph in itertools.product(OTHERS, both)]
+        routes = {}
+        for each in calls:
+            name = key(*each)
+            routes[name] = self.route(*each)
+            say(f"{name}: " + ", ".join(f"{backend} to {limit}" for limit, backend in routes[name]))
+        gpu, link = machine(self.device)
+        return Table(gpu, link, self.size, "measured now", launches, simplified(routes, self.measured))
+
+
+def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]]) -> dict[str, Route]:
+    """One route for calls in graphs and others, where that costs neither more than a tie: looking costs time too."""
+    kept = dict(routes)
+    for name, route in routes.items():
+        eager = name.replace(" graph", " eager")
+        rows = [m for m in measured if m["route"] == eager]
+        if eager != name and all(m[pick(route, m["bytes"])] <= _TIE * min(m["peer"], m["nccl"]) for m in rows):
+            kept.pop(eager, None)
+    return kept
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """The whole file or none; it must be readable as a table."""
+    parse(data, str(path))
+    replace_file(path, json.dumps(data, indent=1).encode())
+
+
+def check_place(out: Path | None) -> None:
+    """Raise InvalidArgument where the table could not be written: before minutes are spent on it."""
+    if out is None:
+        out = user_path("gpu", 2)
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"{out.parent}: expected a folder to write to (or --out), got: {error}") from error
+    check_writable(out)
+
+
+def provenance() -> dict[str, Any]:
+    from cuda.core import system
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "driver": ".".join(map(str, system.get_kernel_mode_driver_version())),
+        "NCCL": nccl_binding.version(),
+        "CUDA": ".".join(map(str, system.get_user_mode_driver_version())),
+        "commit": os.environ.get("KOS_COMMIT", ""),
+        "command": " ".join(["python -m kos.tune", *sys.argv[1:]]),
+    }
+
+
+def _bytes(text: str) -> int:
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or not SMALLEST <= int(digits) * unit <= 4 * GB:
+        raise argparse.ArgumentTypeError(f"expected a size from 1K to 4G, got {text!r}")
+    return int(digits) * unit
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m kos.tune", description=(__doc__ or "").partition("\n")[2])
+    parser.add_argument("--largest", type=_bytes, default=GB, metavar="SIZE", help="measure up to this size (1G)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write it (default: the user's cache)")
+    options = parser.parse_args(arguments)
+    try:
+        check_place(options.out)
+        with init("peer") as peer, init("nccl") as nccl:
+            if peer.size == 1:
+                raise InvalidArgument("tune: expected two ranks or more, got 1: start it by mpirun")
+            tuner = Tuner(peer, nccl, options.largest)
+            table = tuner.table(partial(print, flush=True) if peer.rank == 0 else lambda text: None)
+        if peer.rank == 0:
+            path = options.out or user_path(table.gpu, table.ranks)
+            data = {**table.to_json(), "provenance": provenance(), "measured": tuner.measured}
+            try:
+                write(path, data)
+            except OSError as error:
+                print(json.dumps(data))
+                raise InvalidArgument(f"{path} was not written ({error}): the table is printed above") from error
+            print(f"written: {path}")
+    except KosError as error:
+        if launched_rank() == 0 or not isinstance(error, BackendUnavailable):  # which all ranks have agreed on
+            print(f"kos: error: {error}", file=sys.stderr)
+        return 1
+    return 0
