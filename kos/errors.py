@@ -5,6 +5,15 @@ stand for a builtin condition also inherit the builtin (``ValueError``, ``Timeou
 """
 
 
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+_PACKAGE, _PYTHON = Path(__file__).resolve().parent, Path(os.__file__).parent
+
+
 class KosError(RuntimeError):
     """Base of every error that kos raises on purpose."""
 
@@ -76,3 +85,44 @@ class CompileError(CudaError):
 
 class PeerMemoryError(CudaError):
     """Memory of another rank cannot be mapped here; the message gives the cause."""
+
+
+def in_words(error: BaseException) -> str:
+    """An error on one line, without its type where kos raised it on purpose."""
+    words = " ".join(str(error).split())
+    return words if isinstance(error, KosError) and words else f"{type(error).__name__}: {words}".removesuffix(": ")
+
+
+def describe(error: BaseException) -> tuple[str, str]:
+    """An uncaught error for its user: one line that ends in the place, and the frames as text.
+
+    Frames within kos are left out of the errors that kos raises on purpose and of those that the program raised
+    itself.  KOS_DEBUG=1 shows the whole traceback.
+    """
+    kept = traceback.TracebackException.from_exception(error)
+    line = " ".join("".join(kept.format_exception_only()).split()).removeprefix("kos.errors.")
+    mine = [frame for frame in kept.stack if not _in_kos(frame)]
+    if places := [frame for frame in mine if not Path(frame.filename).is_relative_to(_PYTHON)]:
+        line += f" ({Path(places[-1].filename).name}:{places[-1].lineno})"
+    within = bool(kept.stack) and _in_kos(kept.stack[-1])  # a defect of kos, unless it raised on purpose
+    chained = kept.__cause__ or (kept.__context__ and not kept.__suppress_context__)
+    if debugging() or (not isinstance(error, KosError) and (chained or within)):
+        return line, "".join(kept.format())
+    return line, "".join(traceback.StackSummary.from_list(mine).format())
+
+
+def debugging() -> bool:
+    """Whether KOS_DEBUG asks for whole tracebacks."""
+    return os.environ.get("KOS_DEBUG", "0") not in ("", "0")
+
+
+def _in_kos(frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(_PACKAGE)
+
+
+def install(extras: str) -> str:
+    """The command that installs these extras of kos, which is on no package index."""
+    clone, wanted = _PACKAGE.parent, f"[{extras}]" if extras else ""
+    if (clone / "pyproject.toml").exists():
+        return f"pip install -e '{clone}{wanted}'"
+    return f"in a clone of kos: pip install -e '.{wanted}'"

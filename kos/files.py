@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument, install
 
 PICTURES = (".png", ".svg")
 _drafts = itertools.count()
@@ -72,4 +72,4 @@ def check_picture(path: Path) -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise BackendUnavailable("a picture needs matplotlib: pip install 'kos[plot]'") from error
+        raise BackendUnavailable(f"a picture needs matplotlib: {install('plot')}") from error

@@ -18,6 +18,7 @@ from kos.doctor.__main__ import Doctor
 from kos.doctor.checks import BAD, NO, OK, Check
 from kos.doctor.ranks import Matrix
 from kos.doctor.report import Report
+from kos.errors import install
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,7 +112,7 @@ def test_ranks_by_environment() -> None:
     [
         (1, "x.pdf", "expected a picture's name that ends in .png or .svg"),
         (1, "/nowhere/x.png", "expected a file to write, got no such folder"),
-        (1, "x.png", "a picture needs matplotlib: pip install 'kos[plot]'"),
+        (1, "x.png", f"a picture needs matplotlib: {install('plot')}"),
         pytest.param(2, "x.png", "a picture", marks=needs_mpirun),
     ],
 )
@@ -196,12 +197,12 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {check.name: check for check in checks.packages()}
     assert found["packages (core)"].verdict == OK
     assert found["packages (train)"] == Check(
-        "packages (train)", BAD, "not installed: rich", "pip install 'kos[train]'"
+        "packages (train)", BAD, "not installed: rich", install("train")
     )
     assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py")  # and no GPU to want it
     monkeypatch.setattr(checks, "_kernel_driver", lambda: "NVRM version: 580")
     found = {check.name: check for check in checks.packages()}
-    assert found["packages (cuda)"].remedy == "pip install 'kos[cuda]'"
+    assert found["packages (cuda)"].remedy == install("cuda")
 
 
 @pytest.mark.parametrize(
@@ -235,8 +236,8 @@ def test_mpirun_of_another_mpi(
     [
         ("no CUDA driver (libcuda.so.1) on this machine", "", None, ""),
         ("no CUDA driver (libcuda.so.1) on this machine", "NVRM version: 580", None, "--gpus all"),
-        ("the CUDA packages are not installed: pip install 'kos[cuda]'", "NVRM version: 580", None, ""),
-        ("the CUDA packages are not installed: pip install 'kos[cuda]'", "NVRM version: 580", "0", ""),
+        ("the CUDA packages are not installed: pip install …", "NVRM version: 580", None, ""),
+        ("the CUDA packages are not installed: pip install …", "NVRM version: 580", "0", ""),
         ("no CUDA driver (libcuda.so.1) on this machine", "", "0", ""),
         ("no CUDA driver (libcuda.so.1) on this machine", "NVRM version: 580", "0", "--gpus all"),
         ("the CUDA driver found no usable GPU (CUDA_VISIBLE_DEVICES='')", "NVRM version: 580", "", "nvidia-smi -L"),

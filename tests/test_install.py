@@ -12,6 +12,8 @@ import sys
 import textwrap
 import time
 import tomllib
+import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -179,17 +181,31 @@ def test_ctrl_c_asks_the_ranks_to_save_and_a_later_one_ends_them(tmp_path: Path,
 
 def test_every_extra_that_a_message_or_the_readme_names_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    files = [
-        *(ROOT / "kos").rglob("*.py"),
-        ROOT / "README.md",
-        ROOT / "Makefile",
-        *(ROOT / "docs").glob("*.md"),
-    ]
-    named = {
-        extra
-        for file in files
-        for group in re.findall(r"\bkos\[([a-z,]+)\]", file.read_text())
-        for extra in group.split(",")
-    }
-    assert named, "no message names an extra: the test looks for the wrong thing"
+    text = "".join(file.read_text() for file in (ROOT / "kos").rglob("*.py"))
+    pages = "".join(file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    found = [*re.findall(r"""\binstall\(["']([a-z,]+)["']\)""", text), *re.findall(r"'\.\[([a-z,]+)\]'", pages)]
+    named = {extra for group in found for extra in group.split(",")}
+    assert {"mpi", "train", "cuda", "plot"} <= named, "the test looks for the wrong thing"
     assert named <= set(extras), f"unknown extras: {sorted(named - set(extras))}"
+    assert "kos[" not in text + pages, "kos is on no package index: kos.errors.install says what works"
+
+
+def test_a_folder_named_kos_does_not_hide_the_package(tmp_path: Path) -> None:
+    """A script beside a clone, whose folder Python takes for a namespace package unless it finds a real one."""
+    pytest.importorskip("setuptools", minversion="77")
+    clone, site = tmp_path / "kos", tmp_path / "site"
+    for file in ("pyproject.toml", "README.md", "LICENSE", "kos/__init__.py", "tests/__init__.py", "docs/x.md"):
+        (clone / file).parent.mkdir(parents=True, exist_ok=True)
+        (clone / file).write_bytes((ROOT / file).read_bytes() if (ROOT / file).is_file() else b"")
+    site.mkdir()
+    build = "import sys; from setuptools import build_meta; print(build_meta.build_editable(sys.argv[1]))"
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=60)
+    built = run([sys.executable, "-c", build, str(site)], cwd=clone)
+    assert built.returncode == 0, built.stderr
+    with zipfile.ZipFile(site / built.stdout.split()[-1]) as wheel:
+        wheel.extractall(site)
+    look = f"import site; site.addsitedir({str(site)!r}); import kos; print(kos.__file__)"
+    program = script(tmp_path / "program.py", look)
+    outside = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    done = run([sys.executable, "-S", str(program)], env=outside)
+    assert done.stdout.split() == [str(clone / "kos" / "__init__.py")], done.stdout + done.stderr

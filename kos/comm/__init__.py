@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from datetime import datetime
 
 from kos.comm.arguments import check_timeout, number_in
 from kos.comm.backend import Backend, Probe
@@ -41,6 +42,7 @@ def init(
     rendezvous: Rendezvous | None = None,
     timeout: float = 120.0,
     device: int | None = None,
+    process_hooks: bool = True,
 ) -> Communicator:
     """The communicator of all ranks of this program.  Collective.
 
@@ -53,9 +55,14 @@ def init(
     at (``Communicator.explain`` says what and why).  NCCL's ranks join on a thread meanwhile and later: its first
     call waits for that, and raises what went wrong, also with ``backend="nccl"``.
 
+    ``process_hooks=False`` leaves the process as it is, for a framework that ends and reports its jobs itself: kos then
+    sets no exception hooks, no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable
+    or setting of Open MPI and mpi4py.
+
     Raises BackendUnavailable where the backend asked for cannot run, or none for the ``device`` that a rank was
     given, with the reason; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where
-    the ranks do not find each other.  Under mpirun an uncaught exception on one rank ends the whole job from here on.
+    the ranks do not find each other.  Under mpirun, with ``process_hooks``, an uncaught exception on one rank ends the
+    whole job from here on.
     """
     if not isinstance(backend, str) or (backend != "auto" and backend not in BACKENDS):
         raise InvalidArgument(f"backend: expected auto or one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -65,9 +72,10 @@ def init(
     device = None if device is None else number_in("device", device, 0, 1 << 16)
     listen()
     if rendezvous is None:
-        rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi")
+        rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)
     if device is not None:
         rendezvous.device = device
+    rendezvous.call = "init"
     probes, told = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
@@ -121,7 +129,8 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
     """
     mine = {name: kind.probe(rendezvous) for name, kind in BACKENDS.items()}
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
-    said = [wanted, ballot, os.urandom(8).hex(), device]
+    job = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}"  # begins with the time: folders are sorted
+    said = [wanted, ballot, job, device]
     ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(said).encode())]
     rendezvous.job = ballots[0][2]
     for rank, (theirs, *_) in enumerate(ballots):

@@ -20,7 +20,7 @@ from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, RendezvousError
+from kos.errors import CollectiveError, InvalidArgument, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Array, Shape, as_dtype
 
@@ -105,7 +105,7 @@ class Communicator(Operations):
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
         if not self.backend.carries_host:
-            with self._meeting(timeout):
+            with self._meeting("all_gather_bytes", timeout):
                 return self.rendezvous.allgather(bytes(data))
         x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
         send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
@@ -150,13 +150,10 @@ class Communicator(Operations):
             if (work := self._launch(control, 3)) is not None:
                 work.wait()
         else:
-            with self._meeting():
-                calls = [theirs.decode() for theirs in self.rendezvous.allgather(call.encode())]
-            for rank, theirs in enumerate(calls):
-                if theirs != calls[0]:
-                    raise CollectiveMismatch(f"{self.name}: rank 0 called {calls[0]} but rank {rank} called {theirs}")
+            with self._meeting(call):
+                self.rendezvous.barrier()
         name, self._splits = f"{self.name}.{self._splits}", self._splits + 1  # the same on all ranks: all of them split
-        with self._meeting():
+        with self._meeting(call):
             rendezvous = self.rendezvous.split(color, key)
             backend = self.backend.split(rendezvous, color, key)
             if rendezvous is None or backend is None:
@@ -175,24 +172,28 @@ class Communicator(Operations):
         self.rendezvous.check_shrink()
         with self.rendezvous.ledger.board.held():
             self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
-            with self._meeting():
+            with self._meeting("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 backend = self.backend.shrink(rendezvous)
         # Once is all, so no number: a split amid which a rank was lost has got one on some ranks and not on others.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
     @contextmanager
-    def _meeting(self, timeout: float | None = None) -> Iterator[None]:
-        """Errors of the rendezvous, which knows no names, with this communicator's."""
-        rendezvous, usual = self.rendezvous, self.rendezvous.timeout
-        rendezvous.timeout = usual if timeout is None else check_timeout(timeout)
+    def _meeting(self, call: str, timeout: float | None = None) -> Iterator[None]:
+        """Exchanges of the rendezvous carry ``call``.  Their errors name this communicator and break it."""
+        rendezvous = self.rendezvous
+        usual = rendezvous.call, rendezvous.timeout
+        rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         try:
             yield
         except (CollectiveError, RendezvousError) as error:
             rendezvous.ledger.board.post_failure(error)
-            raise again(error, f"{self.name}: {error}") from error
+            named = again(error, f"{self.name}: {error}")
+            if rendezvous.failure is not None and self.backend.broken is None:
+                self.backend.broken = again(named)
+            raise named from error
         finally:
-            rendezvous.timeout = usual
+            rendezvous.call, rendezvous.timeout = usual
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
         group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
@@ -229,7 +230,11 @@ class Communicator(Operations):
         With nccl that is a symmetric window on this rank's GPU, with host memory a plain ndarray.
         """
         self._check_open()
-        return self.backend.allocate(check_shape(shape), as_dtype(dtype).numpy)
+        shape, kind = check_shape(shape), as_dtype(dtype)
+        if self.device is not None:
+            with self._meeting(f"allocate of {kind.name}{list(shape)}"):
+                self.rendezvous.barrier()
+        return self.backend.allocate(shape, kind.numpy)
 
     def explain(self) -> str:
         """Which backends can carry this group, and why not the others; which of them, and how, carries what."""
@@ -245,11 +250,11 @@ class Communicator(Operations):
             return
         if self.backend.broken is not None:
             self._give_up(str(self.backend.broken))  # ranks out of step cannot close together
-            self.rendezvous.abandon(None)
+            self.rendezvous.abort(None)
             return
         self.recorder.close(self._group)
         self.synchronize()
-        self._closed = True
+        self._closed, self.rendezvous.call = True, "close"
         try:
             self.backend.close()
         finally:
@@ -264,7 +269,7 @@ class Communicator(Operations):
         code = whole_number("code", code)
         if not self._closed:
             self._give_up(str(reason))
-            self.rendezvous.abandon(code)
+            self.rendezvous.abort(code)
 
     def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
         self._closed = True

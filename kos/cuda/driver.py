@@ -13,7 +13,7 @@ import os
 import threading
 from typing import Any
 
-from kos.errors import BackendUnavailable, CudaError
+from kos.errors import BackendUnavailable, CudaError, install
 
 
 class _Driver:
@@ -23,7 +23,7 @@ class _Driver:
         try:
             from cuda.bindings import driver
         except ImportError as error:
-            reason = "the CUDA packages are not installed: pip install 'kos[cuda]'"
+            reason = f"the CUDA packages are not installed: {install('cuda')}"
             raise BackendUnavailable(f"CUDA: {reason}") from error
         self.__dict__.update(vars(driver))
         return getattr(driver, name)

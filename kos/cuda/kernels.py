@@ -24,7 +24,7 @@ import numpy as np
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
-from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument
+from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument, install
 from kos.files import cache_folder, replace_file
 
 log = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ def nvrtc_version() -> tuple[int, int]:
         return tuple(_nvrtc("nvrtcVersion"))
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise BackendUnavailable(f"NVRTC is not installed: pip install 'kos[cuda]' ({reason})") from error
+        raise BackendUnavailable(f"NVRTC is not installed: {install('cuda')} ({reason})") from error
 
 
 def _compile(

@@ -24,9 +24,9 @@ from kos.comm.rendezvous.choose import default_rendezvous, launched_rank
 from kos.comm.rendezvous.mpi_job import under_mpirun
 from kos.cuda import visible_devices
 from kos.doctor import ranks
-from kos.doctor.checks import BAD, CHECK_SECONDS, NO, Check, facts, in_words, local_checks
+from kos.doctor.checks import BAD, CHECK_SECONDS, NO, Check, facts, local_checks
 from kos.doctor.report import Report, draw
-from kos.errors import BackendUnavailable, KosError
+from kos.errors import BackendUnavailable, KosError, in_words
 from kos.files import check_picture, printing
 
 GRACE = 2.0

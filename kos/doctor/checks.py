@@ -27,7 +27,7 @@ from kos.comm.rendezvous.base import host_id
 from kos.cuda import compile_kernels, devices, driver
 from kos.cuda.driver import call, cu
 from kos.cuda.kernels import KernelCache
-from kos.errors import KosError
+from kos.errors import in_words, install
 from kos.memory.ipc import Origin
 
 OK, NO, BAD = "ok", "no", "bad"
@@ -81,12 +81,6 @@ def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float =
     return [*found, *late]
 
 
-def in_words(error: Exception) -> str:
-    """An error on one line."""
-    text = str(error) if isinstance(error, KosError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.split())[:500]
-
-
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """ "rank 3", "ranks 0-2, 5"."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
@@ -122,9 +116,9 @@ def packages() -> Iterator[Check]:
     for extra, names in _EXTRAS.items():
         versions = {name: _version(name) for name in names}
         missing = [name for name, version in versions.items() if version is None]
-        title, what = f"packages ({extra or 'core'})", f"kos[{extra}]" if extra else "kos"
+        title = f"packages ({extra or 'core'})"
         if missing:
-            remedy = f"pip install '{what}'" if extra != "cuda" or _kernel_driver() else ""
+            remedy = install(extra) if extra != "cuda" or _kernel_driver() else ""
             yield Check(title, NO if extra in _OPTIONAL else BAD, f"not installed: {', '.join(missing)}", remedy)
         else:
             yield Check(title, OK, ", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -136,7 +130,7 @@ def mpi() -> Iterator[Check]:
     done = run([sys.executable, "-c", _MPI_PROBE])
     if done.returncode != 0:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        yield Check("MPI", NO, why, "pip install 'kos[mpi]', or install the system's MPI; torchrun needs none")
+        yield Check("MPI", NO, why, f"{install('mpi')}, or install the system's MPI; torchrun needs none")
         return
     library, paths = json.loads(done.stdout.splitlines()[-1])
     found = f"{library} ({paths[0] if paths else 'linked into mpi4py'}), mpi4py {_version('mpi4py')}"
@@ -195,7 +189,7 @@ def cuda_libraries() -> Iterator[Check]:
         except Exception:
             missing.append(f"lib{name}")
     if missing:
-        remedy = "pip install 'kos[cuda]'" if _kernel_driver() else ""
+        remedy = install("cuda") if _kernel_driver() else ""
         yield Check("CUDA libraries", NO, f"not found: {', '.join(missing)}", remedy)
 
 

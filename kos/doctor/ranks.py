@@ -21,8 +21,8 @@ from kos.comm import Communicator
 from kos.comm.rendezvous.base import Rendezvous
 from kos.cuda import create_stream, driver, load_kernel, streams, visible_devices
 from kos.cuda.driver import call, cu
-from kos.doctor.checks import BAD, NO, OK, Check, in_words, ranks_in_words
-from kos.errors import KosError
+from kos.doctor.checks import BAD, NO, OK, Check, ranks_in_words
+from kos.errors import KosError, in_words
 from kos.memory.array import Array
 from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn

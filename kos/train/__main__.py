@@ -14,7 +14,7 @@ from functools import partial
 from importlib import import_module
 
 import kos
-from kos.errors import ConfigError, KosError, RankLost
+from kos.errors import ConfigError, KosError, RankLost, debugging, in_words, install
 from kos.train import head_start
 from kos.train.stopping import Stop, Stopped
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             head_start.thread_pools()
         except ImportError as error:
-            raise ConfigError(f"expected the packages of 'pip install kos[train]', got: {error}") from error
+            raise ConfigError(f"expected the trainer's packages ({install('train')}), got: {error}") from error
         config = parse(arguments)
         vocab_size = config.model.vocab_size  # else the tokenizer says it
         model = config.model_config_for(vocab_size) if vocab_size else None
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if rank == 0:
                     print("kos: stopped before the first step, nothing to save", file=sys.stderr)
     except (KosError, OSError, MemoryError) as error:
-        _fail(error, rank, debug="--debug" in arguments)
+        _fail(error, rank, debug="--debug" in arguments or debugging())
     return 0
 
 
@@ -88,11 +88,8 @@ def _fail(error: Exception, rank: int, debug: bool) -> None:
         if debug:
             traceback.print_exception(error)
         where = "" if shared or (likely and rank == 0) else f"rank {rank}: "
-        what = " ".join(str(error).split())
-        if not isinstance(error, KosError) or not what:
-            what = f"{type(error).__name__}: {what}"
         with contextlib.suppress(OSError, ValueError):
-            print(f"kos: error: {where}{what}", file=sys.stderr)
+            print(f"kos: error: {where}{in_words(error)}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

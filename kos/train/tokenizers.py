@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.errors import ConfigError, DataError
+from kos.errors import ConfigError, DataError, install
 
 PIECE = 1 << 20
 """Characters that a Hugging Face tokenizer is given at once: longer text is cut, at a line's end."""
@@ -129,8 +129,8 @@ class HuggingFaceTokenizer(Tokenizer):
         try:
             import tokenizers as library
         except ImportError:
-            extra = "pip install 'kos[tokenizers]'"
-            raise ConfigError(f"--tokenizer: expected the package tokenizers for {name}, got none ({extra})") from None
+            how = install("tokenizers")
+            raise ConfigError(f"--tokenizer: expected the package tokenizers for {name}, got none ({how})") from None
         try:
             self._tokenizer = library.Tokenizer.from_str(json.dumps(tokenizer))
         except Exception as error:  # the library raises plain Exception

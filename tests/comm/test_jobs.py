@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kos.comm.rendezvous import mpi_job
+from kos.errors import install
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,18 +132,18 @@ ENDS = {
 with kos.init() as comm:
     if comm.rank == 1: raise ZeroDivisionError("boom on one rank")
     {WAIT}
-""", 1, "rank 1 of 3 ends the job: ZeroDivisionError: boom on one rank"),
+""", 1, "rank 1: ZeroDivisionError: boom on one rank (program.py:"),
     "exception without with": (f"""
 comm = kos.init()
 if comm.rank == 1: raise ZeroDivisionError("boom on one rank")
 {WAIT}
-""", 1, "rank 1 of 3 ends the job: ZeroDivisionError: boom on one rank"),
+""", 1, "rank 1: ZeroDivisionError: boom on one rank (program.py:"),
     "thread": (f"""
 with kos.init() as comm:
     def body(): raise ZeroDivisionError("boom in a thread")
     if comm.rank == 2: threading.Thread(target=body).start()
     {WAIT}
-""", 1, "rank 2 of 3 ends the job: ZeroDivisionError in a thread: boom in a thread"),
+""", 1, "rank 2: ZeroDivisionError: boom in a thread (program.py:"),
     "sys.exit": (f"""
 with kos.init() as comm:
     if comm.rank == 0: sys.exit(7)
@@ -165,7 +166,7 @@ with kos.init() as comm:
 with kos.init() as comm:
     if comm.rank == 1: time.sleep(300)
     comm.all_reduce(np.ones(5), timeout=0.5)
-""", 1, "ends the job: CollectiveTimeout: world: all_reduce #0 of float64[5] by SUM: not complete after 0.5 s"),
+""", 1, ": CollectiveTimeout: world: all_reduce #0 of float64[5] by SUM: not complete after 0.5 s"),
     "late": ("""
 import select
 from mpi4py import MPI
@@ -226,6 +227,37 @@ def test_a_process_that_a_rank_forked_is_no_rank(tmp_path: Path) -> None:
 
 
 @needs_mpirun
+def test_a_rendezvous_by_mpi_that_is_out_of_step(tmp_path: Path) -> None:
+    """Calls that differ, then a rank that comes after the other has given up."""
+    text = """
+from kos.comm.rendezvous.mpi import MPIRendezvous
+world = MPIRendezvous(timeout=60)
+different, late = world.split(0), world.split(0)
+different.call = f"call {world.rank}"
+if world.rank == 1:
+    world.barrier()
+late.timeout = 0.3
+for attempt in range(2):
+    try:
+        late.allgather(b"x" * attempt)
+    except kos.errors.RendezvousError as error:
+        print(error, flush=True)
+if world.rank == 0:
+    world.barrier()
+for attempt in range(2):
+    try:
+        different.allgather(b"x" * world.rank)
+    except kos.errors.CollectiveMismatch as error:
+        print(error, flush=True)
+"""
+    done = mpirun(2, program(tmp_path, text))
+    assert (done.returncode, done.stderr) == (0, "")
+    waited = [f"rendezvous: allgather: rank {rank} waited 0.3 s for rank {1 - rank}" for rank in (0, 1)]
+    differ = "rank 0 called call 0 (exchange 1) but rank 1 called call 1 (exchange 1)"
+    assert sorted(done.stdout.splitlines()) == sorted([*waited * 2, *[differ] * 4])
+
+
+@needs_mpirun
 def test_mpi_is_finalized_once(tmp_path: Path) -> None:
     """After what the program registered, whoever imports mpi4py."""
     text = """
@@ -243,7 +275,7 @@ MPI.COMM_WORLD.Barrier()
 @pytest.mark.parametrize("case", ENDS)
 def test_one_rank_ends_the_job(tmp_path: Path, case: str) -> None:
     text, code, message = ENDS[case]
-    first = re.search(r"rank (\d) of 3", message)  # the others leave it the time to end the job, however slow it is
+    first = re.match(r"rank (\d)", message)  # the others leave it the time to end the job, however slow it is
     others = f"os.environ['OMPI_COMM_WORLD_RANK'] != '{first[1]}'" if first else "False"
     patient = f"import kos.comm.rendezvous.mpi_job as job\nif {others}: job._EXIT_GRACE = 60\n"
     done = mpirun(3, program(tmp_path, patient + text))
@@ -301,20 +333,86 @@ except kos.errors.BackendUnavailable as error:
     print(error)
 """
     done = start(sys.executable, program(tmp_path, text))
-    line = "mpi: expected mpi4py and an MPI library (pip install 'kos[mpi]'), got: No module named 'mpi4py'\n"
+    line = f"mpi: expected mpi4py and an MPI library ({install('mpi')}), got: No module named 'mpi4py'\n"
     assert (done.returncode, done.stdout, done.stderr) == (0, line * 2, "")
 
 
 @needs_mpirun
-def test_another_mpi_library_than_mpiruns(tmp_path: Path) -> None:
-    """Ranks that would each train alone: MPI sees one rank where mpirun started three."""
-    text = """
-os.environ["OMPI_COMM_WORLD_SIZE"] = "3"
-kos.init("mpi")
+@pytest.mark.parametrize(
+    ("launcher", "size"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "3"}, "OMPI_COMM_WORLD_SIZE"),
+        ({"PMIX_RANK": "1", "SLURM_NTASKS": "3"}, "SLURM_NTASKS"),
+    ],
+    ids=["mpirun", "srun"],
+)
+def test_a_launcher_that_mpi_does_not_know(tmp_path: Path, launcher: dict[str, str], size: str) -> None:
+    """Ranks that would each train alone: MPI sees one rank where three were started."""
+    text = f"""
+from mpi4py import MPI  # before the variables are there, which this MPI would follow
+os.environ |= {launcher}
+try:
+    kos.init()
+except kos.errors.RendezvousError as error:
+    print(error)
 """
     done = start(sys.executable, program(tmp_path, text))
+    said = f"{size}: expected 3 ranks in MPI_COMM_WORLD, got 1: the launcher does not fit the MPI library in use (Open"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(said) and ("srun --mpi=none" in done.stdout) == (size == "SLURM_NTASKS")
+
+
+BUG = """
+def step(comm):
+    comm.barrier()
+    if comm.rank == 1 or len(sys.argv) > 1:
+        comm.all_reduce(np.ones((2, 2))[:, 1])
+    comm.barrier()
+with kos.init() as comm:
+    step(comm)
+"""
+
+
+@needs_mpirun
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_a_bug_is_one_line_and_the_frames_of_the_program(tmp_path: Path, debug: str) -> None:
+    path = program(tmp_path, BUG)
+    done = run_program(
+        MPIRUN, "-n", "4", sys.executable, path, env={**environment(), "KOS_DEBUG": debug}, cwd="/"
+    )
+    line, *frames = done.stderr.partition("\n----")[0].splitlines()
+    assert line.startswith("rank 1: InvalidArgument: x: expected a C-contiguous array, got")
+    assert line.endswith(f" (program.py:{4 + BUG.count(chr(10), 0, BUG.index('comm.all_reduce'))})")
+    assert sum("program.py" in frame for frame in frames) == 2
+    assert any(str(ROOT / "kos") in frame for frame in frames) == (debug == "1")
+    assert "rank 0" not in done.stderr and "rank 2" not in done.stderr and "MPI_ABORT" not in done.stderr
     assert done.returncode == 1
-    assert "mpirun started 3 ranks but mpi4py sees 1: it uses another MPI library" in done.stderr
+
+
+@needs_mpirun
+def test_the_process_stays_as_it_is(tmp_path: Path) -> None:
+    """With process_hooks=False; a job that fails is then for the program that asked for it to end."""
+    text = """
+import ctypes
+def state():
+    death = ctypes.c_int(-1)
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death))  # PR_GET_PDEATHSIG
+    return sys.excepthook, threading.excepthook, death.value, dict(os.environ), sys.modules["mpi4py"].rc.finalize
+import atexit, mpi4py
+before, exits = state(), atexit._ncallbacks()
+with kos.init("mpi", process_hooks=False, timeout=60) as comm:
+    # Those of mpi4py, and of kos to tell other ranks that this one has ended.
+    assert state()[:3] == before[:3] and state()[4] == before[4], (state(), before)
+    assert os.environ.get("OMPI_MCA_btl") is None
+    assert not [hook for hook in dir(kos.comm.rendezvous.mpi_job) if hook == "_guarded"
+                and kos.comm.rendezvous.mpi_job._guarded]
+    comm.barrier()
+print("same", flush=True)
+"""
+    outside = {name: value for name, value in environment().items() if name != "OMPI_MCA_btl"}
+    command = (MPIRUN, "-n", "2", sys.executable, program(tmp_path, text))
+    done = run_program(*command, env=outside, cwd="/")
+    assert (done.returncode, done.stdout) == (0, "same\n" * 2), done.stderr
 
 
 @needs_mpirun

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import re
 import threading
 import time
 import traceback
@@ -143,10 +145,24 @@ def test_batch_is_one_group(fake: FakeNCCL) -> None:
     assert groups == [1]
 
 
-def test_split_against_duplicate(fake: FakeNCCL) -> None:
+CONTROL: dict[str, Callable[[kos.Communicator], Any]] = {
+    "split": lambda comm: comm.split(0),
+    "duplicate": lambda comm: comm.duplicate(),
+    "allocate of float32[4]": lambda comm: comm.allocate(4, np.float32),
+    "allocate of float64[4]": lambda comm: comm.allocate(4, np.float64),
+    "all_gather_bytes": lambda comm: comm.all_gather_bytes(b"{"),
+}
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [*itertools.combinations(CONTROL, 2)])
+def test_calls_of_the_control_plane_that_differ(fake: FakeNCCL, mine: str, theirs: str) -> None:
+    """All ranks raise it, and again from the next call, of whatever kind; closing still ends."""
+
     def body(gpu: Any) -> None:
-        with pytest.raises(CollectiveMismatch, match="world: rank 0 called split but rank 1 called duplicate"):
-            gpu.comm.split(0) if gpu.rank == 0 else gpu.comm.duplicate()
+        said = f"world: rank 0 called {mine} (exchange N) but rank 1 called {theirs} "
+        for call in (CONTROL[theirs if gpu.rank == 1 else mine], CONTROL["split"], lambda comm: comm.barrier()):
+            with pytest.raises(CollectiveMismatch, match=re.escape(said).replace("N", r"\d+")):
+                call(gpu.comm)
 
     FakeRanks(SIZE).run(body)
 
@@ -349,6 +365,7 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
 def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
     monkeypatch.setattr(fake, "comm_destroy", lambda comm: None)
+    closed = threading.Barrier(SIZE)
 
     def body(gpu: Any) -> None:
         comm = gpu.comm
@@ -357,7 +374,7 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monk
         if comm.rank == 1:
             calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1
             comm.close()
-        comm.rendezvous.barrier()
+        closed.wait(20)
         if comm.rank == 0:
             until = time.monotonic() + 1.5
             comm.backend.wait_on_host(last, lambda: time.monotonic() > until, 20)

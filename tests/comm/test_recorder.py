@@ -16,6 +16,7 @@ import pytest
 import kos
 from kos.comm.operation import Call, Operation
 from kos.comm.recorder import SLOTS, Group, Recorder, completed, failed, recorders
+from kos.comm.recorder.analysis import load
 from kos.comm.recorder.on_signal import dump_on_signal
 from kos.errors import CollectiveTimeout, InvalidArgument
 from kos.testing import spawn
@@ -191,8 +192,8 @@ def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch:
         with pytest.raises(CollectiveTimeout):
             comm.recv(ONES.copy(), 1 - comm.rank, timeout=0.05)
         gave_up.wait(20)
-        left = Path("left") / f"rank_{comm.rank}.json"
-        if left.parent.exists():  # before anybody closes
+        left = Path("left", comm.recorder.job, f"rank_{comm.rank}.json")
+        if Path("left").exists():  # before anybody closes
             assert "CollectiveTimeout: world: recv #0" in json.loads(left.read_text())["reason"]
 
     spawn(body, 2)
@@ -200,8 +201,12 @@ def test_a_failure_leaves_a_dump_where_it_is_wanted(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("KOS_RECORDER_DIR", "left")
     (tmp_path / "left").mkdir()
     spawn(body, 2)
-    assert sorted(os.listdir("left")) == ["rank_0.json", "rank_1.json"]
-    assert json.loads(Path("left/rank_0.json").read_text())["reason"] == "closed"
+    [job] = Path("left").iterdir()
+    assert sorted(os.listdir(job)) == ["rank_0.json", "rank_1.json"]
+    assert json.loads((job / "rank_0.json").read_text())["reason"] == "closed"
+    spawn(lambda comm: comm.barrier(), 1)
+    one, other = (load([folder]) for folder in ("left", job))
+    assert [dump.size for dump in one] == [1] and [dump.size for dump in other] == [2, 2]  # the last job
 
 
 def wait_for_nothing(comm: kos.Communicator) -> None:
@@ -330,7 +335,7 @@ def test_processes_of_which_one_leaves_a_call_out(tmp_path: Path) -> None:
     program.write_text(f"import os; os.environ['KOS_RECORDER_DIR'] = {str(dumps)!r}{SKIPS}")
     done = mpirun(2, str(program))
     assert done.returncode != 0 and "CollectiveTimeout" in done.stderr
-    assert sorted(os.listdir(dumps)) == ["rank_0.json", "rank_1.json"]
+    assert sorted(os.listdir(next(dumps.iterdir()))) == ["rank_0.json", "rank_1.json"]
     read = start(sys.executable, "-m", "kos.comm.recorder", str(dumps), "--trace", str(tmp_path / "trace"))
     assert (read.returncode, read.stderr) == (1, "")
     assert "world: all_reduce #1 of float32[5] by SUM: rank 1 did not arrive; rank 0 called it at " in read.stdout

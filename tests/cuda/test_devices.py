@@ -16,7 +16,7 @@ import pytest
 from kos import cuda
 from kos.cuda import devices, driver
 from kos.cuda.devices import DeviceInfo, assign_devices
-from kos.errors import BackendUnavailable
+from kos.errors import BackendUnavailable, install
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def _say(code: str, **environment: str) -> str:
 
 def test_without_the_cuda_packages() -> None:
     said = _say("import sys; sys.modules['cuda.bindings'] = None")
-    assert said.count("the CUDA packages are not installed: pip install 'kos[cuda]'") == 2
+    assert said.count(f"the CUDA packages are not installed: {install('cuda')}") == 2
     assert " ()" in said
 
 

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from kos.cuda import unavailable
-from kos.errors import BackendUnavailable, ConfigError, CudaError, KosError, RankLost, TrainingError
+from kos.errors import BackendUnavailable, ConfigError, CudaError, KosError, RankLost, TrainingError, install
 from kos.memory import array as array_module
 from kos.testing import spawn
 from kos.train import checkpoint, engines, head_start, llama_config, loop
@@ -537,7 +537,7 @@ def test_which_gpus_do(monkeypatch, caplog):
     monkeypatch.setattr(engines, "nvrtc_version", Mock(side_effect=BackendUnavailable("NVRTC is not installed: pip")))
     assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
     assert "not on this machine's GPUs: NVRTC is not installed: pip" in caplog.text
-    why = "the CUDA packages are not installed: pip install 'kos[cuda]'"
+    why = f"the CUDA packages are not installed: {install('cuda')}"
     monkeypatch.setattr(engines, "unavailable", lambda: why)
     monkeypatch.setattr(engines, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
     for driver_is_there, visible in ((False, None), (True, None), (True, "0"), (True, "")):

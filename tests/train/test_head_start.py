@@ -18,7 +18,7 @@ from threadpoolctl import ThreadpoolController
 from kos.comm.gpu import nccl_binding
 from kos.comm.rendezvous import mpi_job
 from kos.cuda import driver, kernels
-from kos.errors import BackendUnavailable
+from kos.errors import BackendUnavailable, install
 from kos.testing import spawn
 from kos.train import head_start
 from kos.train.flags import parse
@@ -257,4 +257,4 @@ def test_a_package_that_is_missing_is_named_with_what_brings_it() -> None:
     code = "import sys\nsys.modules['threadpoolctl'] = None\nfrom kos.train.__main__ import main\nmain([])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("kos: error: expected the packages of 'pip install kos[train]', got: ")
+    assert done.stderr.startswith(f"kos: error: expected the trainer's packages ({install('train')}), got: ")

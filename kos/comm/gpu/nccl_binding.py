@@ -15,7 +15,7 @@ import numpy as np
 
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType
-from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, RankLost
+from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, RankLost, install
 
 _CUDA_ERROR, _INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = 1, 4, 5, 6, 7
 _NO_COLOR = -1
@@ -42,7 +42,7 @@ def library() -> Any:
     try:
         from nccl.bindings import nccl
     except ImportError as error:
-        raise BackendUnavailable(f"nccl4py is not installed: pip install 'kos[cuda]' ({error})") from error
+        raise BackendUnavailable(f"nccl4py is not installed: {install('cuda')} ({error})") from error
     try:
         nccl.get_version()
     except RuntimeError as error:  # cuda.pathfinder's DynamicLibNotFoundError

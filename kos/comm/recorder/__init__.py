@@ -151,10 +151,11 @@ class Recorder:
     def dump(self, path: str | Path | None = None, reason: str = "asked for") -> Path:
         """Write the record as JSON, whole or not at all; returns the file.
 
-        Without ``path`` it is ``rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, or in the working
-        folder.  Raises OSError where it cannot be written.
+        Without ``path`` it is ``<job>/rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, else ``rank_<rank>.json``
+        in the working folder.  Raises OSError where it cannot be written.
         """
-        path = Path(path or Path(self._directory or ".") / f"rank_{self.rank}.json")
+        folder = Path(self._directory, self.job) if self._directory else Path()
+        path = Path(path or folder / f"rank_{self.rank}.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(self.to_dict(reason)).encode())
         return path

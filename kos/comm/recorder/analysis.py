@@ -88,7 +88,7 @@ class Dump:
 
 
 def load(paths: Iterable[str | Path]) -> list[Dump]:
-    """Read dumps, in the order of their ranks; a folder stands for the ``*.json`` in it.
+    """Read dumps, in the order of their ranks; a folder stands for the ``*.json`` in it, else in its last job
 
     Raises DataError for a file that cannot be read or is no flight record, for two of the same rank, and for
     one of another job, as far as its groups tell, where another tool wrote it.
@@ -96,6 +96,8 @@ def load(paths: Iterable[str | Path]) -> list[Dump]:
     dumps: dict[int, Dump] = {}
     for given in map(Path, paths):
         files = sorted(given.glob("*.json")) if given.is_dir() else [given]
+        if not files and (jobs := sorted({file.parent for file in given.glob("*/*.json")})):
+            files = sorted(jobs[-1].glob("*.json"))  # a job's name begins with the time
         if not files:
             raise DataError(f"{given}: expected dumps (*.json) in the folder, got none")
         for file in files:

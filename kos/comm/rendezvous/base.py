@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import platform
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kos.comm.failures import Ledger
+from kos.comm.failures import Ledger, again
 from kos.cuda.devices import process_numa_node
-from kos.errors import KosError
+from kos.errors import CollectiveMismatch, KosError, RendezvousError
+
+_HEAD = struct.Struct("!IH")  # of a message: the number of the exchange, and the length of the call's name
 
 
 class Rendezvous(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
 
     What a backend may ask of it, by capability and never by type: ``threads`` (the ranks are threads of this
-    process and hold this object in common), ``mpi_comm`` (an MPI communicator over the same ranks) and
-    ``connect`` (makes a connection over TCP to every other rank: each calls those below it, and lets in those above).
+    process and share this object), ``mpi_comm`` (an MPI communicator over the same ranks) and ``connect``
+    (opens a TCP connection to every other rank: each rank calls those below it and accepts those above it).
+
+    A subclass implements ``_exchange`` and ``_free``.  What all kinds have in common is here: every exchange carries
+    ``call`` and a number, so that ranks that make different calls all raise CollectiveMismatch; and after the first
+    failure the ranks are out of step, so every later exchange raises that failure again.
     """
 
     rank: int
@@ -34,6 +41,9 @@ class Rendezvous(ABC):
     device: int | None = None
     """The GPU that this rank was told to use, by its number in this process."""
     _near: dict[int, int | None] | None = None
+    call = "exchange"  # what the program called, with its arguments; the same on all ranks
+    failure: KosError | None = None  # the first
+    _exchanges = 0  # begun by this rank
     _ledger: Ledger | None = None
 
     @property
@@ -43,19 +53,38 @@ class Rendezvous(ABC):
             self._ledger = Ledger(range(self.size), self.rank, timeout=self.timeout)
         return self._ledger
 
-    @abstractmethod
     def allgather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes (of any length), in rank order.
 
-        Raises RendezvousError when a rank does not come within ``timeout`` seconds.
+        Raises CollectiveMismatch where ranks make different calls, RendezvousError when a rank does not come within
+        ``timeout`` seconds, RankLost when one is gone; and that failure again in every later call.
         """
+        if self.failure is not None:
+            raise again(self.failure)
+        self._exchanges += 1
+        name = self.call.encode()
+        head = _HEAD.pack(self._exchanges, len(name)) + name
+        message = head + bytes(data)
+        try:
+            parts = self._exchange(message) if self.size > 1 else [message]
+            if not all(part.startswith(head) for part in parts):
+                raise CollectiveMismatch(_difference(parts))
+        except BaseException as error:
+            cut_short = RendezvousError(f"rendezvous: {self.call} was cut short by {type(error).__name__}")
+            self.failure = self.failure or (error if isinstance(error, KosError) else cut_short)
+            raise
+        return [part[len(head) :] for part in parts]
+
+    @abstractmethod
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Every rank's message, in rank order, of a group of two ranks or more.  Raises RendezvousError, RankLost."""
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
 
     def check_shrink(self) -> None:  # noqa: B027
-        """Raise BackendUnavailable, with the reason, if a rank that is gone is the end of this group."""
+        """Raise BackendUnavailable, with the reason, if this group cannot go on without a rank."""
 
     @abstractmethod
     def shrink(self) -> Rendezvous:
@@ -78,14 +107,21 @@ class Rendezvous(ABC):
         """Return once every rank has called it."""
         self.allgather(b"")
 
-    def close(self) -> None:  # noqa: B027 -- nothing to do unless a rendezvous holds something
-        """Give back what the group holds; safe to call when other ranks are gone."""
+    def close(self) -> None:
+        """Free what the group holds; safe to call when other ranks are gone."""
+        self._free(self.failure is None, None)
+        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
 
-    def abandon(self, code: int | None) -> None:  # noqa: B027
-        """Let go of a group that the others may not leave together with this rank.
+    def abort(self, code: int | None) -> None:
+        """Leave a group that the others may not leave together with this rank.
 
-        ``code`` is the exit code of a rank that leaves by an error, None where that was dealt with.
+        ``code`` is the exit code of a rank that leaves by an error, None for an error that was dealt with.
         """
+        self._free(False, code)
+        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} left the group")
+
+    def _free(self, orderly: bool, code: int | None) -> None:  # noqa: B027 -- not every kind holds something
+        """Free what the group holds: together with the other ranks if ``orderly``, else without waiting for them."""
 
     @property
     def local_rank(self) -> int:
@@ -116,6 +152,16 @@ class Rendezvous(ABC):
             ranks = [json.loads(data) for data in self.allgather(mine.encode())]
             self._near = {rank: node for rank, (host, node) in enumerate(ranks) if host == ranks[self.rank][0]}
         return self._near
+
+
+def _difference(messages: list[bytes]) -> str:
+    """Names two ranks whose calls differ, and both calls."""
+    calls = []
+    for message in messages:
+        number, length = _HEAD.unpack_from(message)
+        calls.append(f"{message[_HEAD.size : _HEAD.size + length].decode(errors='replace')} (exchange {number})")
+    other = next(rank for rank, call in enumerate(calls) if call != calls[0])
+    return f"rank 0 called {calls[0]} but rank {other} called {calls[other]}"
 
 
 def host_id() -> str:

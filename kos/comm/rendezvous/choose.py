@@ -13,13 +13,14 @@ from kos.comm.rendezvous.threads import SingleRendezvous
 _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
-def default_rendezvous(timeout: float, *, by_mpi: bool = False) -> Rendezvous:
+def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: bool = True) -> Rendezvous:
     """MPI under mpirun; else by the environment where it says which rank this is; else a group of one (of MPI's)."""
-    if mpi_job.under_mpirun():
-        return MPIRendezvous(timeout=timeout)
-    if Place.told():
-        return EnvRendezvous(timeout)
-    return MPIRendezvous(timeout=timeout) if by_mpi else SingleRendezvous(timeout)
+    if not mpi_job.under_mpirun():
+        if Place.told():
+            return EnvRendezvous(timeout)
+        if not by_mpi:
+            return SingleRendezvous(timeout)
+    return MPIRendezvous(timeout=timeout, process_hooks=process_hooks)
 
 
 def launched_rank() -> int:

@@ -50,14 +50,11 @@ class TCPRendezvous(Rendezvous):
         self._door: socket.socket | None = None  # where ranks that are left call
         self._doors: list[tuple[str, int]] = []  # of all ranks
         self._hub: Hub | None = None  # on rank 0
-        self._failure: KosError | None = None
         if size == 1:
             self.threads = ThreadGroup(1)
 
-    def allgather(self, data: bytes) -> list[bytes]:
-        if self.size == 1:
-            return [bytes(data)]
-        answer = self._ask(DATA + bytes(data))
+    def _exchange(self, message: bytes) -> list[bytes]:
+        answer = self._ask(DATA + message)
         parts, start = [], 4 * self.size
         for length in struct.unpack_from(f"!{self.size}I", answer):
             parts.append(answer[start : start + length])
@@ -175,15 +172,6 @@ class TCPRendezvous(Rendezvous):
             child._meet(host, [port], purpose.encode(), listener)
         return child
 
-    def close(self) -> None:
-        self._hang_up(BYE)
-
-    def abandon(self, code: int | None) -> None:
-        last = self.ledger.board.last
-        cause = None if last is None or not last.ranks else to_record(last)
-        reason = "it left by an exception" if code is not None else "it closed the group"
-        self._hang_up(BYE if code is None and cause is None else LEFT + json.dumps([reason, cause]).encode())
-
     def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
         """Come together around the hub, which is this rank's if it has the listener."""
         self._purpose = purpose
@@ -228,22 +216,22 @@ class TCPRendezvous(Rendezvous):
             time.sleep(pause)
             patience, pause = 2 * patience, min(2 * pause, 0.5)
 
-    def _hang_up(self, last_word: bytes) -> None:
+    def _free(self, orderly: bool, code: int | None) -> None:
         connection, self._connection = self._connection, None
         if self._door is not None:
             self._door.close()
         if connection is None:
             return
-        self._failure = self._failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
-        _say(connection, last_word)
+        last = None if orderly else self.ledger.board.last
+        cause = None if last is None else to_record(last)
+        why = "it closed the group" if code is None else "it left by an exception"
+        _say(connection, BYE if code is None and cause is None else LEFT + json.dumps([why, cause]).encode())
         if self.rank == 0:
             self._stop_hub()
         connection.close()
 
     def _ask(self, message: bytes) -> bytes:
         """What the hub answers to all once everybody has said something."""
-        if self._failure is not None:
-            raise type(self._failure)(str(self._failure))
         assert self._connection is not None
         if self._hub is not None:
             self._hub.timeout = self.timeout  # which may have been set
@@ -254,17 +242,15 @@ class TCPRendezvous(Rendezvous):
                 with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
-            except TimeoutError:
+            except TimeoutError as error:
                 silent = f"{self.ledger.names([0], False)} gave no answer within {self.timeout:g} s"
-                self._failure = self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
-            except OSError:
-                self._failure = self.ledger.lost(0, "its connection was closed", "rendezvous")
-            else:
-                kind, answer = answer[:1], answer[1:]
-                if kind not in FAILURES:
-                    return answer
-                self._failure = self._failure_of(kind, *json.loads(answer))
-            raise self._failure
+                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError) from error
+            except OSError as error:
+                raise self.ledger.lost(0, "its connection was closed", "rendezvous") from error
+            kind, answer = answer[:1], answer[1:]
+            if kind in FAILURES:
+                raise self._failure_of(kind, *json.loads(answer))
+            return answer
 
     def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
         """The failure that the hub told of."""

@@ -19,12 +19,18 @@ _NOTICE_SECONDS = 2.0  # in which MPI learns of a rank that was killed
 
 
 class MPIRendezvous(Rendezvous):
-    """Ranks are the processes of an MPI communicator (COMM_WORLD unless given)."""
+    """Ranks are the processes of an MPI communicator (COMM_WORLD unless given).
 
-    def __init__(self, comm: Any = None, timeout: float = 120.0, ledger: Ledger | None = None) -> None:
-        MPI = mpi_job.load_mpi()
+    ``process_hooks`` is that of ``kos.init``.
+    """
+
+    def __init__(
+        self, comm: Any = None, timeout: float = 120.0, process_hooks: bool = True, ledger: Ledger | None = None
+    ) -> None:
+        MPI = mpi_job.load_mpi(process_hooks)
         self._MPI, self.timeout, self._ledger = MPI, timeout, ledger
-        mpi_job.guard_job()
+        if process_hooks:
+            mpi_job.guard_job()
         self._is_job = comm is None
         parent = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size = parent.rank, parent.size
@@ -39,11 +45,11 @@ class MPIRendezvous(Rendezvous):
                 mpi_job.starting = self.mpi_comm, request
             raise
 
-    def allgather(self, data: bytes) -> list[bytes]:
+    def _exchange(self, message: bytes) -> list[bytes]:
         sizes = np.empty(self.size, np.int64)
-        self._wait(self.mpi_comm.Iallgather(np.array([len(data)], np.int64), sizes), "allgather", self.mpi_comm)
+        self._wait(self.mpi_comm.Iallgather(np.array([len(message)], np.int64), sizes), "allgather", self.mpi_comm)
         gathered = np.empty(int(sizes.sum()), np.uint8)
-        send = np.frombuffer(data, np.uint8)
+        send = np.frombuffer(message, np.uint8)
         request = self.mpi_comm.Iallgatherv([send, self._MPI.BYTE], [gathered, sizes.tolist(), self._MPI.BYTE])
         self._wait(request, "allgather", self.mpi_comm)
         return [part.tobytes() for part in np.split(gathered, np.cumsum(sizes)[:-1])]
@@ -56,7 +62,7 @@ class MPIRendezvous(Rendezvous):
         if color == self._MPI.UNDEFINED:
             return None
         part = parts[0]
-        child = MPIRendezvous(part, self.timeout, self._ledger_of(part))
+        child = MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
         child.news = self.news
         part.Free()
         return child
@@ -73,7 +79,7 @@ class MPIRendezvous(Rendezvous):
         if part is None:
             came = f"not all ranks that are left came within {self.timeout:g} s"
             raise RendezvousError(f"shrink: {came}{mpi_job.last_loss()}")
-        return MPIRendezvous(part, self.timeout, self._ledger_of(part))
+        return MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
 
     def _check_ends(self) -> None:
         """Raise for ranks that are gone and that MPI takes for alive: MPI_Comm_shrink would wait for them.
@@ -94,13 +100,10 @@ class MPIRendezvous(Rendezvous):
         ranks = self._MPI.Group.Translate_ranks(part.Get_group(), list(range(part.size)), self.mpi_comm.Get_group())
         return self.ledger.of(ranks, part.rank)
 
-    def close(self) -> None:
-        if self.mpi_comm is not None and not self._MPI.Is_finalized():
-            self.mpi_comm.Free()
-        self.mpi_comm = None
-
-    def abandon(self, code: int | None) -> None:
-        self.mpi_comm = None  # not freed: MPI_Comm_free is collective
+    def _free(self, orderly: bool, code: int | None) -> None:
+        comm, self.mpi_comm = self.mpi_comm, None
+        if orderly and comm is not None and not self._MPI.Is_finalized():
+            comm.Free()  # collective: not where ranks may be gone
         if self._is_job and code is not None:
             mpi_job.abandon(code)
 

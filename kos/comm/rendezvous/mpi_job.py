@@ -18,10 +18,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from kos.errors import BackendUnavailable, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, RankLost, RendezvousError, describe, install
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ RANK_AND_SIZE = (
     ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx tells the rank alone
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
+_TURN_SECONDS = 0.2  # how much later than the rank before a rank shows the frames of an exception
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
 
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
@@ -53,15 +55,15 @@ def fault_tolerant() -> bool:
     return os.environ.get(_FAULT_TOLERANCE) in ("1", "true")
 
 
-def load_mpi() -> Any:
+def load_mpi(process_hooks: bool = True) -> Any:
     """Import mpi4py.MPI, initialising MPI on the first call.
 
-    Raises BackendUnavailable where mpi4py or the MPI library is missing, RendezvousError where the library
-    is not the one whose mpirun started this process.
+    Raises BackendUnavailable where mpi4py or the MPI library is missing, RendezvousError where MPI does not see the
+    ranks that the launcher started.
     """
-    # Open MPI's "ofi" transport costs a second at start and serves only one-sided communication.
-    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
-    first = "mpi4py.MPI" not in sys.modules
+    first = process_hooks and "mpi4py.MPI" not in sys.modules
+    if first:  # Open MPI's "ofi" transport costs a second at start and serves only one-sided communication
+        os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
         if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
             # mpi4py's own end would also come in processes that this one forks, and wait there for ever.
@@ -71,17 +73,28 @@ def load_mpi() -> Any:
         MPI: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         raise BackendUnavailable(
-            f"mpi: expected mpi4py and an MPI library (pip install 'kos[mpi]'), got: {error}"
+            f"mpi: expected mpi4py and an MPI library ({install('mpi')}), got: {error}"
         ) from error
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    started = next((int(os.environ[size]) for _, size in RANK_AND_SIZE[:2] if size in os.environ), None)
-    if started is not None and started != MPI.COMM_WORLD.size:
-        raise RendezvousError(
-            f"mpirun started {started} ranks but mpi4py sees {MPI.COMM_WORLD.size}: "
-            f"it uses another MPI library ({MPI.Get_library_version().split(',')[0].strip()})"
-        )
+    _check_world(MPI)
     return MPI
+
+
+def _check_world(MPI: Any) -> None:
+    """Raise RendezvousError where the launcher started more ranks than MPI sees: each would go on alone."""
+    for rank, size in RANK_AND_SIZE:
+        started, by_pmix = os.environ.get(size, ""), rank == "PMIX_RANK"
+        if not started.isdecimal() or (by_pmix and rank not in os.environ):
+            continue
+        if int(started) > MPI.COMM_WORLD.size:
+            library = MPI.Get_library_version().split(",")[0].strip()
+            wrong = f"{size}: expected {started} ranks in MPI_COMM_WORLD, got {MPI.COMM_WORLD.size}"
+            remedy = "start the job with the mpirun of that library"
+            if by_pmix:
+                remedy += ", with another srun --mpi=, or without MPI (srun --mpi=none, MASTER_ADDR, MASTER_PORT)"
+            raise RendezvousError(f"{wrong}: the launcher does not fit the MPI library in use ({library}): {remedy}")
+        return
 
 
 class Backoff:
@@ -211,18 +224,40 @@ def guard_job() -> None:
     previous, previous_thread = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, value, trace)
-        if issubclass(kind, RankLost):
-            time.sleep(_EXIT_GRACE + 1)  # the rank that left ends the job, by its own reason and exit code
-        _end_job(f"{kind.__name__}: {value}", 130 if issubclass(kind, KeyboardInterrupt) else 1)
+        usual = partial(previous, kind, value, trace)
+        _end_by(value, None if previous is sys.__excepthook__ else usual, usual)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
-        previous_thread(args)
-        if args.exc_type is not SystemExit:
-            _end_job(f"{args.exc_type.__name__} in a thread: {args.exc_value}", 1)
+        usual = partial(previous_thread, args)
+        if args.exc_value is None or args.exc_type is SystemExit:
+            usual()
+        else:
+            _end_by(args.exc_value, None if previous_thread is threading.__excepthook__ else usual, usual)
 
     sys.excepthook, threading.excepthook = hook, thread_hook
     atexit.register(_leave_job)
+
+
+def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Callable[[], object]) -> None:
+    """Report an uncaught exception and end the job: one line on each rank that has one, the frames on one rank.
+
+    ``own`` is the program's own report, if it has one; ``usual`` is also right for a process that is no rank.
+    """
+    world = load_mpi().COMM_WORLD
+    if os.getpid() != _guarded or world.size == 1:
+        usual()
+        return
+    if isinstance(error, RankLost):
+        time.sleep(_EXIT_GRACE + 1)  # the rank that failed ends the job, with its own report and exit code
+    line, frames = describe(error)
+    sys.stderr.write(f"rank {world.rank}: {line}\n")
+    sys.stderr.flush()
+    time.sleep(min(world.rank, 8) * _TURN_SECONDS)  # the first rank that ends the job keeps the others from going on
+    if own is not None:
+        own()
+    else:
+        sys.stderr.write(frames)
+    _end_job(130 if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def _die_with_launcher() -> None:
@@ -237,17 +272,16 @@ def abandon(code: int) -> None:
     _abandoned = code or 1
 
 
-def _end_job(reason: str, code: int) -> None:
+def _end_job(code: int) -> None:
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized():
         return
-    world = MPI.COMM_WORLD
-    if world.size > 1:
-        log.critical("rank %d of %d ends the job: %s", world.rank, world.size, " ".join(reason.split()))
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    world.Abort(code)
+    if "OMPI_COMM_WORLD_SIZE" in os.environ and not fault_tolerant():
+        os._exit(code)  # mpirun ends the other ranks, with less to say than about MPI_Abort
+    MPI.COMM_WORLD.Abort(code)
 
 
 def _leave_job() -> None:
@@ -270,5 +304,7 @@ def _leave_job() -> None:
     if goes_on and _abandoned is None:
         see_loss("this rank")  # others that shrink wait until its process has ended
     else:
-        left = "it exits" if _abandoned is None else "it left its communicator by an exception"
-        _end_job(f"{left} and the others did not", _abandoned or 1)
+        left = "exits" if _abandoned is None else "left its communicator by an exception"
+        world = MPI.COMM_WORLD
+        log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, left)
+        _end_job(_abandoned or 1)

@@ -103,6 +103,7 @@ class ThreadGroup:
         """All ranks' bytes of one turn."""
         world, deadline = self.world, time.monotonic() + timeout
         with world.lock:
+            self.raise_failure()
             slots = self._slots.setdefault(turn, {})
             slots[rank] = data
             self.notify_all()
@@ -113,8 +114,9 @@ class ThreadGroup:
                     if self.departed(r) is not None:
                         raise RankLost(f"rendezvous: rank {r} is gone: {self.departed(r)}")
                 remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise RendezvousError(f"rendezvous: ranks {missing} did not come within {timeout:g} s")
+                if remaining <= 0:  # for the late ranks too: they must not take this for their exchange
+                    self.fail(RendezvousError(f"rendezvous: ranks {missing} did not come within {timeout:g} s"))
+                    self.raise_failure()
                 world.wakeup[self.members[rank]].wait(remaining)
             # Everybody of the previous turn has left it, or they could not be in this one.
             self._slots.pop(turn - 1, None)
@@ -127,11 +129,9 @@ class ThreadRendezvous(Rendezvous):
     def __init__(self, group: ThreadGroup, rank: int, timeout: float = 120.0) -> None:
         self.rank, self.size, self.timeout = rank, group.size, timeout
         self.threads: ThreadGroup = group
-        self._turn = 0
 
-    def allgather(self, data: bytes) -> list[bytes]:
-        self._turn += 1
-        return self.threads.exchange(self.rank, self._turn, bytes(data), self.timeout)
+    def _exchange(self, message: bytes) -> list[bytes]:
+        return self.threads.exchange(self.rank, self._exchanges, message, self.timeout)
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)
@@ -139,7 +139,7 @@ class ThreadRendezvous(Rendezvous):
             return None
         parent = self.threads
         members = [parent.members[r] for r in ranks]
-        child = parent.shared(("split", self._turn, color), lambda: ThreadGroup(len(ranks), parent.world, members))
+        child = parent.shared(("split", self._exchanges, color), lambda: ThreadGroup(len(ranks), parent.world, members))
         return self._child(child)
 
     def shrink(self) -> Rendezvous:

@@ -9,7 +9,7 @@ import os
 from kos.comm.communicator import Communicator
 from kos.cuda import device_info, require, unavailable
 from kos.cuda.kernels import nvrtc_version
-from kos.errors import ConfigError, KosError
+from kos.errors import ConfigError, KosError, install
 from kos.train import head_start
 from kos.train.config import TrainConfig
 from kos.train.data import Dataset
@@ -72,7 +72,7 @@ def _usable_gpu(comm: Communicator) -> str:
         cublaslt._library()
         importlib.import_module("cuda.core")
     except ImportError as error:
-        return f"\nexpected the packages of 'pip install kos[cuda]', got: {error}"
+        return f"\nexpected its packages ({install('cuda')}), got: {error}"
     except KosError as error:
         return f"\n{str(error).removeprefix('CUDA: ')}"
     return device.uuid

@@ -21,7 +21,7 @@ import numpy as np
 
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument, install
 from kos.files import cache_folder, replace_file
 from kos.memory.array import Array
 
@@ -253,7 +253,7 @@ def _library() -> Any:
         cublasLt.get_version()
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
-        raise BackendUnavailable(f"cuBLASLt is not installed: pip install 'kos[cuda]' ({reason})") from error
+        raise BackendUnavailable(f"cuBLASLt is not installed: {install('cuda')} ({reason})") from error
     return cublasLt
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from kos.comm.communicator import Communicator
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
-from kos.errors import BackendUnavailable, CudaError, KosError
+from kos.errors import BackendUnavailable, CudaError, KosError, install
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.failures import alone, together
@@ -147,7 +147,7 @@ def library() -> tuple[Any, str]:
         number = cudnn.backend_version()
     except (ImportError, OSError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BackendUnavailable(f"cuDNN is not installed: pip install 'kos[cuda,cudnn]' ({reason})") from error
+        raise BackendUnavailable(f"cuDNN is not installed: {install('cuda,cudnn')} ({reason})") from error
     version = (number // 10_000, number // 100 % 100, number % 100)
     if version < tuple(map(int, LEAST.split("."))):
         raise BackendUnavailable(f"attention: expected cuDNN {LEAST} or later, got {'.'.join(map(str, version))}")

@@ -10,7 +10,7 @@ import pytest
 from kos.comm.schedules import build
 from kos.comm.schedules.__main__ import main
 from kos.comm.schedules.draw import draw, text
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import BackendUnavailable, InvalidArgument, install
 
 
 def test_text_of_a_small_ring():
@@ -65,7 +65,7 @@ def test_the_command_asks_first_whether_it_can_draw(tmp_path, monkeypatch, capsy
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["ring", "--draw", str(tmp_path / "x.svg")]) == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err == "kos: error: a picture needs matplotlib: pip install 'kos[plot]'\n"
+    assert said.out == "" and said.err == f"kos: error: a picture needs matplotlib: {install('plot')}\n"
     for others in ([], ["ring", "--predict"]):
         with pytest.raises(SystemExit, match="2"):
             main([*others, "--draw", "x.svg"])
