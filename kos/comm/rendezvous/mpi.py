@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,8 +13,6 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 
 T = TypeVar("T")
-
-_NOTICE_SECONDS = 2.0  # in which MPI learns of a rank that was killed
 
 
 class MPIRendezvous(Rendezvous):
@@ -73,27 +70,24 @@ class MPIRendezvous(Rendezvous):
 
     def shrink(self) -> Rendezvous:
         self.check_shrink()
-        self._check_ends()
         self.mpi_comm.Revoke()
-        part = mpi_job.shrink(self.mpi_comm, self.timeout)
+        part = mpi_job.shrink(self.mpi_comm, self.timeout, self._unreported)
         if part is None:
+            if (gone := self._unreported()) is not None:
+                why = "its process exited with an error code, which Open MPI does not report to the others"
+                raise self.ledger.lost(gone, why, "shrink", None, 0.0)
             came = f"not all ranks that are left came within {self.timeout:g} s"
             raise RendezvousError(f"shrink: {came}{mpi_job.last_loss()}")
         return MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
 
-    def _check_ends(self) -> None:
-        """Raise for ranks that are gone and that MPI takes for alive: MPI_Comm_shrink would wait for them.
+    def _unreported(self) -> int | None:
+        """A rank that is gone and that MPI takes for alive, or None: MPI_Comm_shrink waits for it for ever.
 
         Open MPI 5.0.11 reports a rank that a signal killed or that exits with 0, and no other.
         """
-        board, world, deadline = self.ledger.board, self.ledger.world, time.monotonic() + _NOTICE_SECONDS
-        while gone := [rank for rank in range(self.size) if board.ended(world[rank])]:
-            if not (unknown := sorted(set(gone) - set(mpi_job.failed_ranks(self.mpi_comm)))):
-                return
-            if time.monotonic() > deadline:
-                why = "its process exited with an error code, which Open MPI does not report to the others"
-                raise self.ledger.lost(unknown[0], why, "shrink", None, 0.0)
-            time.sleep(0.01)
+        board, world = self.ledger.board, self.ledger.world
+        gone = {rank for rank in range(self.size) if board.ended(world[rank])}
+        return min(gone - set(mpi_job.failed_ranks(self.mpi_comm)), default=None)
 
     def _ledger_of(self, part: Any) -> Ledger:
         """The ledger of a group of some of these ranks."""
