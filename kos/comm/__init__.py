@@ -90,7 +90,7 @@ def init(
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     made = BACKENDS[chosen](rendezvous)
     if backend == "auto":
-        if gpus := _for_gpus(rendezvous, probes):
+        if gpus := _for_gpus(rendezvous, probes, made):
             made = AutoBackend(rendezvous, made, gpus)
         elif told is not None:
             made.close()
@@ -103,8 +103,8 @@ def _reasons(probes: dict[str, Probe]) -> str:
     return "; ".join(f"{name}: {probe.reason}" for name, probe in probes.items())
 
 
-def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBackend]:
-    """The backends for GPUs that all ranks can use: peer too where a table says what it is faster at."""
+def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend) -> list[DeviceBackend]:
+    """The backends for GPUs that all ranks can use beside ``host``: peer where a table says what it is faster at."""
     made: list[DeviceBackend] = []
     for name, kind in BACKENDS.items():
         probe = probes[name]
@@ -115,7 +115,7 @@ def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe]) -> list[DeviceBa
             probes[name] = Probe(True, reason)
             continue
         try:
-            made.append(kind(rendezvous))
+            made.append(kind(rendezvous, host=host))
         except BackendUnavailable as error:  # on all ranks alike: bytes do not move as the driver promised
             probes[name] = Probe(False, str(error))
         log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm import watchdog
 from kos.comm.arguments import check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
@@ -20,7 +21,7 @@ from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, InvalidArgument, RendezvousError
+from kos.errors import CollectiveError, InvalidArgument, KosError, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Array, Shape, as_dtype
 
@@ -235,6 +236,17 @@ class Communicator(Operations):
             with self._meeting(f"allocate of {kind.name}{list(shape)}"):
                 self.rendezvous.barrier()
         return self.backend.allocate(shape, kind.numpy)
+
+    def on_failure(self, callback: Callable[[KosError], None]) -> None:
+        """Have ``callback(error)`` called once when this communicator has failed, at once if it has already.
+
+        It runs on the watchdog's thread, within a fraction of a second: also where the program waits for a stream, and
+        where it was the program's own call that found the failure.  By then what was in flight has been ended, and its
+        results are undefined.  ``callback`` may not wait for long, nor use this communicator but for ``abort``.
+        """
+        if not callable(callback):
+            raise InvalidArgument(f"callback: expected a function of the error, got {callback!r}")
+        watchdog.on_failure(self.backend, callback)
 
     def explain(self) -> str:
         """Which backends can carry this group, and why not the others; which of them, and how, carries what."""

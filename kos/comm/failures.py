@@ -22,6 +22,7 @@ from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
+    CudaError,
     KosError,
     RankLost,
     RendezvousError,
@@ -194,6 +195,32 @@ class Ledger:
             ),
             ranks,
         )
+
+    def shared(self, failure: KosError, lost: bool) -> KosError:
+        """The failure of this rank as the others raise it; ``lost``: its device is of no more use."""
+        me = self._names([self.world[self.rank]])
+        other: KosError | None = None
+        if lost:
+            other = RankLost(f"{me} is gone: {failure}")
+        elif isinstance(failure, CudaError):  # which the others must not take for one of their own device
+            other = CollectiveError(f"{me}: {failure}")
+        shared = failure if other is None else blaming(other, [self.world[self.rank]])
+        self.board.post_failure(shared)
+        return shared
+
+    def cause(self, broken: KosError | None, killed: int | None) -> KosError | None:
+        """What this rank failed of before it leaves a group: in that group, in any, or a rank of it was killed."""
+        for failure in (broken, self.board.last):
+            if failure is not None and failure.ranks:
+                return failure
+        return None if killed is None else self.lost(killed, "its process ended")
+
+    def end(self, reason: str, cause: KosError | None) -> KosError:
+        """The failure of the others if this rank leaves now: its own, if that is why."""
+        me = self._names([self.world[self.rank]])
+        if cause is not None:
+            return again(cause, f"{cause}; {me} left because of it")
+        return blaming(RankLost(f"{me} is gone: {reason}"), [self.world[self.rank]])
 
     def suspects(self) -> list[int]:
         """The ranks of this group that are known to be gone or to have failed; the gone ones first."""

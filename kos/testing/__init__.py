@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from kos.comm import Communicator, init
 from kos.comm.arguments import check_timeout, number_in
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous, ThreadWorld
-from kos.errors import CollectiveTimeout, InvalidArgument
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
 from kos.testing.faults import Crashed, Fault, FaultPlan
+from kos.testing.watch import Deadlock, Watch
 
-__all__ = ["Fault", "spawn"]
+__all__ = ["Deadlock", "Fault", "spawn"]
 
 LAST_WORDS_SECONDS = 2.0  # for ranks to raise what ended their waits
 
@@ -25,7 +26,15 @@ T = TypeVar("T")
 
 
 def spawn(
-    fn: Callable[[Communicator], T], world_size: int, timeout: float = 60.0, *, faults: Sequence[Fault] = ()
+    fn: Callable[[Communicator], T],
+    world_size: int,
+    timeout: float = 60.0,
+    *,
+    faults: Sequence[Fault] = (),
+    buffer_bytes: float = 0,
+    check_deadlock: bool = True,
+    check_messages: bool = True,
+    check_arrays: bool = True,
 ) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` ranks that are threads of this process; their results by rank.
 
@@ -34,13 +43,30 @@ def spawn(
     names who did not come; without one this does, naming the ranks that still run (threads cannot be killed).
 
     ``faults`` is what goes wrong (see ``Fault``).  A rank that crashes or stalls for good has the result None.
+
+    What works here alone fails too, unless it is switched off:
+
+    - ``buffer_bytes``: a message larger than that is complete when it is received, so that two ranks which both send
+      first wait for each other.  The default is that of the strictest backend: on ``nccl`` the first message between
+      two ranks waits whatever its size.  ``mpi`` buffers about 4,000 bytes in shared memory, ``tcp`` 262,144;
+      ``float("inf")`` lets every send go.
+    - ``check_deadlock``: when every rank waits and none can go on, all raise ``Deadlock`` at once, which says which
+      rank waits for which, in which operation.  Ranks that compute, sleep, or wait with a timeout of their own can go
+      on, and so can a program with threads that were started since ``spawn`` was.
+    - ``check_arrays``: an array of an operation with ``async_op=True`` that is written before the operation is
+      complete makes it raise CollectiveError.
+    - ``check_messages``: CollectiveError for messages that nobody received, where no rank raised and no fault struck.
+
     Raises InvalidArgument without ranks, and if one of the faults never happened, for such a test shows nothing.
     """
     if not callable(fn):
         raise InvalidArgument(f"fn: expected a function of a communicator, got {fn!r}")
     world_size, timeout = number_in("world_size", world_size, 1, 1 << 16), check_timeout(timeout)
+    if not isinstance(buffer_bytes, int | float) or not buffer_bytes >= 0:
+        raise InvalidArgument(f"buffer_bytes: expected a number of bytes from 0 on, got {buffer_bytes!r}")
     plan = FaultPlan(faults, world_size) if faults else None
-    group = ThreadGroup(world_size, ThreadWorld(world_size, plan))
+    watch = Watch(world_size, plan, buffer_bytes, check_deadlock, check_arrays)
+    group = ThreadGroup(world_size, ThreadWorld(world_size, watch))
     results: list[Any] = [None] * world_size
     comms: dict[int, Communicator] = {}
     errors: list[tuple[int, BaseException]] = []  # of which the first is raised
@@ -67,11 +93,11 @@ def spawn(
             group.world.depart(rank, why)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
-    deadline = time.monotonic() + timeout
+    watch.threads, watch.deadline = threads, time.monotonic() + timeout
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, watch.deadline - time.monotonic()))
     running = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
     waiting = [rank for rank in running if rank in comms and comms[rank].backend.engine.expire(timeout)]
     with group.world.lock:
@@ -93,4 +119,6 @@ def spawn(
             f"faults: expected all to happen, got none of {sorted(plan.pending, key=str)} in "
             f"{plan.operations} operations of the ranks (or nothing was sent in those)"
         )
+    if plan is None and check_messages and (unreceived := watch.unreceived()):
+        raise CollectiveError(f"spawn: messages that nobody received: {'; '.join(unreceived[:8])}")
     return results

@@ -1,33 +1,16 @@
-"""Faults for tests: what a network and its hosts can do to the mock backend's messages and ranks, by a plan.
-
-While there is a plan, every message travels as a packet with a number and a checksum (CRC-32), as on a
-network: packets that come late, twice or in another order are put right, a packet that is lost leaves its
-receiver waiting, and one that was changed on the way fails the operation on all ranks.
-"""
+"""Faults for tests: what goes wrong with the operations of ranks that are threads, by a plan."""
 
 from __future__ import annotations
 
-import threading
-import zlib
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import numpy as np
 
 from kos.comm.arguments import whole_number
-from kos.comm.host.mock import SENT
 from kos.comm.operation import Call
-from kos.comm.rendezvous.threads import ThreadGroup
-from kos.comm.schedules.execute import Request, Transport
-from kos.errors import CollectiveError, InvalidArgument, KosError
+from kos.comm.rendezvous.threads import ThreadWorld
+from kos.errors import CollectiveError, InvalidArgument
 
-Array = np.ndarray[Any, Any]
-
-KINDS = ("delay", "drop", "duplicate", "corrupt", "reorder", "stall", "crash")
-_SHORT = 0.02  # seconds
+KINDS = ("delay", "drop", "error", "stall", "crash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +20,13 @@ class Fault:
     Operations are those that the rank starts, on whichever communicator: collectives and messages, in their
     order.  ``kind`` is one of
 
-    - ``delay``: what it sends in that operation arrives ``seconds`` later (0.02 unless given);
-    - ``reorder``: each message arrives after the next one, or ``seconds`` later if none follows;
-    - ``duplicate``: each message arrives twice;
-    - ``drop``: no message arrives: the ranks that wait for one raise CollectiveTimeout;
-    - ``corrupt``: a byte of each message changes on the way: all ranks of the group raise CollectiveError;
-    - ``stall``: the rank stops before that operation for ``seconds``, or for good: it is gone once all others
-      are, and the others raise CollectiveTimeout that names it;
+    - ``delay``: the rank begins that operation ``seconds`` later (0.02 unless given), which changes no result;
+    - ``drop``: no message that it sends in that operation arrives: the ranks that wait for one raise CollectiveTimeout;
+    - ``error``: the operation raises CollectiveError before it begins, and so do the others that take part in it;
+    - ``stall``: the rank stops before that operation for good: the others raise CollectiveTimeout that names it;
     - ``crash``: the rank is gone before that operation, without a word: the others raise RankLost.
 
-    Delays, other orders and duplicates change no result.  Raises InvalidArgument for a plan that makes no
-    sense.
+    Raises InvalidArgument for a plan that makes no sense.
     """
 
     kind: str
@@ -60,10 +39,9 @@ class Fault:
             raise InvalidArgument(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         if whole_number("fault: rank", self.rank) < 0 or whole_number("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
-        timed = self.kind in ("delay", "reorder", "stall")
-        timed = timed and isinstance(self.seconds, int | float) and self.seconds > 0
+        timed = self.kind == "delay" and isinstance(self.seconds, int | float) and self.seconds > 0
         if self.seconds is not None and not timed:
-            raise InvalidArgument(f"fault: expected positive seconds of a delay, reorder or stall, got {self}")
+            raise InvalidArgument(f"fault: expected positive seconds of a delay, got {self}")
 
 
 class Crashed(BaseException):
@@ -82,123 +60,42 @@ class FaultPlan:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
         self.pending = set(self._faults)
         self.operations = [0] * size  # that each rank started
-        self.stalled = 0
+        self._stalled = 0
 
-    def transport(self, group: ThreadGroup, rank: int, inner: Transport) -> FaultyTransport:
-        """What carries the messages of a rank of ``group`` while this plan holds."""
-        return FaultyTransport(self, group, rank, inner)
+    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
+        """Do what happens to the operation that world rank ``rank`` is about to start.
 
-    def next_operation(self, rank: int) -> list[Fault]:
-        """What goes wrong with the operation that ``rank`` is about to start."""
+        Returns what to call for each of its messages if none of them is to arrive.
+        """
         number = self.operations[rank]
         self.operations[rank] += 1
-        return [fault for fault in self._faults if (fault.rank, fault.operation) == (rank, number)]
-
-
-class _Packet(NamedTuple):
-    number: int  # among those of its pair and tag
-    checksum: int
-    data: Array
-
-
-class FaultyTransport:
-    """The transport of one rank of a group while a plan holds."""
-
-    def __init__(self, plan: FaultPlan, group: ThreadGroup, rank: int, inner: Transport) -> None:
-        self._plan, self._group, self._rank, self._inner = plan, group, rank, inner
-        self._faults: dict[int, list[Fault]] = {}  # by tag
-        self._said: dict[int, str] = {}  # the operations, by tag
-        self._sent: Counter[tuple[int, int]] = Counter()  # by destination and tag
-        self._arrived: Counter[tuple[int, int]] = Counter()
-        self._early: dict[tuple[int, int], dict[int, _Packet]] = defaultdict(dict)
-        self._held: list[threading.Timer] = []
-
-    def start(self, call: Call, tag: int) -> None:
-        """The rank is about to start ``call``, whose messages have ``tag``."""
-        self._faults[tag], self._said[tag] = [], str(call)
-        for fault in self._plan.next_operation(self._group.members[self._rank]):
-            if fault.kind not in ("stall", "crash"):
-                self._faults[tag].append(fault)
+        lost = None
+        for fault in self._faults:
+            if (fault.rank, fault.operation) != (rank, number):
                 continue
-            self._plan.pending.discard(fault)
-            if fault.kind == "crash":
+            if fault.kind == "drop":
+                lost = self._drop(fault)
+                continue
+            self.pending.discard(fault)
+            if fault.kind == "delay":
+                with world.lock:
+                    world.wakeup[rank].wait_for(lambda: False, fault.seconds or 0.02)
+            elif fault.kind == "error":
+                raise CollectiveError(f"{call}: rank {rank} failed, as the test's plan says")
+            elif fault.kind == "stall":
+                self._stall(world, rank, call)
+            else:
                 raise Crashed(f"it crashed before {call.name}")
-            self._stall(fault, call)
+        return lost
 
-    def _stall(self, fault: Fault, call: Call) -> None:
-        world, plan = self._group.world, self._plan
-        me = world.wakeup[self._group.members[self._rank]]
+    def _drop(self, fault: Fault) -> Callable[[], None]:
+        return lambda: self.pending.discard(fault)
+
+    def _stall(self, world: ThreadWorld, rank: int, call: Call) -> None:
+        """Stay until all other ranks have ended or stalled too."""
         with world.lock:
-            if fault.seconds is not None:
-                me.wait_for(lambda: False, fault.seconds)
-                return
-            plan.stalled += 1
+            self._stalled += 1
             world.notify(list(range(len(world.wakeup))))
-            me.wait_for(lambda: len(world.departed) + plan.stalled >= len(world.wakeup))
+            while len(world.departed) + self._stalled < len(world.wakeup):
+                world.wait(rank, None, lambda: [(f"stalled before {call.name}, as the test's plan says", [])])
         raise Crashed(f"it stalled before {call.name}")
-
-    def irecv(self, array: Array, peer: int, tag: int) -> Request:
-        return self._inner.irecv(array, peer, tag)
-
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
-        self._inner.forget(given_up)
-
-    def isend(self, array: Array, peer: int, tag: int) -> Request:
-        key = peer, tag
-        with self._group.world.lock:
-            self._group.raise_failure()
-            faults = {fault.kind: fault for fault in self._faults.get(tag, ())}
-            self._plan.pending.difference_update(self._faults.get(tag, ()))
-            packet = _Packet(self._sent[key], _checksum(array), array.copy())
-            self._sent[key] += 1
-            if "corrupt" in faults:
-                packet = _changed(packet)
-            self._held = [timer for timer in self._held if timer.is_alive()]
-            overtaken = [timer for timer in self._held if timer.name == "reorder"]
-            late = faults.get("delay") or (None if overtaken else faults.get("reorder"))
-            for _ in range(0 if "drop" in faults else 2 if "duplicate" in faults else 1):
-                if late is None:
-                    self._arrive(packet, key)
-                else:
-                    timer = threading.Timer(late.seconds or _SHORT, self._arrive, (packet, key))
-                    timer.name, timer.daemon = late.kind, True
-                    self._held.append(timer)
-                    timer.start()
-            for timer in overtaken:
-                timer.cancel()
-                timer.function(*timer.args)
-        return SENT
-
-    def close(self) -> None:
-        """Return once everything has arrived."""
-        for timer in list(self._held):
-            timer.join()
-
-    def _arrive(self, packet: _Packet, key: tuple[int, int]) -> None:
-        """At the receiver: into the order in which it was sent, once."""
-        with self._group.world.lock, suppress(KosError):  # where the group has failed meanwhile, nobody waits for it
-            if packet.number >= self._arrived[key]:
-                self._early[key][packet.number] = packet
-            while (ready := self._early[key].pop(self._arrived[key], None)) is not None:
-                self._arrived[key] += 1
-                peer, tag = key
-                if _checksum(ready.data) != ready.checksum:
-                    changed = CollectiveError(
-                        f"{self._said[tag]}: rank {peer}: a message from rank {self._rank} was changed on its way: "
-                        f"expected checksum {ready.checksum:08x}, got {_checksum(ready.data):08x}"
-                    )
-                    return self._group.fail(changed)
-                self._inner.isend(ready.data, peer, tag)
-
-
-def _checksum(array: Array) -> int:
-    return zlib.crc32(array.view(np.uint8).data)
-
-
-def _changed(packet: _Packet) -> _Packet:
-    """The packet with its middle byte changed; an empty one has only its checksum to lose."""
-    data = packet.data.view(np.uint8)
-    if data.size == 0:
-        return packet._replace(checksum=packet.checksum ^ 1)
-    data[data.size // 2] ^= 0x10
-    return packet

@@ -301,7 +301,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         CUuserObjectRetain_flags=SimpleNamespace(CU_GRAPH_USER_OBJECT_MOVE=1),
         CUstreamCaptureStatus=SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=1),
         cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
-        CUresult=SimpleNamespace(CUDA_ERROR_NOT_READY=600), cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
     for module in (array, streams, device, driver, graphs, nccl_schedule, windows):

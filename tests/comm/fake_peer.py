@@ -127,7 +127,8 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         for module in (peer, peer_copies):
             monkeypatch.setattr(module, "Scratch", Memory)
         monkeypatch.setattr(cu, "cuMemcpyDtoDAsync", cu.cuMemcpyAsync, raising=False)
-        monkeypatch.setattr(peer_copies, "create_stream", lambda device: 99)
+        for module in (peer_copies, engine):
+            monkeypatch.setattr(module, "create_stream", lambda device: 99)
         for module in (engine, tuning):
             monkeypatch.setattr(module, "device_info", lambda device: info)
         monkeypatch.setattr(tuning, "nvlinks", lambda device: None)

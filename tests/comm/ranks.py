@@ -9,12 +9,10 @@ from __future__ import annotations
 import itertools
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,19 +20,21 @@ import kos
 from kos.comm.rendezvous.threads import ThreadRendezvous
 from kos.errors import CollectiveTimeout
 from kos.testing import spawn
+from kos.testing.conformance.values import (
+    ALL_DTYPES,
+    SIZES,
+    SUMS_IN_16_BITS,
+    assert_bits,
+    assert_same_on_all_ranks,
+    inputs,
+    poison,
+)
+
+__all__ = [
+    "ALL_DTYPES", "SIZES", "SUMS_IN_16_BITS", "assert_bits", "assert_same_on_all_ranks", "inputs", "poison",
+]  # fmt: skip
 
 TIMEOUT = 30.0  # seconds
-
-SUMS_IN_16_BITS = ContextVar("SUMS_IN_16_BITS", default=False)
-"""Whether the sum under test, of 16-bit floats, is rounded at every rank: those that NCCL itself adds are."""
-
-FLOATS = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
-FLOAT8 = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2]
-INTS = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32, np.uint64]
-COMPLEX = [np.complex64, np.complex128]
-ALL_DTYPES = [np.dtype(d) for d in (*FLOATS, *FLOAT8, *INTS, *COMPLEX, np.bool_)]
-
-SIZES = [0, 1, 2, 7, 997]  # elements; the large sizes have tests of their own
 
 
 class MockRanks:
@@ -96,45 +96,6 @@ def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> No
     monkeypatch.setattr("kos.testing.time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr("kos.testing.init", patient)
     monkeypatch.setattr("kos.testing.LAST_WORDS_SECONDS", TIMEOUT)
-
-
-def inputs(seed: int, size: int, count: int, dtype: Any) -> list[np.ndarray]:
-    """Every rank's random contribution; any rank can make all of them."""
-    rng = np.random.default_rng([seed, size, count])
-    dtype = np.dtype(dtype)
-    if dtype == np.bool_:
-        return [rng.random(count) < 0.5 for _ in range(size)]
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        return [rng.integers(info.min, info.max, count, dtype, endpoint=True) for _ in range(size)]
-    if dtype.kind == "c":
-        return [(rng.normal(size=count) + 1j * rng.normal(size=count)).astype(dtype) for _ in range(size)]
-    return [rng.normal(size=count).astype(dtype) for _ in range(size)]
-
-
-def poison(shape: Any, dtype: Any) -> np.ndarray:
-    """An array of values that no result has: NaN, or a bit pattern."""
-    array = np.empty(shape, dtype)
-    array.reshape(-1).view(np.uint8)[:] = 0xFF if np.dtype(dtype) != np.bool_ else 1
-    return array
-
-
-def assert_bits(got: np.ndarray, expected: np.ndarray, what: str = "") -> None:
-    """The same shape, dtype and bytes."""
-    assert got.dtype == expected.dtype, f"{what}: {got.dtype} instead of {expected.dtype}"
-    assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
-    same = got.reshape(-1).view(np.uint8) == np.ascontiguousarray(expected).reshape(-1).view(np.uint8)
-    assert same.all(), f"{what}: {(~same).sum()} of {same.size} bytes differ; {got} instead of {expected}"
-
-
-def assert_same_on_all_ranks(comm: kos.Communicator, got: np.ndarray, what: str = "") -> None:
-    """Every rank holds the same bytes; compared by the rendezvous, not by what is being tested."""
-    everyone = comm.rendezvous.allgather(got.tobytes())
-    assert len(set(everyone)) == 1, f"{what}: ranks hold {len(set(everyone))} different results"
-
-
-def roots(comm: kos.Communicator) -> Iterator[int]:
-    yield from range(comm.size)
 
 
 def time_out_beside_others(comm: kos.Communicator) -> None:

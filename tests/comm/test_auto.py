@@ -105,8 +105,9 @@ def run(
         try:
             rendezvous = ThreadRendezvous(threads, index, timeout)
             kinds = {"nccl": NCCLBackend, "peer": Peer}
-            gpus = [kinds[name](rendezvous, 0, Comm(group, index)) for name, group in groups.items()]
-            backend = AutoBackend(rendezvous, host(rendezvous), gpus)
+            memory = host(rendezvous)
+            gpus = [kinds[name](rendezvous, 0, Comm(group, index), memory) for name, group in groups.items()]
+            backend = AutoBackend(rendezvous, memory, gpus)
             comm = kos.Communicator(backend, rendezvous, {}, timeout)
             body(comm, Log(comm))
         except BaseException:
@@ -366,7 +367,7 @@ def test_splits_keep_both(fake: FakeNCCL) -> None:
         assert isinstance(backend, AutoBackend)
         for part in backend.gpus:
             kind = type(part)
-            part.split = lambda rendezvous, color, key, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0))  # type: ignore[method-assign,misc]
+            part.split = lambda rendezvous, color, key, host, kind=kind: kind(rendezvous, 0, Comm(Group(1), 0), host)  # type: ignore[method-assign,misc]
         child = comm.split(comm.rank)
         assert child is not None and child.backend_name == "nccl+peer+mock"
         assert child.all_reduce(Array.from_numpy(np.ones(5000, np.float16), 0)).numpy().tolist() == [1] * 5000
@@ -571,7 +572,7 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch: pytest.MonkeyPatch, routes: dict[str, Any], broken: str, taken: list[str], why: str
 ) -> None:
     class Some(NCCLBackend):
-        def __init__(self, rendezvous: Any) -> None:
+        def __init__(self, rendezvous: Any, host: Any) -> None:
             if self.name == "peer" and broken:
                 raise BackendUnavailable(broken)
 
@@ -580,7 +581,7 @@ def test_peer_takes_part_where_it_was_measured(
     monkeypatch.setattr(kos.comm, "for_group", lambda rendezvous, device: parse(changed("routes", to=routes), ""))
     monkeypatch.setattr(kos.comm, "device_of", lambda rendezvous: SimpleNamespace(index=0))
     probes = {name: Probe(True, f"{name} works") for name in ("mock", "nccl", "peer")}
-    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes)] == taken  # type: ignore[arg-type]
+    assert [gpu.name for gpu in kos.comm._for_gpus(SimpleNamespace(size=2), probes, None)] == taken  # type: ignore[arg-type]
     assert probes["peer"] == Probe(not broken, why)
 
 

@@ -392,16 +392,16 @@ def test_a_message_sent_before_leaving_arrives() -> None:
         return float(x[0])
 
     for _ in range(50):
-        assert spawn(body, 2, timeout=60) == [1.0, 1.0]
+        assert spawn(body, 2, timeout=60, buffer_bytes=8) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "recv"])
 def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     interrupts: list[KeyboardInterrupt] = []
     came, over = threading.Event(), threading.Event()
-    done = mock._Receive.done
+    done = mock._Message.done
 
-    def interrupted(self: mock._Receive) -> bool:
+    def interrupted(self: mock._Message) -> bool:
         if interrupts:
             raise interrupts.pop()
         return done(self)
@@ -433,7 +433,7 @@ def test_an_interrupted_operation_is_not_complete(monkeypatch: pytest.MonkeyPatc
         finally:
             over.set()
 
-    monkeypatch.setattr(mock._Receive, "done", interrupted)
+    monkeypatch.setattr(mock._Message, "done", interrupted)
     spawn(body, 2, timeout=60)
 
 

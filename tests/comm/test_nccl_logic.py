@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.gpu import nccl as nccl_backend
 from kos.comm.gpu import nccl_binding, nccl_schedule
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
@@ -334,6 +335,26 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
     FakeRanks(SIZE).run(body)
 
 
+def test_scratch_memory_does_not_grow_with_the_streams(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no graph can hold is free when the host has waited for all."""
+    monkeypatch.setattr(nccl_backend, "is_captured", lambda stream: stream == 7)
+
+    def body(gpu: Any) -> None:
+        comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
+        for stream in range(5, 25):
+            comm.all_reduce(x, stream=stream)
+        comm.all_reduce(Array.zeros(1 << 20, np.int16, 0), stream=24)
+        pieces = [piece for each in comm.backend._scratch.values() for piece in each]
+        assert len(pieces) == 21
+        comm.synchronize()
+        assert {stream: len(each) for stream, each in comm.backend._scratch.items()} == {7: 1, 24: 1}
+        assert sum(piece.closed for piece in pieces) == 19
+        comm.all_reduce(x, stream=7)
+        comm.all_reduce(x, stream=5)
+
+    FakeRanks(2).run(body)
+
+
 @pytest.mark.parametrize("how", ["abort", "killed"])
 def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
     fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, how: str
@@ -408,6 +429,7 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         comm.all_reduce(Array.zeros(3, np.int32, 0))
         comm.rendezvous.barrier()
         if comm.rank == 1:
+            comm.backend.unwatch()  # as its process is dead
             comm.rendezvous.threads.world.depart(1, "it is dead")
             whole.wait(20)
             comm._closed = True

@@ -276,6 +276,61 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str) -> None:
     ranks.run_bare(body)
 
 
+@pytest.mark.parametrize("kind", ["all_reduce", "reduce"])  # by a kernel that is bound beforehand, and at its launch
+@pytest.mark.parametrize(("usual", "own", "late"), [(0.3, 20.0, None), (20.0, 0.3, 0.3)])
+def test_a_timeout_of_one_call_is_that_call_s_alone(
+    ranks: ThreadRanks, kind: str, usual: float, own: float, late: float | None
+) -> None:
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        x = Array.zeros(4 * SIZE, np.float32, 0)
+        comm.all_reduce(x)
+        rendezvous.barrier()
+        comm.timeout = usual
+        rendezvous.timeout = 20.0
+        if late is None:
+            rendezvous.barrier()
+            getattr(comm, kind)(x, timeout=own)
+            rendezvous.barrier()
+        if rank < SIZE - 1:
+            getattr(comm, kind)(x, timeout=None if late is None else own)
+            with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|has given up|is gone"):
+                comm.synchronize(20.0)
+        rendezvous.barrier()
+        comm.abort()
+
+    ranks.run_bare(body)
+
+
+def test_communicators_of_one_gpu_take_turns(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two kernels at once each could hold a part of the GPU, and another part on another rank."""
+    order: dict[int, list[tuple[int, int]]] = {rank: [] for rank in range(SIZE)}
+    here = threading.local()
+    monkeypatch.setattr(peer_backend, "follow", lambda stream, last, _: order[here.rank].append((last, stream)))
+    monkeypatch.setattr(peer_backend, "_last_on", OfThisThread())
+
+    def body(rendezvous: Rendezvous) -> None:
+        here.rank = rendezvous.rank
+        one, other = (communicator(rendezvous, 20.0) for _ in range(2))
+        x = Array.zeros(4, np.float32, 0)
+        for comm, stream in ((one, 5), (other, 6), (other, 6), (one, 5), (one, 5)):
+            comm.all_reduce(x, stream=stream)
+        assert [pair for pair in order[rendezvous.rank] if pair[0]] == [(5, 6), (6, 5)]
+        one.backend.close(), other.close()
+
+    ranks.run_bare(body)
+
+
+class OfThisThread(dict[int, Any]):
+    """One entry a thread, whose rank's GPU it stands for."""
+
+    def get(self, key: int, default: Any = None) -> Any:
+        return super().get(threading.get_ident(), default)
+
+    def __setitem__(self, key: int, value: Any) -> None:
+        super().__setitem__(threading.get_ident(), value)
+
+
 @pytest.mark.parametrize("how", ["timeout", "abort"])
 def test_blocks_of_one_role_each_do_not_wait_for_ever(ranks: ThreadRanks, how: str) -> None:
     """Whichever of a rank's blocks gives up first, it names the rank that is not there."""
@@ -507,6 +562,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(peer_backend.driver, "synchronize", broken)
     backend = object.__new__(peer_backend.PeerBackend)
     backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
+    backend.failing = threading.RLock()
     engine = SimpleNamespace(abort=lambda: None)
     late = CollectiveTimeout("ranks [1] did not arrive")
     calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: told.append(error))

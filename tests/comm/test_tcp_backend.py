@@ -194,6 +194,29 @@ def test_a_failure_of_a_later_collective_takes_no_earlier_one_in_flight() -> Non
     TCPRanks(4).run(body)
 
 
+def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all() -> None:
+    """A later one had failed; who waits for the lost rank itself reports it to those that wait for others."""
+    launched, failed, reported = threading.Barrier(4), threading.Barrier(4), threading.Barrier(3)
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 3:
+            launched.wait(TIMEOUT), failed.wait(TIMEOUT)
+            comm.abort(reason="it is lost")
+            return
+        early = comm.broadcast(np.zeros(5), root=3, async_op=True)  # rank 2 waits for another than the root
+        launched.wait(TIMEOUT)
+        with pytest.raises(CollectiveTimeout, match="barrier #1"):
+            comm.barrier(timeout=0.2 if comm.rank == 0 else TIMEOUT)
+        failed.wait(TIMEOUT)
+        begun = time.monotonic()
+        with pytest.raises(CollectiveTimeout, match=r"barrier #1: .* ranks \[.*3\]"):  # the first failure
+            early.wait(TIMEOUT / 2)
+        assert time.monotonic() - begun < TIMEOUT / 4, "found at the timeout only"
+        reported.wait(TIMEOUT)  # a rank that leaves would end the wait, too
+
+    TCPRanks(4).run(body)
+
+
 def test_an_announced_message_of_a_rank_that_is_gone() -> None:
     """It was never sent: the receive names the rank, as one of a message that was not announced does."""
     gone = threading.Event()

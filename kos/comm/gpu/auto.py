@@ -15,7 +15,6 @@ from typing import Any
 
 from kos.comm.backend import Backend, Probe
 from kos.comm.gpu.backend import DeviceBackend, follow, is_captured
-from kos.comm.host.backend import HostBackend
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table, merged
@@ -51,7 +50,7 @@ class AutoBackend(Backend):
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
             gpu.cache = self.cache
-            gpu.join(self.gpus, host if isinstance(host, HostBackend) else None)
+            gpu.join(self.gpus)
         # The last part to queue something, and on which streams.
         self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()
         self._order = None if self._only is not None else Event(self.device)
@@ -140,6 +139,8 @@ class AutoBackend(Backend):
 
     def start(self, call: Call) -> Work[Any] | None:
         part: Any = call.route.backend  # type: ignore[union-attr]
+        if part is self.host:
+            self._compare(call)
         if part is self.host or self.host.broken is not None:
             self.check_fit(call.name)
         if part is not self.host:
@@ -148,6 +149,11 @@ class AutoBackend(Backend):
                 self._take_turn(part, (stream,))
         work: Work[Any] | None = part.start(call)
         return work
+
+    def _compare(self, o: Call) -> None:
+        """Compare the calls on GPUs before one in host memory: of two ranks that differ the later one finds it."""
+        for gpu in self.gpus:
+            gpu.confirm(o)
 
     def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
         """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
@@ -174,7 +180,9 @@ class AutoBackend(Backend):
         works: dict[int, Work[Any]] = {}
         for part, several in itertools.groupby(self.in_order(calls), _part):
             mine = list(several)
-            if part is not self.host:
+            if part is self.host:
+                self._compare(mine[0])
+            else:
                 self._take_turn(part, dict.fromkeys(part.side if overlap else call.stream for call in mine))
             works.update(zip(map(id, mine), part.start_all(mine, overlap), strict=True))
         return [works[id(call)] for call in calls]
@@ -193,14 +201,14 @@ class AutoBackend(Backend):
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
         host = self.host.split(rendezvous, color, key)
-        parts = [gpu.split(rendezvous, color, key) for gpu in self.gpus]
+        parts = [gpu.split(rendezvous, color, key, host) for gpu in self.gpus]
         if rendezvous is None or host is None:
             return None
-        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
+        return AutoBackend(rendezvous, host, [part for part in parts if part is not None])
 
     def shrink(self, rendezvous: Rendezvous) -> Backend:
-        host, parts = self.host.shrink(rendezvous), [gpu.shrink(rendezvous) for gpu in self.gpus]
-        return AutoBackend(rendezvous, host, [part for part in parts if isinstance(part, DeviceBackend)])
+        host = self.host.shrink(rendezvous)
+        return AutoBackend(rendezvous, host, [gpu.shrink(rendezvous, host) for gpu in self.gpus])
 
     def close(self) -> None:
         with ExitStack() as parts:  # each, whatever fails of another; the host last, which tells the other ranks

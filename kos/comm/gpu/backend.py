@@ -3,22 +3,31 @@
 An operation is queued on one stream and the call returns: that of its arrays, or the one given.  With
 ``async_op=True`` it is queued on a stream of the communicator's own, after what the first one holds by now,
 and ``Work.wait()`` lets the first one wait for it.  The host waits only where it is asked to
-(``Work.wait(timeout)``, ``Work.synchronize``, ``Communicator.synchronize``, ``barrier``, ``close``), and only
-there, and at the next call, can it learn that something went wrong on the way.
+(``Work.wait(timeout)``, ``Work.synchronize``, ``Communicator.synchronize``, ``barrier``, ``close``).  Failures are
+found there, at the next call, and by the watchdog (``kos.comm.watchdog``), which ends what is in flight.
+
+Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the
+backend for host memory where there is one, else the backend's own.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
+from kos.comm import watchdog
 from kos.comm.arguments import check_timeout
-from kos.comm.host.backend import HostBackend
+from kos.comm.backend import Backend
+from kos.comm.failures import again
+from kos.comm.host.backend import HostBackend, at_exit, closed
+from kos.comm.host.shared import LEFT, Calls, open_segment
 from kos.comm.operation import POINT_TO_POINT, Call, Operation, Route
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
@@ -52,6 +61,7 @@ _DEAD_SECONDS = 0.5
 """What a GPU waits for may still end in so long after a rank's process was found to have."""
 _LOOK_EVERY = 0.02
 """Seconds between two looks at the other ranks while a call of a library has not returned."""
+_ENDED = "what was in flight was ended, and its results are undefined"
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
@@ -71,18 +81,31 @@ def device_of(rendezvous: Rendezvous) -> DeviceInfo:
     return devices[wanted]
 
 
-class DeviceBackend(HostBackend):
-    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``)."""
+class DeviceBackend(Backend):
+    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``).
+
+    ``host`` is the backend that carries the same communicator's host memory, if there is one.
+    """
 
     on_gpu = True
     device: int
     table: Table | None = None
     """By what was measured, which operation goes how; where the backend knows one."""
+    marks = 0
+    """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
         self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
-        self._shared = None  # memory of the host is not for these arrays
+        self.failing = threading.RLock()  # one for all of them: the user's thread or the watchdog reports a failure
+        self.shared_memory, self._calls, self._shares = "a group of one", None, False
+        if isinstance(host, HostBackend) and host.calls is not None:
+            self._calls, self._shares, self.shared_memory = host.calls, True, host.shared_memory
+        elif self.size > 1:
+            segment, self.shared_memory = open_segment(rendezvous)
+            if segment is not None:
+                self._calls = Calls(segment, self.ledger)
+                at_exit(self)
         self.device = device_of(rendezvous).index if device is None else device
         self._known: dict[tuple[Any, ...], Route] = {}
         self._last: Call | None = None
@@ -93,16 +116,26 @@ class DeviceBackend(HostBackend):
         self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
+        self._free_marks = [_Mark(self.device) for _ in range(self.marks)]
+        self._marks: deque[_Mark] = deque()  # of what is in flight
+        self._captures = False  # whether the last call that asked was captured
+        self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it saw it first
+        self._gone: KosError | None = None  # why a rank will do nothing more, as far as the watchdog knows
+        self._look_at = 0.0  # when it looks for such ranks again
+        self._closing = False
 
-    def join(self, others: Sequence[DeviceBackend], host: HostBackend | None) -> None:
-        """Carry one communicator's operations together with ``others`` of this GPU, and with ``host``."""
-        self.together = others
+    def join(self, others: Sequence[DeviceBackend]) -> None:
+        """Carry one communicator's operations together with ``others`` of this GPU."""
+        self.together, self.failing = others, others[0].failing
         if self._side is None and len(others) > 1:
             side = create_stream(self.device, urgent=True)
             for each in others:
                 each._side = side  # one for all: what overlaps the caller's work does not overlap itself
-        if host is not None and host.shares_memory:
-            self.share_calls(host)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether this rank compares its calls with others of its host; ``shared_memory`` says why not."""
+        return self._calls is not None
 
     def is_symmetric(self, o: Operation) -> bool:
         """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
@@ -122,8 +155,21 @@ class DeviceBackend(HostBackend):
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return self.name  # whose library chooses
 
+    @abstractmethod
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+    ) -> DeviceBackend | None: ...
+
+    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> DeviceBackend:
+        backend = self.split(rendezvous, 0, rendezvous.rank, host)
+        assert backend is not None
+        return backend
+
     def let_go(self) -> None:
         """Let kernels of our own that wait for other ranks give up, without waiting for that."""
+
+    def trim(self) -> None:
+        """Free what only calls used that have run: the host has waited for all of them."""
 
     @abstractmethod
     def halt(self) -> None:
@@ -159,7 +205,7 @@ class DeviceBackend(HostBackend):
             o.name, send and send.pointer, send and send.count, send and send.dtype,
             recv is not send and recv and (recv.pointer, recv.count, recv.dtype),
             reduction and reduction.op, reduction and reduction.factor, o.root, options.algorithm,
-            options.deterministic, options.overlap,
+            options.deterministic, options.overlap, None if options.timeout == self.timeout else options.timeout,
             o.name in _IN_PIECES and (message.dst, message.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
         route = self._known.get(key)
@@ -190,7 +236,10 @@ class DeviceBackend(HostBackend):
                     self._confirm()
             if call.operation.options.overlap:
                 return self._start_beside((call,))[0]
-            call.route.launch(stream)  # type: ignore[union-attr,misc]
+            if self._free_marks:
+                self._queue_marked((call,), stream)
+            else:
+                call.route.launch(stream)  # type: ignore[union-attr,misc]
         except Exception as error:
             self._give_up(call, error)
         self._last = call
@@ -210,7 +259,10 @@ class DeviceBackend(HostBackend):
             self.check(first)
             if overlap:
                 return self._start_beside(calls)
-            self.queue(calls, None)
+            if self._free_marks and all(each.stream == first.stream for each in calls):
+                self._queue_marked(calls, first.stream)
+            else:
+                self.queue(calls, None)
         except Exception as error:
             self._give_up(first, error)
         self._last = calls[-1]
@@ -225,6 +277,18 @@ class DeviceBackend(HostBackend):
         for each in calls:
             assert each.route is not None and each.route.launch is not None
             each.route.launch(each.stream if stream is None else stream)
+
+    def _queue_marked(self, calls: Sequence[Call], stream: int) -> None:
+        """Queue between two events, by which the watchdog knows when the GPU began and ended it."""
+        with driver.on_device(self.device):
+            self._captures = is_captured(stream)
+            if self._captures:  # it runs when the graph is replayed
+                return self.queue(calls, stream)
+            mark = self._free_marks.pop()
+            mark.begin(calls[-1], stream)
+            self.queue(calls, stream)
+            mark.end(stream)
+            self._marks.append(mark)
 
     @cached_property
     def side(self) -> int:
@@ -246,7 +310,10 @@ class DeviceBackend(HostBackend):
             for stream in streams:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            self.queue(calls, side)
+            if self._free_marks and not captured:
+                self._queue_marked(calls, side)
+            else:
+                self.queue(calls, side)
             call(cu.cuEventRecord, event.handle, side)
         self._last = last
         works = [DeviceWork(each, self, event) for each in calls]
@@ -277,6 +344,14 @@ class DeviceBackend(HostBackend):
         if problem is not None:
             raise CollectiveError(f"{o}: {problem}")
 
+    def confirm(self, o: Call) -> None:
+        """Compare the calls so far with those of the other ranks, before ``o`` that another backend carries."""
+        try:
+            if self._announced is not None and self.broken is None:
+                self._confirm()
+        except Exception as error:
+            self._give_up(o, error)
+
     def _confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
         if self._calls is not None and self._announced is not None:
@@ -290,14 +365,18 @@ class DeviceBackend(HostBackend):
         try:
             while not over():
                 self.check(o)
+                if self.broken is not None:  # the watchdog was first
+                    raise again(self.broken)
                 if self._calls is not None and time.monotonic() > look_at:
                     if killed is not None:  # before it died it began all that this rank has, but it has not ended
-                        raise RankLost(f"{o}: rank {killed} is gone: its process ended")
+                        raise self.ledger.lost(killed, "its process ended", o, None, 0.0)
                     look_at, killed = time.monotonic() + _DEAD_SECONDS, self._calls.killed()
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
+            if self.broken is not None:
+                raise again(self.broken)
         except Exception as error:
             self._give_up(o, error)
 
@@ -319,6 +398,7 @@ class DeviceBackend(HostBackend):
             self._streams.pop(each, None)
         if stream is None:
             self._flying.clear()
+            self.trim()
 
     def idle_stream(self, stream: int) -> bool:
         """Whether everything queued on it has run."""
@@ -366,32 +446,153 @@ class DeviceBackend(HostBackend):
 
     # Failures.
 
+    def watch(self) -> None:
+        """Look at the other ranks, at the library's errors, and at the deadlines of what is queued."""
+        with self.failing:  # what is closed or aborted meanwhile must not be touched
+            if self.broken is not None or self._closing:
+                return
+            announced = [each._announced for each in self.together if each._announced is not None]
+            latest = max(announced, key=lambda o: o.sequence, default=None) or Call(Operation("watchdog", self.rank))
+            try:
+                if self.together[0] is self and self._calls is not None:
+                    self._look_for_the_lost(self._calls, latest)
+                with driver.on_device(self.device), relaxed_capture():
+                    self.inspect(latest)
+                    self._look_at_deadlines(time.monotonic())
+            except Exception as error:
+                self.failed(latest, again(error, f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
+
+    def _look_for_the_lost(self, calls: Calls, latest: Call) -> None:
+        """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
+
+        Of a rank that is gone whatever this one has queued may wait, replays of graphs too, which are no calls.  Half a
+        second is left for what may still end.
+        """
+        for each in self.together:
+            each._confirm()
+        calls.raise_failure(calls.begun - 1)
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at, known = now + _DEAD_SECONDS, self._gone
+        try:
+            killed = calls.killed()
+            self._gone = None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
+            calls.raise_failure(sys.maxsize)
+        except RankLost as error:
+            self._gone = error
+        except KosError:  # of a collective that this rank has not come to
+            pass
+        if known is not None and self._gone is not None:
+            raise again(self._gone, f"{latest}: {self._gone}")
+
+    def _look_at_deadlines(self, now: float) -> None:
+        """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
+        for mark in list(self._marks):
+            if mark.ended():
+                self._marks.remove(mark)
+                self._free_marks.append(mark)
+            elif (limit := mark.overdue(now)) is not None:
+                late = mark.call() or self._last or Call(Operation("watchdog", self.rank))
+                raise CollectiveTimeout(f"{late}: not complete after {limit:g} s; {self.missing(late)}")
+        o, calls = self._announced, self._calls
+        if o is None or calls is None or not self.marks or self._marks or self._captures:
+            return
+        if o.operation.root is not None:  # which may end before all have come
+            return
+        timeout = o.operation.options.timeout
+        if self._seen[0] != o.sequence:
+            self._seen = o.sequence, now
+        elif timeout is not None and now - self._seen[1] > timeout and (absent := calls.missing(o)):
+            words = f"{self.ledger.names(absent)} did not arrive"
+            raise self.ledger.overdue(absent, o, timeout, words)
+
     def _give_up(self, o: Call, error: Exception) -> NoReturn:
         raise self.failed(o, error)
 
+    def missing(self, call: Call) -> str:
+        if call.collective and self._calls is not None and (late := self._calls.missing(call)):
+            return f"{self.ledger.names(late)} did not arrive"
+        return super().missing(call)
+
     def failed(self, call: Call, error: Exception) -> KosError:
-        known = self.broken is not None
-        failure = super().failed(call, error)
-        if not known:
+        """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
+        with self.failing:
+            if self.broken is not None:
+                if not isinstance(error, KosError):  # a launch amid which the watchdog ended the communicator
+                    error = again(self.broken, f"{call}: the communicator failed before: {self.broken}")
+                return super().failed(call, error)
+            failure = super().failed(call, self._cause(call, error))
             record_failure(call, failure)
+            self._report(call, failure)
             for each in self.together:
-                each.broken = each.broken or type(failure)(str(failure))
+                each.broken = each.broken or again(failure)
                 each.let_go()  # of all before any is ended: that may wait for the whole GPU
             for each in self.together:
                 each.halt()
-        return failure
+            return failure
+
+    def _cause(self, o: Call, error: Exception) -> Exception:
+        """What the other ranks of the host know better: another failure, calls that differ, a rank that died."""
+        calls = self._calls
+        if calls is None or not isinstance(error, KosError) or self.lost(error):
+            return error
+        try:
+            if o.collective and o.sequence >= 0:  # else a wait, which was no call
+                calls.check(o)
+        except KosError as known:
+            known.__context__ = None  # which says the same, less well
+            return known.with_traceback(None)
+        if isinstance(error, CollectiveTimeout) and (killed := calls.killed()) is not None:
+            return self.ledger.lost(killed, "its process ended", o, None, 0.0)
+        return error
+
+    def _report(self, o: Call, failure: KosError) -> None:
+        """Have the other ranks of the host raise it, too."""
+        reported = self.ledger.shared(failure, self.lost(failure))
+        if self._calls is not None:
+            self._calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self._calls.begun)
+
+    def part(self, reason: str) -> None:
+        """Report to the other ranks that this one begins nothing more, and why."""
+        if self._calls is not None and not self._shares:  # else the backend for host memory reports it
+            in_flight = self._streams or self._flying
+            self._calls.fail(self._departure(reason), 0 if in_flight else self._calls.begun)
+            self._calls.leave(LEFT)
+
+    def _departure(self, reason: str) -> KosError:
+        assert self._calls is not None
+        return self.ledger.end(reason, self.ledger.cause(self.broken, self._calls.killed()))
+
+    def unwatch(self) -> None:
+        """The watchdog looks no more; waits for a look that has begun."""
+        with self.failing:
+            self._closing = True
+        watchdog.remove(self)
 
     def abort(self, reason: str) -> None:
-        if self._segment is not None:  # else the backend tells that stands for several
-            self.leave(reason)
-        super().abort(reason)
-        self.broken = self.broken or CollectiveError(reason)
-        self.halt()
+        self.unwatch()
+        self.part(reason)
+        with self.failing:
+            self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
+            self._close_calls()
+            self.halt()
 
     def leave(self, reason: str) -> None:
         """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
+        self.unwatch()
         if self._calls is not None and (self._streams or self._flying):
-            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
+            self._calls.fail(self._departure(reason), 0)
+
+    def close(self) -> None:
+        self.unwatch()
+        self._close_calls()
+
+    def _close_calls(self) -> None:
+        closed(self)
+        calls, self._calls = self._calls, None
+        if calls is not None and not self._shares:
+            calls.close()
 
 
 class DeviceWork(Work[Any]):
@@ -457,6 +658,31 @@ class _Event:
     def __del__(self) -> None:
         if hasattr(self, "handle"):  # one was made
             self._free.append(self.handle)
+
+
+class _Mark:
+    """Two events around something queued, which may be used again when the GPU has passed both."""
+
+    def __init__(self, device: int) -> None:
+        self._begin, self._end = Event(device), Event(device)
+
+    def begin(self, o: Call, stream: int) -> None:
+        self.call, self._timeout = weakref.ref(o), o.operation.options.timeout  # not ``o`` itself, which holds arrays
+        self._begun: float | None = None
+        self._begin.record(stream)
+
+    def end(self, stream: int) -> None:
+        self._end.record(stream)
+
+    def ended(self) -> bool:
+        return self._end.done()
+
+    def overdue(self, now: float) -> float | None:
+        """Its timeout, if the GPU was seen to have begun it longer ago than that."""
+        if self._begun is None and self._begin.done():
+            self._begun = now
+        late = self._begun is not None and self._timeout is not None and now - self._begun > self._timeout
+        return self._timeout if late else None
 
 
 def is_captured(stream: int) -> bool:

@@ -22,9 +22,10 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from kos.comm.backend import Probe
+from kos.comm import watchdog
+from kos.comm.backend import Backend, Probe
 from kos.comm.gpu import nccl_binding as binding
-from kos.comm.gpu.backend import DeviceBackend, Launch, Scratch, device_of
+from kos.comm.gpu.backend import DeviceBackend, Launch, Scratch, device_of, is_captured
 from kos.comm.gpu.nccl_binding import AVG, BYTE, CODE_OF, MAX, MIN, PROD, SUM
 from kos.comm.gpu.nccl_schedule import Message, ScheduledCollective
 from kos.comm.gpu.ordered_sum import OrderedReduction, Piece, kernel_types
@@ -57,9 +58,12 @@ class NCCLBackend(DeviceBackend):
     """Carries a group whose ranks have a GPU each."""
 
     name = "nccl"
+    marks = 16
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None) -> None:
-        super().__init__(rendezvous, device)
+    def __init__(
+        self, rendezvous: Rendezvous, device: int | None = None, comm: Any = None, host: Backend | None = None
+    ) -> None:
+        super().__init__(rendezvous, device, host)
         self._rendezvous = rendezvous
         self._nccl = binding.library()
         self._made = comm
@@ -68,7 +72,9 @@ class NCCLBackend(DeviceBackend):
         self._outlives = _outlives_ranks(rendezvous)
         self._met: set[_Kind] = set()  # kinds of calls that have connected to the others
         self._met_together: set[tuple[int, frozenset[_Kind]]] = set()  # which batches have: how many, and what
-        self._scratch: dict[int, list[Scratch]] = {}  # by stream; graphs may hold all but the last
+        self._scratch: dict[int, list[Scratch]] = {}  # by stream; the last of each is in use
+        self._held: set[int] = set()  # addresses of those that graphs may hold
+        self._last_scratch = 0  # the stream that took it
         self._token = Scratch(4, self.device)
         self._windows: dict[int, WindowMemory] = {}  # by the number of the ``allocate`` that made each
         self._allocated = 0  # calls of ``allocate``
@@ -90,6 +96,7 @@ class NCCLBackend(DeviceBackend):
             "recv": self._prepare_message,
             "send_recv": self._prepare_message,
         }
+        watchdog.add(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -135,16 +142,18 @@ class NCCLBackend(DeviceBackend):
                 raise
             raise named from error
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> NCCLBackend | None:
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+    ) -> NCCLBackend | None:
         if self._comm is None:  # aborted: the ranks that are left meet anew
-            return None if rendezvous is None else NCCLBackend(rendezvous, self.device)
+            return None if rendezvous is None else NCCLBackend(rendezvous, self.device, None, host)
         comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos"))
-        return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm)
+        return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
 
     def withdraw(self, reason: str) -> None:
         super().abort(reason)
 
-    def shrink(self, rendezvous: Rendezvous) -> NCCLBackend:
+    def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> NCCLBackend:
         """By NCCL's own shrink where every rank that is left holds a revoked communicator; else they meet anew."""
         revoked, self._revoked, comm = self._revoked, None, None
         mine = json.dumps([self.rank, revoked is not None])
@@ -160,9 +169,10 @@ class NCCLBackend(DeviceBackend):
             self._end(binding.abort, revoked)
         if comm is not None and not agreed:
             self._end(binding.abort, comm)
-        return type(self)(rendezvous, self.device, comm if agreed else None)
+        return type(self)(rendezvous, self.device, comm if agreed else None, host)
 
     def close(self) -> None:
+        self.unwatch()
         try:
             comm = self._comm
         except KosError as error:  # no call has needed it
@@ -266,13 +276,30 @@ class NCCLBackend(DeviceBackend):
     def scratch(self, nbytes: int, stream: int) -> int:
         """Address of memory that operations on ``stream`` use one after another.
 
-        Outgrown pieces stay: captured graphs may use them.  They double, so they add up to no more than the last.
+        Outgrown pieces stay until ``trim``.  They double, so they add up to no more than the last.
         """
         pieces = self._scratch.setdefault(stream, [])
         if not pieces or pieces[-1].nbytes < nbytes:
             size = max(nbytes, _SCRATCH_BYTES, 2 * pieces[-1].nbytes if pieces else 0)
             pieces.append(Scratch(size, self.device))
+        if is_captured(stream):
+            self._held.add(pieces[-1].pointer)
+        self._last_scratch = stream
         return pieces[-1].pointer
+
+    def trim(self) -> None:
+        """Free scratch memory, but what graphs may hold and what the next operation on the same stream takes."""
+        for stream, pieces in list(self._scratch.items()):
+            kept = [piece for piece in pieces if piece.pointer in self._held]
+            if stream == self._last_scratch and pieces[-1] not in kept:
+                kept.append(pieces[-1])
+            for piece in pieces:
+                if piece not in kept:
+                    piece.close()
+            if kept:
+                self._scratch[stream] = kept
+            else:
+                del self._scratch[stream]
 
     # How operations are carried: each function returns the launch of one operation.
 

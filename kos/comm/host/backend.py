@@ -11,15 +11,15 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from kos.comm.backend import Backend, ends_group
-from kos.comm.failures import again, blaming
-from kos.comm.host.shared import LEFT, Calls, SharedBoard, SharedCollectives, open_segment
+from kos.comm.host.shared import LEFT, Calls, SharedCollectives, open_segment
 from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import CollectiveError, CollectiveTimeout, CudaError, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 
 class HostBackend(Backend):
@@ -27,30 +27,26 @@ class HostBackend(Backend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        if not _open:
-            atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
-        _open.add(self)
+        at_exit(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
+        self._told: int | None = None  # the earliest collective whose failure was reported to other hosts
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
-            if not isinstance(self.ledger.board, SharedBoard):  # of the first group, the world
-                self.ledger.board = SharedBoard(self._segment, self.ledger.world)
-            self.ledger.board.hold()
             self._calls = Calls(self._segment, self.ledger)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
                 self._shared = SharedCollectives(self._calls, self.crowded)
 
-    def share_calls(self, host: HostBackend) -> None:
-        """Compare calls where ``host`` does: the two carry the operations of one communicator."""
-        self._leave()
-        self._segment, self._calls = None, host._calls
+    @property
+    def calls(self) -> Calls | None:
+        """Where the ranks of this host compare their calls; a backend for GPUs of the same communicator joins in."""
+        return self._calls
 
     @property
     def shares_memory(self) -> bool:
@@ -130,19 +126,13 @@ class HostBackend(Backend):
                 self._calls.check(call)
             except KosError as known:  # the ranks of the host know better what it met on its way
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
-        first, failure = self.broken is None, super().failed(call, error)
+        failure = super().failed(call, error)
         sequence = call.sequence if call.collective else self.begun
-        shared, me = failure, self.ledger.names([self.rank], False)
-        if self.lost(failure):  # no error of the others: this rank is of no more use to them
-            shared = RankLost(f"{me} is gone: {failure}")
-        elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
-            shared = CollectiveError(f"{me}: {failure}")
-        if shared is not failure:
-            shared.ranks = (self.ledger.world[self.rank],)
-        self.ledger.board.post_failure(shared)
+        shared = self.ledger.shared(failure, self.lost(failure))
         if self._calls is not None:
             self._calls.fail(shared, sequence)
-        if first:
+        if self._told is None or sequence < self._told:  # of an earlier one others may wait that heard of the later
+            self._told = sequence
             self.tell(shared, sequence)
         return failure
 
@@ -160,25 +150,13 @@ class HostBackend(Backend):
 
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
-        if self._calls is not None and self._segment is not None:  # else the backend whose they are tells
-            self._calls.fail(self.end(reason), self.stops_at())
+        if self._calls is not None:
+            self._calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
             self._calls.leave(LEFT)
-
-    def end(self, reason: str) -> KosError:
-        """The failure of the others if this rank leaves now: what it failed of itself, if that is why."""
-        cause = self.cause()
-        ledger = self.ledger
-        if cause is not None:
-            return again(cause, f"{cause}; {ledger.names([self.rank], False)} left because of it")
-        return blaming(RankLost(f"{ledger.names([self.rank], False)} is gone: {reason}"), [ledger.world[self.rank]])
 
     def cause(self) -> KosError | None:
         """What this rank failed of before it leaves; in this group or else in any."""
-        for failure in (self.broken, self.ledger.board.last):
-            if failure is not None and failure.ranks:
-                return failure
-        killed = self._calls.killed() if self._calls is not None else None
-        return None if killed is None else self.ledger.lost(killed, "its process ended")
+        return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it goes now."""
@@ -194,15 +172,34 @@ class HostBackend(Backend):
         self._leave()
 
     def _leave(self) -> None:
-        _open.discard(self)
+        closed(self)
         calls, self._calls, self._shared = self._calls, None, None
-        if calls is not None and self._segment is not None:
+        if calls is not None:
             calls.close()
-            self.ledger.board.release()
 
 
-_open: weakref.WeakSet[HostBackend] = weakref.WeakSet()
+class Leaving(Protocol):
+    """A backend that reports the end of its process to the other ranks."""
+
+    _calls: Calls | None
+
+    def part(self, reason: str) -> None: ...
+
+
+_open: weakref.WeakSet[Leaving] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
+
+
+def at_exit(backend: Leaving) -> None:
+    """Have ``backend`` report it when the process ends before the backend is closed."""
+    if not _open:
+        atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
+    _open.add(backend)
+
+
+def closed(backend: Leaving) -> None:
+    """``backend`` has nothing more to report."""
+    _open.discard(backend)
 
 
 def _part() -> None:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from kos.comm.backend import Backend, Probe, drop, ends_group, take, wrong_message
-from kos.comm.operation import Call
+from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.schedules.execute import Request
-from kos.comm.work import Engine, Idle, Work
+from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
@@ -30,8 +29,8 @@ class _Room:
     """What the ranks of one group share; guarded by the lock of their world."""
 
     def __init__(self) -> None:
-        self.sent: dict[Key, deque[Array]] = {}
-        self.posted: dict[Key, deque[_Receive]] = {}
+        self.sent: dict[Key, deque[_Message]] = {}
+        self.posted: dict[Key, deque[_Message]] = {}
         self.calls: dict[int, dict[int, tuple[str, dict[str, Any]]]] = {}
 
 
@@ -46,10 +45,11 @@ class MockBackend(Backend):
         self._group = rendezvous.threads
         self._room = self._group.shared("mock", _Room)
         self._mailboxes = _Mailboxes(self._group, self._room, self.rank)
-        plan = self._group.world.faults
-        self._faults = plan and plan.transport(self._group, self.rank, self._mailboxes)
-        self.transport = self._faults or self._mailboxes
-        self._idle = _WakeUp(self._group, self.rank)
+        self.transport = self._mailboxes
+        self._idle = _WakeUp(self._group, self.rank, self.engine)
+        self._watch = self._group.world.watch
+        if self._watch is not None:
+            self._watch.opened(self, self._group)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -61,13 +61,38 @@ class MockBackend(Backend):
         return self._idle
 
     def start(self, call: Call) -> Work[Any] | None:
-        if self._faults is not None and self.broken is None and call.name not in ("split", "duplicate"):
-            self._faults.start(call, self._tag(call) if call.collective else call.operation.message.tag)
+        if self._watch is not None and self.broken is None and call.name not in ("split", "duplicate"):
+            try:
+                lost = self._watch.strike(self._group.world, self._group.members[self.rank], call)
+            except CollectiveError as error:
+                raise self.failed(call, error) from None
+            self._mailboxes.lose(self._tag(call) if call.collective else call.operation.message.tag, lost)
         return super().start(call)
 
+    def _steps(self, call: Call) -> Steps:
+        if self._watch is not None and call.operation.options.overlap:
+            return self._watch.guard(call, super()._steps)
+        return super()._steps(call)
+
+    def waits_for(self, call: Call) -> list[int]:
+        """The world ranks without which an operation in flight does not go on."""
+        tag = self._tag(call) if call.collective else None
+        with self._group.world.lock:
+            calls = self._room.calls.get(call.sequence, {}) if call.collective else {}
+            ranks = [rank for rank in range(self.size) if rank not in calls] if calls else []
+            ranks = ranks or self._mailboxes.peers(call, tag)
+        return [self._group.members[rank] for rank in ranks]
+
+    def unreceived(self) -> list[str]:
+        """The messages that no rank of the group has received."""
+        return [
+            f"rank {src} sent {message.dtype}[{message.size}] to rank {dst} with tag {tag}"
+            for (src, dst, tag), messages in self._room.sent.items()
+            for message in (m.array for m in messages)
+            if tag < COLLECTIVE_TAGS
+        ]
+
     def close(self) -> None:
-        if self._faults is not None:
-            self._faults.close()
         self._group.leave(self.rank, "it closed its communicator")
 
     def abort(self, reason: str) -> None:
@@ -121,93 +146,129 @@ class MockBackend(Backend):
         return failure
 
 
-SENT: Any = SimpleNamespace(done=lambda: True)
-"""The request of a send whose data is copied already."""
-
-
 class _Mailboxes:
-    """The transport: a send is complete at once, its data copied; sends and receives meet in their order."""
+    """The transport: messages of a pair and tag meet their receives in order.
+
+    A message is copied and complete at once, unless it is one of the program's and larger than ``buffer_bytes`` of
+    ``kos.testing.spawn``: that is complete when it is received, as on other backends.
+    """
 
     def __init__(self, group: ThreadGroup, room: _Room, rank: int) -> None:
         self._group, self._room, self._rank = group, room, rank
+        watch = group.world.watch
+        self._buffer_bytes = float("inf") if watch is None else watch.buffer_bytes
+        self._lost: dict[int, Callable[[], None]] = {}  # by tag, of messages that do not arrive
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         group, key = self._group, (self._rank, peer, tag)
+        message = _Message(group, key, array, peer)
         with group.world.lock:
             group.raise_failure()
+            if lost := self._lost.get(tag):
+                lost()
+                message.complete = True
+                return message
             receive = take(self._room.posted, key)
             if receive is not None:
-                receive.deliver(array)
+                receive.take(message)
             else:
-                self._room.sent.setdefault(key, deque()).append(array.copy())
+                if tag >= COLLECTIVE_TAGS or array.nbytes <= self._buffer_bytes:
+                    message.array, message.complete = array.copy(), True
+                self._room.sent.setdefault(key, deque()).append(message)
             group.world.notify([group.members[peer]])
-        return SENT
+        return message
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         key = (peer, self._rank, tag)
-        receive = _Receive(self._group, key, array)
+        receive = _Message(self._group, key, array, peer)
         with self._group.world.lock:
             message = take(self._room.sent, key)
             if message is not None:
-                receive.deliver(message)
+                receive.take(message)
+                self._group.world.notify([self._group.members[peer]])
             else:
                 self._room.posted.setdefault(key, deque()).append(receive)
         return receive
+
+    def lose(self, tag: int, lost: Callable[[], None] | None) -> None:
+        """Have no message with that tag arrive from now on, and ``lost`` called for each; or have them arrive."""
+        self._lost.pop(tag, None)
+        if lost is not None:
+            self._lost[tag] = lost
 
     def awaited(self, tag: int) -> list[int]:
         """The ranks from which this one waits for a message with that tag."""
         with self._group.world.lock:
             return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self._rank, tag)})
 
-    def forget(self, given_up: Callable[[_Receive], bool]) -> None:
+    def peers(self, call: Call, tag: int | None) -> list[int]:
+        """The ranks whose messages, or whose receives, an operation waits for."""
+        if tag is not None:
+            return self.awaited(tag)
+        dst, src, sent, received = call.operation.message
+        sends = [dst] if dst is not None and (self._rank, dst, sent) in self._room.sent else []
+        receives = [src] if src is not None and (src, self._rank, received) in self._room.posted else []
+        return sends + receives
+
+    def forget(self, given_up: Callable[[Any], bool]) -> None:
         with self._group.world.lock:
             drop(self._room.posted, lambda receive: receive.dst == self._rank and given_up(receive))
+            drop(self._room.sent, lambda m: m.src == self._rank and not m.complete and given_up(m))
 
 
-class _Receive:
-    __slots__ = ("_array", "_done", "_error", "_group", "dst", "src", "tag")
+class _Message:
+    """One end of a message; ``other`` is the rank at the other end."""
 
-    def __init__(self, group: ThreadGroup, key: Key, array: Array) -> None:
-        self._group, self._array = group, array
+    __slots__ = ("_group", "array", "complete", "dst", "error", "other", "src", "tag")
+
+    def __init__(self, group: ThreadGroup, key: Key, array: Array, other: int) -> None:
+        self._group, self.array, self.other = group, array, other
         self.src, self.dst, self.tag = key
-        self._done, self._error = False, ""
+        self.complete, self.error = False, ""
 
-    def deliver(self, message: Array) -> None:
-        """Take the message; the caller holds the lock of the world."""
-        array = self._array
-        if message.dtype != array.dtype or message.size != array.size:
-            expected, got = ((each.nbytes, each.dtype) for each in (array, message))
-            self._error = str(wrong_message(self.dst, expected, self.src, got))
+    def take(self, message: _Message) -> None:
+        """Receive ``message``; the caller holds the lock of the world."""
+        array, sent = self.array, message.array
+        message.complete = True
+        if sent.dtype != array.dtype or sent.size != array.size:
+            expected, got = ((each.nbytes, each.dtype) for each in (array, sent))
+            self.error = str(wrong_message(self.dst, expected, self.src, got))
             return  # the receiver raises: the sender is done with its message
-        np.copyto(array, message)
-        self._done = True
+        np.copyto(array, sent)
+        self.complete = True
 
     def done(self) -> bool:
-        if self._done:
+        if self.complete:
             return True
         group = self._group
         with group.world.lock:
-            if self._done:
+            if self.complete:
                 return True
-            if self._error:
-                raise CollectiveMismatch(self._error)
+            if self.error:
+                raise CollectiveMismatch(self.error)
             group.raise_failure()
-            if (why := group.departed(self.src)) is not None:
-                raise RankLost(f"rank {self.src} is gone: {why}")
+            if (why := group.departed(self.other)) is not None:
+                raise RankLost(f"rank {self.other} is gone: {why}")
         return False
 
 
 class _WakeUp:
     """Waits on the condition of this rank, which every message and every change of the group notifies."""
 
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self._world, self._me = group.world, group.members[rank]
+    def __init__(self, group: ThreadGroup, rank: int, engine: Engine) -> None:
+        self._world, self._me, self._engine = group.world, group.members[rank], engine
 
     def mark(self) -> int:
         return self._world.events[self._me]
 
     def pause(self, mark: int, seconds: float | None) -> None:
         world = self._world
+        flying = self._engine.outstanding() if world.watch is not None else []
         with world.lock:
             if world.events[self._me] == mark:
-                world.wakeup[self._me].wait(seconds)
+                world.wait(self._me, seconds, lambda: [_waits_for(work) for work in flying])
+
+
+def _waits_for(work: Work[Any]) -> tuple[str, list[int]]:
+    backend: Any = work.backend
+    return str(work.call), backend.waits_for(work.call) if isinstance(backend, MockBackend) else []

@@ -12,14 +12,17 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import KosError, RankLost, RendezvousError
 
 T = TypeVar("T")
+Waits = list[tuple[str, list[int]]]
+"""Operations in flight, and for each the world ranks that it waits for."""
 
 
 class ThreadWorld:
     """What all threads of one ``spawn`` share: one lock, a wake-up call per rank, and who is gone."""
 
-    def __init__(self, size: int, faults: Any = None) -> None:
+    def __init__(self, size: int, watch: Any = None) -> None:
         self.lock = threading.RLock()
-        self.faults = faults
+        self.watch = watch  # a test's: ``kos.testing.watch.Watch``
+        self.failure: tuple[type[KosError], str] | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a look and a wait
         self.departed: dict[int, str] = {}  # world rank -> why
@@ -29,6 +32,27 @@ class ThreadWorld:
         for rank in ranks:
             self.events[rank] += 1
             self.wakeup[rank].notify_all()
+
+    def wait(self, rank: int, seconds: float | None, waits_for: Callable[[], Waits]) -> None:
+        """Wait until something happens that concerns ``rank``, at most ``seconds``; the caller holds the lock."""
+        if self.watch is not None:
+            seconds = self.watch.begin_wait(self, rank, seconds, waits_for)
+        try:
+            self.wakeup[rank].wait(seconds)
+        finally:
+            if self.watch is not None:
+                self.watch.end_wait()
+
+    def fail(self, kind: type[KosError], message: str) -> None:
+        """Make every rank that waits, in any group, raise ``kind(message)``; the caller holds the lock."""
+        self.failure = self.failure or (kind, message)
+        self.notify(list(range(len(self.wakeup))))
+
+    def raise_failure(self) -> None:
+        """Raise if all groups have failed."""
+        if self.failure is not None:
+            kind, message = self.failure
+            raise kind(message)
 
     def depart(self, rank: int, why: str) -> None:
         """Rank ``rank`` will not communicate again."""
@@ -79,15 +103,20 @@ class ThreadGroup:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise RendezvousError(f"shrink: ranks {missing} did not come within {timeout:g} s")
-                world.wakeup[self.members[rank]].wait(remaining)
+                self._wait(rank, remaining, "shrink", missing)
+                world.raise_failure()
             # The first to see that all have come says for all who they are.
             members = [self.members[r] for r in sorted(callers)]
             return self.shared("shrunk", lambda: ThreadGroup(len(members), world, members))
 
     def raise_failure(self) -> None:
         """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
+        self.world.raise_failure()
         if self.failure is not None:
             raise again(self.failure)
+
+    def _wait(self, rank: int, seconds: float, what: str, missing: list[int]) -> None:
+        self.world.wait(self.members[rank], seconds, lambda: [(what, [self.members[r] for r in missing])])
 
     def departed(self, rank: int) -> str | None:
         """Why group rank ``rank`` is gone, or None."""
@@ -117,7 +146,7 @@ class ThreadGroup:
                 if remaining <= 0:  # for the late ranks too: they must not take this for their exchange
                     self.fail(RendezvousError(f"rendezvous: ranks {missing} did not come within {timeout:g} s"))
                     self.raise_failure()
-                world.wakeup[self.members[rank]].wait(remaining)
+                self._wait(rank, remaining, "rendezvous", missing)
             # Everybody of the previous turn has left it, or they could not be in this one.
             self._slots.pop(turn - 1, None)
             return [slots[r] for r in range(self.size)]

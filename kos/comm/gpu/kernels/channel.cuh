@@ -36,7 +36,7 @@
 // Host memory, mapped: the first two words are the host's, the rest the device's.
 struct Record {
     volatile u64 abort, timeout_ns;
-    volatile u64 failed, cause, peer, channel, wanted, seen, phase;
+    volatile u64 failed, cause, peer, channel, wanted, seen, phase, limit_ns;
 };
 enum Cause { TIMEOUT = 1, ABORTED = 2, TOLD = 3, UNEQUAL = 4 };
 
@@ -44,6 +44,7 @@ struct Context {
     u64 slab[RANKS];  // every rank's slab, as this rank sees it
     Record* record;
     u64 rank;
+    u64 timeout_ns;  // of launches with a deadline of their own; 0: the record's
 };
 
 // Write down why, unless it was done, and tell all ranks; true.
@@ -72,7 +73,9 @@ __device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 sin
     u64 own = context->slab[rank], now = nanoseconds();
     unsigned told = load_relaxed(own + FAILED_OFFSET);
     Cause cause = told ? TOLD : record->abort ? ABORTED : TIMEOUT;
-    if (cause == TIMEOUT && (!since || now - since < record->timeout_ns)) return since ? since : now;
+    const u64 limit = context->timeout_ns ? context->timeout_ns : record->timeout_ns;
+    if (cause == TIMEOUT && (!since || now - since < limit)) return since ? since : now;
+    record->limit_ns = limit;
     give_up(context, rank, cause, cause == TOLD ? told - 1 : peer, wanted, seen, phase);
     return GIVEN_UP;
 }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,7 +22,8 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from kos.comm.backend import Probe
+from kos.comm import watchdog
+from kos.comm.backend import Backend, Probe
 from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of, follow
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
@@ -63,15 +65,15 @@ class PeerBackend(DeviceBackend):
     name = "peer"
     _engine: PeerEngine
 
-    def __init__(self, rendezvous: Rendezvous, device: int | None = None) -> None:
-        super().__init__(rendezvous, device)
+    def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
+        super().__init__(rendezvous, device, host)
         self._rendezvous = rendezvous
         self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
         self._made = 0  # windows, so far
         self._at = 0  # the stream of the last operation
         self._scratch: list[Scratch] = []
-        self._exchanges: dict[tuple[Piece, ...], Run] = {}
+        self._exchanges: dict[tuple[Any, ...], Run] = {}
         self._order = Event(self.device)
         try:
             self.table = for_group(rendezvous, self.device)
@@ -80,6 +82,7 @@ class PeerBackend(DeviceBackend):
         except KosError as error:
             super().close()
             raise BackendUnavailable(f"peer: {error}") from error
+        watchdog.add(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -98,7 +101,7 @@ class PeerBackend(DeviceBackend):
 
     @property
     def timeout(self) -> float:
-        """Seconds that a kernel waits for another rank; an operation that may take longer extends it."""
+        """Seconds that a kernel waits for another rank, unless its operation has a timeout of its own."""
         return self._seconds
 
     @timeout.setter
@@ -107,8 +110,10 @@ class PeerBackend(DeviceBackend):
         if "_engine" in self.__dict__:
             self._engine.timeout = seconds
 
-    def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> PeerBackend | None:
-        return None if rendezvous is None else PeerBackend(rendezvous, self.device)
+    def split(
+        self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
+    ) -> PeerBackend | None:
+        return None if rendezvous is None else PeerBackend(rendezvous, self.device, host)
 
     # Memory that all ranks map.
 
@@ -181,6 +186,7 @@ class PeerBackend(DeviceBackend):
             memory.close()
 
     def close(self) -> None:
+        self.unwatch()
         for number in sorted(self._windows):
             self._windows[number].unmap()  # arrays that live on keep their own rank's part
         for number in self._dropped:
@@ -227,15 +233,12 @@ class PeerBackend(DeviceBackend):
         return DeviceBackend.start_all(self, calls, overlap)
 
     def _look(self, o: Call) -> None:
-        """Before an operation: whether a kernel gave up, and how long kernels wait."""
+        """Before an operation: whether a kernel gave up."""
         if self._engine.failed and self.broken is None:
             try:
                 self._engine.check(str(o))
             except Exception as error:
                 self._give_up(o, error)
-        timeout = o.operation.options.timeout
-        if timeout is not None and timeout > self._seconds:
-            self.timeout = timeout
 
     # How operations are carried.
 
@@ -243,9 +246,16 @@ class PeerBackend(DeviceBackend):
         if not self.has_algorithm(o):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
             raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.options.algorithm!r}")
-        with relaxed_capture():
-            route.launch = partial(self._launch, _BINDERS.get(o.name, PeerBackend._bind_move)(self, o, route))
+        deadline = None if o.options.timeout == self._seconds else o.options.timeout
+        with relaxed_capture(), self._engine.within(deadline):
+            run = _BINDERS.get(o.name, PeerBackend._bind_move)(self, o, route)
+        route.launch = partial(self._launch, run if deadline is None else partial(self._within, deadline, run))
         return True
+
+    def _within(self, deadline: float, run: Run, stream: int) -> None:
+        """For what is bound at its launch only."""
+        with self._engine.within(deadline):
+            run(stream)
 
     def _launch(self, run: Run, stream: int) -> None:
         """Queue it behind the last operation, wherever that was queued: the kernels share the slab."""
@@ -253,9 +263,23 @@ class PeerBackend(DeviceBackend):
             with driver.on_device(self.device):
                 return self._launch(run, stream)
         if stream != self._at:
+            self._take_turn(stream)
+        run(stream)
+
+    def _take_turn(self, stream: int) -> None:
+        """Follow the last kernel of this communicator, and of any other on this GPU.
+
+        Kernels of two communicators could each hold a part of the GPU, and wait for ranks whose GPU runs them the other
+        way round.  So ranks launch the operations of communicators that share GPUs in one order.
+        """
+        with _turns:
+            former = _last_on.get(self.device)
             last, self._at = self._at, stream
             follow(stream, last, self._order)
-        run(stream)
+            if former is not None and (other := former()) is not None and other is not self:
+                follow(stream, other._at, other._order)
+                other._at = 0  # it takes its turn anew
+            _last_on[self.device] = weakref.ref(self)
 
     def queue(self, calls: Sequence[Call], stream: int | None) -> None:
         """Messages in a row go together: none waits for another one of the batch."""
@@ -394,7 +418,7 @@ class PeerBackend(DeviceBackend):
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
         """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
-        key = *sends, *recvs
+        key = self._engine.deadline, *sends, *recvs
         if key not in self._exchanges:
             if len(self._exchanges) == KNOWN:
                 self._exchanges.clear()
@@ -410,6 +434,10 @@ class PeerBackend(DeviceBackend):
         """All-gather of ``nbytes`` from each rank."""
         self.exchange([(send, nbytes)] * self.size, [(recv + r * nbytes, nbytes) for r in range(self.size)], stream)
 
+
+_turns = threading.Lock()
+_last_on: dict[int, weakref.ref[PeerBackend]] = {}
+"""Of each GPU the communicator that has queued the last kernel."""
 
 _BINDERS: dict[str, Callable[[PeerBackend, Operation, Route], Run]] = {
     "all_reduce": PeerBackend._bind_all_reduce,

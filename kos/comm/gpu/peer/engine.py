@@ -14,7 +14,8 @@ all of them adding in rank order; ``ring`` and ``tree``, which follow the schedu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import IntEnum
 from pathlib import Path
@@ -26,7 +27,7 @@ from kos.comm.gpu.peer.copies import BESIDE, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
 from kos.comm.rendezvous.base import Rendezvous
-from kos.cuda import driver, load_kernel
+from kos.cuda import create_stream, driver, load_kernel, streams
 from kos.cuda.devices import device_info
 from kos.dtypes import DType
 from kos.errors import (
@@ -59,7 +60,7 @@ _SHARE = 8192
 class _Word(IntEnum):
     """The record through which host and kernels talk: 64-bit words of host memory."""
 
-    ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE = range(9)
+    ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE, LIMIT = range(10)
 
 
 _TIMEOUT, _ABORTED, _TOLD, _UNEQUAL = 1, 2, 3, 4
@@ -120,8 +121,10 @@ class PeerEngine:
         slots = CHANNELS * 2 * self.size
         self._slot = max(staging // slots // 16 * 16, 512)
         self.memory = SymmetricMemory(rendezvous, self._slots + slots * self._slot, device)
-        words = [*self.memory.pointers, self._record.__array_interface__["data"][0], self.rank]
-        self._context = Array.from_numpy(np.array(words, np.uint64), device, label="peer context")
+        self._loading = create_stream(device)  # no graph captures it
+        self._contexts: dict[float | None, Array] = {}  # by the deadline of a launch
+        self.deadline: float | None = None
+        self._context = self._context_of(None)
         driver.synchronize(device)
         rendezvous.barrier()
 
@@ -133,6 +136,28 @@ class PeerEngine:
     @timeout.setter
     def timeout(self, seconds: float) -> None:
         self._record[_Word.TIMEOUT] = int(min(seconds, 1e9) * 1e9)
+
+    @contextmanager
+    def within(self, seconds: float | None) -> Iterator[None]:
+        """What is bound in the block waits so long for another rank; ``None``: as long as ``timeout`` says then."""
+        usual = self.deadline, self._context
+        self.deadline, self._context = seconds, self._context_of(seconds)
+        try:
+            yield
+        finally:
+            self.deadline, self._context = usual
+
+    def _context_of(self, seconds: float | None) -> Array:
+        """What kernels get: kept for launches, and graphs, that use it."""
+        if seconds not in self._contexts:
+            limit = 0 if seconds is None else max(int(min(seconds, 1e9) * 1e9), 1)
+            words = [*self.memory.pointers, self._record.__array_interface__["data"][0], self.rank, limit]
+            context = np.array(words, np.uint64)
+            self._contexts[seconds] = Array.from_numpy(
+                context, self.device, stream=self._loading, label="peer context"
+            )
+            streams.synchronize(self._loading, self.device)
+        return self._contexts[seconds]
 
     def register(self, memory: SymmetricMemory) -> None:
         """Let buffers in ``memory`` be used where they are.  Collective, and so is every use of such a buffer:
@@ -278,11 +303,12 @@ class PeerEngine:
         pushers, adders, chunk = roles
         rounds = -(-chunk // (launch.tile // 16 * pushers))
         tile = -(-chunk // (rounds * pushers) // 8) * 8
-        return self._bind(
-            self._kernel("all_reduce_specialized.cu", launch, dtype, op), pushers * (self.size - 1) + adders,
-            launch.threads, self._context.pointer, self.memory.pointer, self.rank, self._in, pushers, tile, chunk,
-            nbytes // 16, *place, send,
+        run: Run = self._kernel("all_reduce_specialized.cu", launch, dtype, op).bind(
+            pushers * (self.size - 1) + adders, launch.threads,
+            self._context.pointer, self.memory.pointer, self.rank, self._in, pushers, tile, chunk,
+            nbytes // 16, *place, send, cooperative=True,
         )  # fmt: skip
+        return run
 
     def bind_reduce_scatter(
         self, send: int, recv: int, count: int, dtype: DType, op: ReduceOp, *, beside: bool = False
@@ -396,7 +422,8 @@ class PeerEngine:
             raise CollectiveMismatch(f"{what}: expected {wanted} from rank {peer}, got {seen}")
         if cause == _TOLD:
             raise RankLost(f"{what}: rank {peer} has given up")
-        raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {self.timeout:g} s ({self._where()})")
+        limit = float(self._record[_Word.LIMIT]) / 1e9
+        raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {limit:g} s ({self._where()})")
 
     def _where(self) -> str:
         word = {name: int(self._record[name]) for name in _Word}

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
-from kos.comm.host.shared.board import fitting
+from kos.comm.host.shared.board import SharedBoard, fitting
 from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Segment, started
 from kos.comm.operation import Call
 from kos.errors import KosError
@@ -32,6 +32,9 @@ class Calls(Fingerprints):
     def __init__(self, segment: Segment, ledger: Ledger) -> None:
         super().__init__()
         self.segment, self.ledger = segment, ledger
+        if not isinstance(ledger.board, SharedBoard):  # of the first group, the world
+            ledger.board = SharedBoard(segment, ledger.world)
+        ledger.board.hold()
         words, layout = segment.words, segment.layout
         self._words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
@@ -91,7 +94,8 @@ class Calls(Fingerprints):
 
         Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
         """
-        words, end, absent = self._words, o.sequence + 1, None
+        words, absent = self._words, None
+        end = min(o.sequence + 1, self.begun)  # the watchdog may see ``o`` numbered anew, and not yet announced
         through = end
         for local, line, ring in self._peers:
             came = words[line + ARRIVED]
@@ -171,6 +175,7 @@ class Calls(Fingerprints):
         if not self._words[self._line + CLOSED]:
             self.leave(CLOSED_WELL)
         self.segment.close()
+        self.ledger.board.release()
         self._words = self.segment.words  # a view keeps the memory, and its descriptor, where who closed is still held
 
     def tell(self, error: KosError, sequence: int) -> NoReturn:

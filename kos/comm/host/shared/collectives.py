@@ -136,7 +136,8 @@ class SharedCollectives:
             if not self._reached(peers[PUT], stage + 1):
                 yield from self._until(o, PUT, stage + 1, self._peers)
             if stage == first:
-                self._calls.check(o)
+                while self._calls.check(o) is not None:  # what is in its slot is of a call that differs from this one
+                    yield
             if b is not None or result is not None:
                 plans.sum(reduction, contributions, part)
             if result is not None:

@@ -1,0 +1,89 @@
+"""Check a backend: python -m kos.testing.conformance --backend NAME [--ranks N] [--full] [--only TEXT]
+
+Under mpirun, torchrun or srun on the ranks of the job, else on N ranks that are threads of this process and meet over
+loopback.  Exit status: 0 where all promises hold, 1 where one does not, 2 for arguments that cannot be followed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+
+import kos
+from kos.comm.rendezvous.choose import launched_place
+from kos.comm.rendezvous.env import EnvRendezvous
+from kos.comm.rendezvous.mpi_job import under_mpirun
+from kos.errors import KosError
+from kos.testing import spawn
+from kos.testing.conformance import run
+
+TIMEOUT = 60.0  # seconds
+
+
+def on_threads(options: argparse.Namespace) -> dict[str, str]:
+    """The failures, on ranks that are threads."""
+    if options.backend == "mock":
+        return spawn(lambda comm: run(comm, options.full, options.seed, options.only), options.ranks, 3600)[0]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    job = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job["KOS_SECRET"] = secrets.token_hex(16)
+    found: dict[int, dict[str, str] | BaseException] = {}
+
+    def rank(number: int) -> None:
+        try:
+            rendezvous = EnvRendezvous(TIMEOUT, {**job, "RANK": str(number)})
+            with kos.init(options.backend, rendezvous=rendezvous, timeout=TIMEOUT) as world:
+                found[number] = run(world, options.full, options.seed, options.only)
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(options.ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in found.values():
+        if isinstance(result, BaseException):
+            raise result
+    first = found[0]
+    assert isinstance(first, dict)
+    return first
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m kos.testing.conformance", description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="auto", metavar="NAME")
+    parser.add_argument("--ranks", type=int, default=3, metavar="N", help="threads, where no launcher says how many")
+    parser.add_argument("--full", action="store_true", help="every dtype, size and schedule: minutes")
+    parser.add_argument("--only", default="", metavar="TEXT", help="the promises whose names contain it")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), metavar="N")
+    parser.add_argument("--verbose", action="store_true", help="whole tracebacks")
+    options = parser.parse_args(arguments)
+    rank, began = launched_place()[0], time.monotonic()
+    try:
+        if under_mpirun() or launched_place()[1] > 1:
+            with kos.init(options.backend, timeout=TIMEOUT) as world:
+                options.seed = int(world.all_gather_bytes(str(options.seed).encode())[0])
+                rank, broken = world.rank, run(world, options.full, options.seed, options.only)
+        else:
+            broken = on_threads(options)
+    except KosError as error:
+        print(f"kos.testing.conformance: {error}", file=sys.stderr)
+        return 2
+    if rank == 0:
+        for name, text in broken.items():
+            print(f"BROKEN {name}")
+            print(text if options.verbose else "\n".join(line for line in text.splitlines() if "Error: " in line))
+        print(f"{len(broken)} promises broken, seed {options.seed}, {time.monotonic() - began:.1f} s")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

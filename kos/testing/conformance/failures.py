@@ -1,0 +1,105 @@
+"""What goes wrong is an error on every rank that names the culprit: refused arguments, other calls, lost ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from kos.comm import Communicator, ReduceOp
+from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
+from kos.testing.conformance.values import raises
+
+SHORT = 0.5  # seconds, where a timeout is to be seen
+GRACE = 20.0  # seconds that an error may come late on a busy machine
+
+
+def refused(comm: Communicator) -> None:
+    """Wrong arguments raise before anything is sent, so that nobody waits and the communicator is fine."""
+    x, n = np.ones((4 * comm.size, 4)), comm.size
+    wrong: dict[str, Callable[[], Any]] = {
+        "x: expected a C-contiguous array": lambda: comm.all_reduce(x[:, ::2]),
+        "dtype: expected one of": lambda: comm.all_reduce(np.array(["text"])),
+        "root: expected a rank from 0": lambda: comm.broadcast(x, root=n),
+        "out: expected dtype float64, got float32": lambda: comm.all_reduce(x, out=x.astype(np.float32)),
+        "out: expected": lambda: comm.all_gather(x, np.empty(3)),
+        "counts: expected": lambda: comm.all_gather_v(x, [1] * (n + 1)),
+        "memory apart": lambda: comm.all_to_all(x[:n], x[1 : n + 1]),
+        "algorithm: expected 'auto'": lambda: comm.all_reduce(x, algorithm="none of them"),
+        "timeout: expected a positive number": lambda: comm.all_reduce(x, timeout=0),
+        "expected": lambda: comm.all_reduce(np.ones(3, np.int32), ReduceOp.AVG),
+        "dst: expected": lambda: comm.send(x, comm.rank),
+    }
+    for text, call in wrong.items():
+        with raises(InvalidArgument, text):
+            call()
+    comm.barrier()
+    assert (comm.all_reduce(np.ones(3)) == n).all()
+
+
+MISMATCHES: dict[str, Callable[[Communicator, bool], Any]] = {
+    "operation": lambda comm, other: comm.barrier() if other else comm.all_reduce(np.ones(4)),
+    "dtype": lambda comm, other: comm.all_reduce(np.ones(4, np.float32 if other else np.int32)),
+    "count": lambda comm, other: comm.all_reduce(np.ones(4 + other)),
+    "op": lambda comm, other: comm.all_reduce(np.ones(4), ReduceOp.MAX if other else ReduceOp.SUM),
+    "root": lambda comm, other: comm.broadcast(np.ones(4), root=int(other)),
+    "deterministic": lambda comm, other: comm.all_reduce(np.ones(4), deterministic=other),
+    "counts": lambda comm, other: comm.all_gather_v(np.ones(2), [2] * (comm.size - 1) + [2 + other], None)
+    if comm.rank < comm.size - 1 else comm.all_gather_v(np.ones(3), [2] * (comm.size - 1) + [3]),
+}  # fmt: skip
+"""By what differs, a call whose last rank calls another thing."""
+
+
+def mismatch(comm: Communicator, what: str) -> None:
+    """All ranks raise, at the next call at the latest, and name two ranks and what differs."""
+    part = comm.duplicate()
+    with raises(CollectiveMismatch, rf"rank \d+ called .* but rank {comm.size - 1} called .* differ in .*{what}"):
+        MISMATCHES[what](part, comm.rank == comm.size - 1)
+        part.barrier()
+    with raises(CollectiveError, "failed before"):
+        part.barrier()
+    part.abort()
+    comm.barrier()
+
+
+def absent(comm: Communicator) -> None:
+    """A rank that does not come is named when the timeout has passed."""
+    part, late, began = comm.duplicate(), comm.size - 1, time.monotonic()
+    if comm.rank != late:
+        with raises((CollectiveTimeout, RankLost), rf"ranks? \[?{late}\]?"):
+            part.all_reduce(np.ones(5), timeout=SHORT)
+        assert time.monotonic() - began < SHORT + GRACE, "the error came late"
+    comm.barrier()
+    part.abort()
+
+
+def lost(comm: Communicator) -> None:
+    """A rank that gives up while others wait for it is named; who waits does not wait for the timeout."""
+    part, culprit, began = comm.duplicate(), comm.size - 1, time.monotonic()
+    if comm.rank == culprit:
+        part.abort(reason="a test of lost ranks")
+    else:
+        with raises(RankLost, f"rank {culprit} is gone"):
+            part.barrier()
+        assert time.monotonic() - began < GRACE, "the error came late"
+        part.abort()
+    comm.barrier()
+
+
+def messages(comm: Communicator) -> None:
+    """A message that does not come, or is another one than expected, breaks nothing."""
+    x, (left, right) = np.zeros(3), ((comm.rank + step) % comm.size for step in (-1, 1))
+    with raises(CollectiveTimeout, f"rank {left}"):
+        comm.recv(x, left, tag=9, timeout=0.1)
+    comm.barrier()
+    sent = comm.send(np.ones(4), right, async_op=True)
+    with raises(CollectiveMismatch, f"rank {comm.rank} expected 3 elements .* from rank {left}, got 4 elements"):
+        comm.recv(x, left)
+    with suppress(CollectiveMismatch):  # the sender of a long one may hear of it
+        sent.wait()
+    assert not x.any(), "the array of a message that was refused was written"
+    comm.send_recv(np.full(3, 2.0), x, right, left)
+    assert (x == 2).all(), x

@@ -1,0 +1,128 @@
+"""How operations run beside and after one another: groups, batches, persistent operations, messages, progress."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kos.comm import Communicator, ReduceOp
+from kos.errors import CollectiveError, InvalidArgument
+from kos.testing.conformance.values import raises
+
+
+def barrier_waits_for_everybody(comm: Communicator) -> None:
+    # Each round one rank comes last: nobody may have left before it says so.
+    for last in range(comm.size):
+        work = None if comm.rank == last else comm.barrier(async_op=True)
+        if work is not None:
+            assert not work.done()
+        comm.rendezvous.barrier()
+        if work is None:
+            comm.barrier()
+        else:
+            work.wait()
+
+
+def waiting_for_one_moves_the_other_across_groups(comm: Communicator) -> None:
+    """Rank 0 waits for a message while its all_reduce, which the sender needs, is in flight elsewhere."""
+    other = comm.duplicate()
+    if comm.size == 1:
+        return
+    x, token = np.full(100_003, comm.rank, np.float32), np.zeros(1, np.int32)
+    if comm.rank == 0:
+        work = comm.all_reduce(x, algorithm="ring", async_op=True)
+        other.recv(token, comm.size - 1)
+        work.wait()
+    else:
+        comm.all_reduce(x, algorithm="ring")
+        if comm.rank == comm.size - 1:
+            token[:] = 7
+            other.send(token, 0)
+    assert (x == sum(range(comm.size))).all()
+    assert token[0] == 7 or comm.rank not in (0, comm.size - 1)
+
+
+def a_part_of_a_part(comm: Communicator) -> None:
+    """Tests of random programs split the world."""
+    part = comm.split(comm.rank % 2, key=-comm.rank)
+    members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+    assert part is not None
+    half = part.split(part.rank // 2, key=-part.rank)
+    assert half is not None
+    same = members[part.rank // 2 * 2 :][:2][::-1]
+    assert half.all_gather(np.array(comm.rank)).tolist() == same
+
+
+def messages_of_duplicates_do_not_meet(comm: Communicator) -> None:
+    if comm.size == 1:
+        return
+    other = comm.duplicate()
+    if comm.rank == 0:
+        comm.send(np.array(1), 1, async_op=True)
+        other.send(np.array(2), 1, async_op=True)
+    elif comm.rank == 1:
+        x = np.array(0)
+        assert other.recv(x, 0) == 2
+        assert comm.recv(x, 0) == 1
+    comm.barrier()
+
+
+def batch(comm: Communicator) -> None:
+    n, me = comm.size, comm.rank
+    peers = [r for r in range(n) if r != me]
+    inbox = {peer: np.zeros(3) for peer in peers}
+    with comm.batch() as batch:
+        for peer in peers:
+            comm.send(np.full(3, 10.0 * me + peer), peer)
+            comm.recv(inbox[peer], peer)
+        assert batch.works == []
+        total = comm.all_reduce(np.array(float(me)))
+    assert total == sum(range(n))
+    assert len(batch.works) == 2 * len(peers) + 1
+    for peer in peers:
+        assert (inbox[peer] == 10 * peer + me).all()
+
+
+def close(comm: Communicator) -> None:
+    x = np.ones(1000, np.float32)
+    with comm.duplicate() as other:
+        other.all_reduce(x, async_op=True)
+    assert (x == comm.size).all(), "close waits for what is in flight"
+    other.close()
+    with raises(CollectiveError, "closed"):
+        other.barrier()
+
+
+def several_at_once(comm: Communicator) -> None:
+    """Waited for in another order than they were started in."""
+    xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
+    works = [comm.all_reduce(x, async_op=True) for x in xs]
+    works.append(comm.barrier(async_op=True))
+    for work in reversed(works):
+        work.wait()
+    for x in xs:
+        assert (x == comm.size * (comm.size + 1) / 2).all(), x
+
+
+def persistent(comm: Communicator) -> None:
+    """Started again and again on changing data, alone and in a batch."""
+    n, me = comm.size, comm.rank
+    x, rows, part = np.empty(7), np.empty((n, 7)), np.empty(3)
+    gather = comm.all_gather_init(x, rows)
+    scatter = comm.scatter_init(np.arange(3.0 * n) if me == n - 1 else None, part, n - 1)
+    maximum = comm.all_reduce_init(x, ReduceOp.MAX)
+    for turn in range(3):
+        x[:], part[:] = 10 * turn + me, -1
+        with comm.batch():
+            gather.start()
+            scatter.start()
+        assert (rows == 10 * turn + np.arange(n)[:, None]).all(), rows
+        assert (part == 3 * me + np.arange(3)).all(), part
+        work = maximum.start()
+        with raises(InvalidArgument, "start: expected the previous start to be waited for"):
+            maximum.start()
+        assert work.wait() is x and (x == 10 * turn + n - 1).all(), x
+
+
+def bytes_of_any_length(comm: Communicator) -> None:
+    given = [bytes(range(rank)) * 100 for rank in range(comm.size)]
+    assert comm.all_gather_bytes(given[comm.rank]) == given

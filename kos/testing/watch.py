@@ -1,0 +1,162 @@
+"""What ``spawn`` looks for while ranks run: deadlocks, arrays written in flight, messages that nobody received."""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from kos.comm.host.mock import MockBackend
+from kos.comm.operation import Call, Operation
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadWorld, Waits
+from kos.comm.work import Steps
+from kos.errors import CollectiveError, CollectiveTimeout
+from kos.memory import Buffer
+from kos.testing.faults import FaultPlan
+
+_LOOK = 0.05  # seconds between two looks at threads that may yet help ranks that wait
+_SHOWN = 16  # ranks in a message
+
+
+class Deadlock(CollectiveTimeout):
+    """Every rank waits for another one: raised in all of them at once, with what each waits for."""
+
+
+class Watch:
+    """What one ``spawn`` knows of its ranks; ``world.watch`` of the mock backend.
+
+    A rank cannot go on if its thread waits in kos, nothing has happened since it looked, and its timeout is not
+    before the end of ``spawn``.  If that holds for all ranks it is a deadlock, unless another thread that began after
+    ``spawn`` is alive and may yet do something: it may compute, sleep, or serve a communicator.
+    """
+
+    def __init__(self, size: int, plan: FaultPlan | None, buffer_bytes: float, deadlock: bool, arrays: bool) -> None:
+        self.plan, self.buffer_bytes = plan, buffer_bytes
+        self._deadlock, self._arrays = deadlock, arrays
+        self.threads: list[threading.Thread] = []  # of the ranks
+        self.deadline = float("inf")
+        self._others = set(threading.enumerate())
+        self._waiting: dict[threading.Thread, tuple[int, int, float, Callable[[], Waits]]] = {}
+        self._backends: list[tuple[ThreadGroup, MockBackend]] = []
+        self._size = size
+
+    # Faults.
+
+    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
+        """See ``FaultPlan.strike``."""
+        return None if self.plan is None else self.plan.strike(world, rank, call)
+
+    # Deadlocks.
+
+    def begin_wait(
+        self, world: ThreadWorld, rank: int, seconds: float | None, waits_for: Callable[[], Waits]
+    ) -> float | None:
+        """The calling thread is about to wait for ``rank``; returns for how long it may until it asks again."""
+        until = float("inf") if seconds is None else time.monotonic() + seconds
+        self._waiting[threading.current_thread()] = rank, world.events[rank], until, waits_for
+        if not self._deadlock or len(self._waiting) + len(world.departed) < self._size:
+            return seconds
+        stuck = {thread for thread, wait in self._waiting.items() if self._is_stuck(world, wait)}
+        ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.departed]
+        if not stuck.issuperset(ranks):
+            return seconds
+        idle = stuck | self._others | set(self.threads)
+        if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
+            world.fail(Deadlock, self._describe(world))
+            return 0.0
+        return _LOOK if seconds is None else min(seconds, _LOOK)
+
+    def end_wait(self) -> None:
+        """The calling thread waits no more."""
+        self._waiting.pop(threading.current_thread(), None)
+
+    def _is_stuck(self, world: ThreadWorld, wait: tuple[int, int, float, Callable[[], Waits]]) -> bool:
+        rank, seen, until, _ = wait
+        return world.events[rank] == seen and until >= self.deadline
+
+    def _describe(self, world: ThreadWorld) -> str:
+        waits = {rank: waits_for() for rank, _, _, waits_for in self._waiting.values()}
+        lines = []
+        for rank in sorted({*waits, *world.departed})[:_SHOWN]:
+            if rank in world.departed:
+                lines.append(f"rank {rank} has ended: {world.departed[rank]}")
+            for what, peers in waits.get(rank, []):
+                named = f" waits for rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))} in" if peers else ":"
+                lines.append(f"rank {rank}{named} {what}")
+        if cycle := _cycle(waits):
+            lines.append("the cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))
+        return "deadlock: every rank waits, and none can go on:\n  " + "\n  ".join(lines)
+
+    # Arrays.
+
+    def guard(self, call: Call, run: Callable[[Call], Steps]) -> Steps:
+        """Take the steps of ``call`` on copies of its arrays, which nobody may write meanwhile."""
+        o = call.operation
+        if not self._arrays:
+            yield from run(call)
+            return
+        send = _copy(o.send)
+        recv = send if o.recv is o.send else _copy(o.recv)
+        before, at_launch, carried = _checksums(o), True, copy(call)
+        carried.operation = replace(o, send=send, recv=recv)
+        for _ in run(carried):
+            at_launch = False
+            yield
+        if at_launch:
+            yield  # so that the program has its turn
+        if _checksums(o) != before:
+            raise CollectiveError(f"{call}: rank {o.rank} wrote to its array while the operation was in flight")
+        if o.recv is not None and recv is not None:
+            np.copyto(o.recv.flat, recv.flat)
+
+    # Messages.
+
+    def opened(self, backend: MockBackend, group: ThreadGroup) -> None:
+        """A rank has joined a group."""
+        self._backends.append((group, backend))
+
+    def unreceived(self) -> list[str]:
+        """The messages that nobody has received, of groups in which nothing failed."""
+        groups: dict[ThreadGroup, MockBackend] = {}
+        failed = {group for group, backend in self._backends if backend.broken is not None or group.failure is not None}
+        for group, backend in self._backends:
+            if group not in failed:
+                groups.setdefault(group, backend)
+        return [message for backend in groups.values() for message in backend.unreceived()]
+
+
+def _cycle(waits: dict[int, Waits]) -> list[int]:
+    """Ranks each of which waits for the next, the first once more at the end; none where there is no such cycle."""
+    peers = {rank: [peer for _, ranks in works for peer in ranks] for rank, works in waits.items()}
+    seen: set[int] = set()
+    for start in sorted(peers):
+        path, turns = [start], [iter(peers[start])]
+        while path:
+            peer = next(turns[-1], None)
+            if peer in path:
+                return [*path[path.index(peer) :], peer]
+            if peer is None:
+                seen.add(path.pop())
+                turns.pop()
+            elif peer not in seen:
+                path.append(peer)
+                turns.append(iter(peers.get(peer, ())))
+    return []
+
+
+def _copy(buffer: Buffer | None) -> Buffer | None:
+    if buffer is None:
+        return None
+    flat = buffer.flat.copy()
+    array: Any = flat.reshape(buffer.shape)
+    return Buffer(array, flat, buffer.dtype, buffer.count, buffer.shape)
+
+
+def _checksums(o: Operation) -> list[int]:
+    return [zlib.crc32(buffer.flat.view(np.uint8).data) for buffer in (o.send, o.recv) if buffer is not None]

@@ -1,0 +1,213 @@
+"""What ``kos.testing.spawn`` finds: deadlocks, arrays written in flight, messages that nobody received."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.errors import CollectiveError, CollectiveTimeout, InvalidArgument
+from kos.testing import Deadlock, spawn
+
+LONG = 600.0  # seconds: a deadlock is not found by waiting for its timeout
+
+
+def ring(comm: kos.Communicator) -> None:
+    """Every rank sends first."""
+    got = np.empty(3)
+    comm.send(np.full(3, float(comm.rank)), (comm.rank + 1) % comm.size)
+    comm.recv(got, (comm.rank - 1) % comm.size)
+    assert (got == (comm.rank - 1) % comm.size).all()
+
+
+def test_sends_before_receives_are_a_cycle() -> None:
+    began = time.monotonic()
+    with pytest.raises(Deadlock) as caught:
+        spawn(ring, 3, LONG)
+    assert time.monotonic() - began < 60
+    told = str(caught.value)
+    for rank in range(3):
+        peer = (rank + 1) % 3
+        assert f"rank {rank} waits for rank {peer} in world: send #0 of float64[3], to rank {peer} with tag 0" in told
+    assert told.endswith("the cycle: rank 0 -> rank 1 -> rank 2 -> rank 0")
+
+
+@pytest.mark.parametrize("buffer_bytes", [24, float("inf")])
+def test_sends_that_are_buffered(buffer_bytes: float) -> None:
+    spawn(ring, 3, 60, buffer_bytes=buffer_bytes)
+    if buffer_bytes == 24:
+        with pytest.raises(Deadlock):
+            spawn(ring, 3, LONG, buffer_bytes=23)
+
+
+def test_sends_of_a_batch_and_send_recv_wait_for_nobody() -> None:
+    def body(comm: kos.Communicator) -> None:
+        x, y, z, other = np.full(4, float(comm.rank)), np.empty(4), np.empty(4), 1 - comm.rank
+        comm.send_recv(x, y, other, other)
+        with comm.batch():
+            comm.send(x, other)
+            comm.recv(z, other)
+        assert (y == other).all() and (z == other).all()
+
+    spawn(body, 2, 60)
+
+
+def waits(comm: kos.Communicator, name: str) -> None:
+    if name == "collective and message":
+        comm.barrier() if comm.rank else comm.recv(np.empty(1), 1)
+    elif name == "two groups":
+        other = comm.duplicate()
+        (comm if comm.rank else other).all_reduce(np.ones(2))
+    elif name == "bytes":
+        comm.rendezvous.allgather(b"") if comm.rank else comm.barrier()
+    elif comm.rank < 2:  # a rank that has ended
+        comm.recv(np.empty(1), 1 - comm.rank)
+
+
+@pytest.mark.parametrize("name", ["collective and message", "two groups", "bytes"])
+def test_other_cycles(name: str) -> None:
+    with pytest.raises(Deadlock, match="the cycle: rank . -> rank . -> rank ."):
+        spawn(lambda comm: waits(comm, name), 2, LONG)
+
+
+def test_a_rank_that_has_ended_helps_nobody() -> None:
+    with pytest.raises(Deadlock, match="rank 2 has ended: its function returned"):
+        spawn(lambda comm: waits(comm, "a rank that has ended"), 3, LONG)
+
+
+def later(comm: kos.Communicator, how: str) -> None:
+    """Rank 1 waits in kos at once; rank 0, which can help it, does so too or is busy meanwhile."""
+    x, other = np.ones(1), comm.duplicate()
+    if comm.rank == 1:
+        other.recv(x, 0)
+        comm.send(x, 0)
+        return
+    if how == "sleep":
+        time.sleep(0.3)
+        other.send(x, 1)
+        comm.recv(x, 1)
+    elif how == "thread":
+        helper = threading.Thread(target=lambda: (time.sleep(0.3), other.send(x, 1)))
+        helper.start()
+        comm.recv(np.empty(1), 1)
+        helper.join()
+    elif how == "timer":
+        timer = threading.Timer(0.3, other.send, (x, 1))
+        timer.start()
+        comm.recv(np.empty(1), 1)
+        timer.join()
+    else:  # a wait that ends by itself
+        with pytest.raises(CollectiveTimeout, match="not complete after 0.3 s; rank 1 sent nothing"):
+            comm.recv(np.empty(1), 1, timeout=0.3)
+        other.send(x, 1)
+        comm.recv(x, 1)
+
+
+@pytest.mark.parametrize("how", ["sleep", "thread", "timer", "timeout"])
+def test_who_may_yet_go_on_is_in_no_deadlock(how: str) -> None:
+    spawn(lambda comm: later(comm, how), 2, 60)
+
+
+def test_a_thread_that_ends_without_helping() -> None:
+    def body(comm: kos.Communicator) -> None:
+        threading.Thread(target=lambda: time.sleep(0.2)).start()
+        comm.recv(np.empty(1), 1 - comm.rank)
+
+    with pytest.raises(Deadlock):
+        spawn(body, 2, LONG)
+
+
+def test_the_watchdog_helps_nobody() -> None:
+    """It acts on failures alone, and is no reason to wait for a timeout."""
+
+    def body(comm: kos.Communicator) -> None:
+        comm.on_failure(lambda error: None)
+        ring(comm)
+
+    with pytest.raises(Deadlock):
+        spawn(body, 2, 20)
+
+
+def test_many_ranks_and_many_operations_are_in_no_deadlock() -> None:
+    """Whatever order threads run in."""
+
+    def body(comm: kos.Communicator) -> None:
+        for turn in range(30):
+            part = comm.split(comm.rank % 2)
+            works = [comm.all_reduce(np.full(5, 1.0), async_op=True) for _ in range(3)]
+            assert part.all_reduce(np.ones(2))[0] == part.size
+            for work in reversed(works):
+                assert work.wait()[0] == comm.size
+            comm.send_recv(np.ones(2), np.empty(2), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, turn)
+
+    spawn(body, 7, 120)
+
+
+def test_a_deadlock_that_nobody_looks_for_ends_by_its_timeout() -> None:
+    with pytest.raises(CollectiveTimeout, match="not complete after 0.3 s") as caught:
+        spawn(ring, 2, 0.3, check_deadlock=False)
+    assert not isinstance(caught.value, Deadlock)
+
+
+@pytest.mark.parametrize("size", [64])
+def test_messages_name_few_of_many_ranks(size: int) -> None:
+    with pytest.raises(Deadlock) as caught:
+        spawn(ring, size, LONG)
+    assert str(caught.value).count("waits for") == 16
+
+
+def in_flight(comm: kos.Communicator, write: Callable[[np.ndarray, np.ndarray], Any], name: str) -> None:
+    x, out, other = np.ones(100), np.zeros(100), 1 - comm.rank
+    if name == "all_reduce":
+        work = comm.all_reduce(x, out=out, async_op=True)
+    elif name == "send":
+        work = comm.send(x, other, async_op=True) if comm.rank else comm.recv(out, other, async_op=True)
+    else:
+        work = comm.send_recv(x, out, other, other, async_op=True)
+    if comm.rank == 1:
+        write(x, out)
+    work.wait()
+    assert comm.rank == 1 or (out[0] == 1 + (name == "all_reduce"))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "send", "send_recv"])
+def test_arrays_that_are_written_in_flight(name: str) -> None:
+    def write(x: np.ndarray, out: np.ndarray) -> None:
+        x[7] = 3
+
+    with pytest.raises(CollectiveError, match=f"{name} #0 .*: rank 1 wrote to its array while the operation was in"):
+        spawn(lambda comm: in_flight(comm, write, name), 2, 60)
+    spawn(lambda comm: in_flight(comm, lambda x, out: (x.sum(), out.sum()), name), 2, 60)
+
+
+def test_results_that_are_written_in_flight() -> None:
+    def write(x: np.ndarray, out: np.ndarray) -> None:
+        out[7] = 3
+
+    with pytest.raises(CollectiveError, match="rank 1 wrote to its array"):
+        spawn(lambda comm: in_flight(comm, write, "send_recv"), 2, 60)
+    spawn(lambda comm: in_flight(comm, write, "send_recv"), 2, 60, check_arrays=False)
+
+
+def test_messages_that_nobody_received() -> None:
+    def body(comm: kos.Communicator) -> None:
+        part = comm.split(0)
+        if comm.rank == 0:
+            comm.send(np.ones(3, np.float32), 1, 5)
+            part.send(np.ones(2, np.int8), 1)
+
+    expected = r"rank 0 sent float32\[3\] to rank 1 with tag 5; rank 0 sent int8\[2\] to rank 1 with tag 0"
+    with pytest.raises(CollectiveError, match=expected):
+        spawn(body, 2, 60, buffer_bytes=100)
+    spawn(body, 2, 60, buffer_bytes=100, check_messages=False)
+
+
+def test_a_wrong_size_of_the_buffer() -> None:
+    for wrong in (-1, "1", None, float("nan")):
+        with pytest.raises(InvalidArgument, match="buffer_bytes: expected a number of bytes from 0 on, got"):
+            spawn(ring, 2, buffer_bytes=wrong)  # type: ignore[arg-type]

@@ -1,0 +1,84 @@
+"""The backend of docs/writing-a-backend.md keeps the promises of the conformance suite."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kos
+from kos.comm.rendezvous.env import EnvRendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.testing.conformance import run
+from tests.comm.tcp_ranks import TIMEOUT, run_ranks, run_threads
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "writing-a-backend.md"
+BLOCK = r"^<!-- not run: the test runs all blocks together -->\n```python\n(.*?)^```$"
+BLOCKS = re.findall(BLOCK, PAGE.read_text(), re.M | re.S)
+LINES = 150
+
+
+@pytest.fixture(autouse=True)
+def files(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(kos.comm, "BACKENDS", dict(kos.comm.BACKENDS))
+    if not hasattr(kos, "register_backend"):
+        monkeypatch.setattr(kos, "register_backend", kos.comm.BACKENDS.__setitem__, raising=False)
+    names: dict[str, Any] = {"__name__": "files"}
+    exec(compile("\n".join(BLOCKS), str(PAGE), "exec"), names)
+    return names["Files"]
+
+
+def test_it_is_short() -> None:
+    assert len([line for block in BLOCKS for line in block.splitlines() if line.strip()]) < LINES
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_on_ranks_that_meet_as_processes_do(size: int) -> None:
+    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
+            return run(world)
+
+    for broken in run_ranks(size, body):
+        assert not broken, "\n".join(broken.values())
+
+
+def test_a_part_of_the_suite_on_threads() -> None:
+    group = ThreadGroup(2)
+
+    def body(rank: int) -> dict[str, str]:
+        rendezvous = ThreadRendezvous(group, rank, TIMEOUT)
+        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
+            assert "in use  2 ranks that share" in world.explain()
+            return run(world, only="mismatch")
+
+    assert run_threads(lambda: body(0), lambda: body(1)) == [{}, {}]
+
+
+def test_the_suite_finds_a_backend_that_moves_wrong_bytes(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = files.__init__.__globals__["Folder"].write
+
+    def wrong(folder: Any, name: str, data: bytes, first: bool = False) -> None:
+        message = name.startswith("0-1-") and len(data) > 100
+        write(folder, name, data[:-1] + bytes([data[-1] ^ 1]) if message else data, first)
+
+    monkeypatch.setattr(files.__init__.__globals__["Folder"], "write", wrong)
+
+    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
+            return run(world, only="broadcast float32")
+
+    for broken in run_ranks(2, body):
+        assert "rank 1: " in broken["broadcast float32"] and "bytes differ" in broken["broadcast float32"]
+
+
+def test_the_suite_finds_a_backend_that_compares_no_calls(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "agree", lambda backend, call: None)
+
+    def body(rendezvous: EnvRendezvous) -> dict[str, str]:
+        with kos.init("files", rendezvous=rendezvous, timeout=TIMEOUT) as world:
+            return run(world, only="mismatch op")
+
+    for broken in run_ranks(2, body):
+        assert "mismatch op" in broken
