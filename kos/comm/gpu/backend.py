@@ -25,9 +25,10 @@ from typing import Any, NoReturn
 from kos.comm import watchdog
 from kos.comm.arguments import check_timeout
 from kos.comm.backend import Backend
+from kos.comm.failures import again
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import Calls, open_segment
+from kos.comm.host.shared import LEFT, Calls, open_segment
 from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
@@ -106,7 +107,7 @@ class DeviceBackend(Backend):
         elif self.size > 1:
             segment, self.shared_memory = open_segment(rendezvous)
             if segment is not None:
-                self._calls = Calls(segment)
+                self._calls = Calls(segment, self.ledger)
                 at_exit(self)
         self.device = device_of(rendezvous).index if device is None else device
         self._known: dict[tuple[Any, ...], Route] = {}
@@ -122,7 +123,7 @@ class DeviceBackend(Backend):
         self._marks: deque[_Mark] = deque()  # of what is in flight
         self._captures = False  # whether the last call that asked was captured
         self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it saw it first
-        self._gone: str | None = None  # why a rank will do nothing more, as far as the watchdog knows
+        self._gone: KosError | None = None  # why a rank will do nothing more, as far as the watchdog knows
         self._look_at = 0.0  # when it looks for such ranks again
         self._closing = False
 
@@ -397,17 +398,17 @@ class DeviceBackend(Backend):
             while not over():
                 self.check(o)
                 if self.broken is not None:  # the watchdog was first
-                    raise type(self.broken)(str(self.broken))
+                    raise again(self.broken)
                 if self._calls is not None and time.monotonic() > look_at:
                     if killed is not None:  # before it died it began all that this rank has, but it has not ended
-                        raise RankLost(f"{o}: rank {killed} is gone: its process ended")
+                        raise self.ledger.lost(killed, "its process ended", o, None, 0.0)
                     look_at, killed = time.monotonic() + _DEAD_SECONDS, self._calls.killed()
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
             if self.broken is not None:
-                raise type(self.broken)(str(self.broken))
+                raise again(self.broken)
         except Exception as error:
             self._give_up(o, error)
 
@@ -488,7 +489,7 @@ class DeviceBackend(Backend):
                     self.inspect(latest)
                     self._look_at_deadlines(time.monotonic())
             except Exception as error:
-                self.failed(latest, type(error)(f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
+                self.failed(latest, again(error, f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
 
     def _look_for_the_lost(self, calls: Calls, latest: Call) -> None:
         """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
@@ -505,14 +506,14 @@ class DeviceBackend(Backend):
         self._look_at, known = now + _DEAD_SECONDS, self._gone
         try:
             killed = calls.killed()
-            self._gone = None if killed is None else f"rank {killed} is gone: its process ended"
+            self._gone = None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
             calls.raise_failure(sys.maxsize)
         except RankLost as error:
-            self._gone = str(error)
+            self._gone = error
         except KosError:  # of a collective that this rank has not come to
             pass
         if known is not None and self._gone is not None:
-            raise RankLost(f"{latest}: {self._gone}")
+            raise again(self._gone, f"{latest}: {self._gone}")
 
     def _look_at_deadlines(self, now: float) -> None:
         """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
@@ -532,14 +533,15 @@ class DeviceBackend(Backend):
         if self._seen[0] != o.sequence:
             self._seen = o.sequence, now
         elif timeout is not None and now - self._seen[1] > timeout and (absent := calls.missing(o)):
-            raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; ranks {absent} did not arrive")
+            words = f"{self.ledger.names(absent)} did not arrive"
+            raise self.ledger.overdue(absent, o, timeout, words)
 
     def _give_up(self, o: Call, error: Exception) -> NoReturn:
         raise self.failed(o, error)
 
     def missing(self, call: Call) -> str:
         if call.collective and self._calls is not None and (late := self._calls.missing(call)):
-            return f"ranks {late} did not arrive"
+            return f"{self.ledger.names(late)} did not arrive"
         return super().missing(call)
 
     def failed(self, call: Call, error: Exception) -> KosError:
@@ -547,13 +549,13 @@ class DeviceBackend(Backend):
         with self.failing:
             if self.broken is not None:
                 if not isinstance(error, KosError):  # a launch amid which the watchdog ended the communicator
-                    error = type(self.broken)(f"{call}: the communicator failed before: {self.broken}")
+                    error = again(self.broken, f"{call}: the communicator failed before: {self.broken}")
                 return super().failed(call, error)
             failure = super().failed(call, self._cause(call, error))
             record_failure(call, failure)
             self._report(call, failure)
             for each in self.together:
-                each.broken = each.broken or type(failure)(str(failure))
+                each.broken = each.broken or again(failure)
                 each.let_go()  # of all before any is ended: that may wait for the whole GPU
             for each in self.together:
                 each.halt()
@@ -571,16 +573,12 @@ class DeviceBackend(Backend):
             known.__context__ = None  # which says the same, less well
             return known.with_traceback(None)
         if isinstance(error, CollectiveTimeout) and (killed := calls.killed()) is not None:
-            return RankLost(f"{o}: rank {killed} is gone: its process ended")
+            return self.ledger.lost(killed, "its process ended", o, None, 0.0)
         return error
 
     def _report(self, o: Call, failure: KosError) -> None:
         """Have the other ranks of the host raise it, too."""
-        reported = failure
-        if self.lost(failure):  # no error of the others: this rank is of no more use to them
-            reported = RankLost(f"rank {self.rank} is gone: {failure}")
-        elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
-            reported = CollectiveError(f"rank {self.rank}: {failure}")
+        reported = self.ledger.shared(failure, self.lost(failure))
         if self._calls is not None:
             self._calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self._calls.begun)
 
@@ -588,7 +586,12 @@ class DeviceBackend(Backend):
         """Report to the other ranks that this one begins nothing more, and why."""
         if self._calls is not None and not self._shares:  # else the backend for host memory reports it
             in_flight = self.streams.keepers or self._flying
-            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0 if in_flight else self._calls.begun)
+            self._calls.fail(self._departure(reason), 0 if in_flight else self._calls.begun)
+            self._calls.leave(LEFT)
+
+    def _departure(self, reason: str) -> KosError:
+        assert self._calls is not None
+        return self.ledger.end(reason, self.ledger.cause(self.broken, self._calls.killed()))
 
     def unwatch(self) -> None:
         """The watchdog looks no more; waits for a look that has begun."""
@@ -608,7 +611,7 @@ class DeviceBackend(Backend):
         """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
         self.unwatch()
         if self._calls is not None and (self.streams.keepers or self._flying):
-            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
+            self._calls.fail(self._departure(reason), 0)
 
     def close(self) -> None:
         self.unwatch()

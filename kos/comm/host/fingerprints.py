@@ -13,9 +13,6 @@ import numpy as np
 
 from kos.comm.operation import Call
 from kos.dtypes import DTYPES
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-
-_FAILURES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost)}
 
 TEXTS, TEXT_BYTES = 256, 1024
 """Descriptions of calls kept per rank, and bytes of each."""
@@ -27,11 +24,6 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 def dtype_of_code(code: int) -> np.dtype[Any]:
     return _DTYPES[code % len(_DTYPES)]
-
-
-def failure_of(kind: str, text: str) -> KosError:
-    """What a collective failed of, as another rank tells it; all that has no class of its own is a CollectiveError."""
-    return _FAILURES.get(kind, CollectiveError)(text)
 
 
 class Fingerprints:
