@@ -350,9 +350,11 @@ def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch,
     """Whichever part of ``auto`` has carried them."""
 
     def body(comm: kos.Communicator, log: Any) -> None:
-        x = Array.zeros(counts[comm.rank], np.float16, 0)
-        with pytest.raises(CollectiveMismatch, match=f"{counts[0]} against {counts[1]}"):  # noqa: PT012
-            comm.all_reduce(x)  # where NCCL connects
+        for count in counts:  # NCCL connects
+            comm.all_reduce(Array.zeros(count, np.float16, 0))
+        comm.all_reduce(Array.zeros(counts[comm.rank], np.float16, 0))
+        comm.rendezvous.barrier()  # a GPU would not be done before all have come
+        with pytest.raises(CollectiveMismatch, match=f"{counts[0]} against {counts[1]}"):
             comm.synchronize()
 
     with no_gpu(monkeypatch) as fake:
