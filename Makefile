@@ -28,11 +28,11 @@ export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMPI_MCA_btl ?= ^ofi
 
-.PHONY: help train test lint clean
+.PHONY: help train test test-all lint clean
 
 help:  ## list the targets
 	@echo "kos: collective communication without torch, and a LLaMA trainer on it"
-	@sed -n 's/^\([a-z]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*##\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "variables: PYTHON=$(PYTHON)  RANKS=$(RANKS)  ARGS='--steps 100 …'  SYSTEM_MPI=1 (use the system's mpirun)"
 
 # mpirun kills its ranks half a second after Ctrl-C, too soon to save. So it gets a session of its own, where the
@@ -48,8 +48,11 @@ train: $(VENV)/.kos-train-$(MPI)  ## train the default model on RANKS ranks; set
 	setsid $(MPIRUN) -n $(RANKS) $(BIN)/python -m kos.train $(ARGS) & \
 	while kill -0 $$! 2>/dev/null; do wait $$!; done; wait $$!; code=$$?; exit $$((code == 138 ? 130 : code))
 
-test: $(VENV)/.kos-test-$(MPI)  ## run all tests, serial and under mpirun; pytest's arguments go in ARGS
+test: $(VENV)/.kos-test-$(MPI)  ## run the tests, in one process and under mpirun; pytest's arguments go in ARGS
 	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py $(ARGS)
+
+test-all: $(VENV)/.kos-test-$(MPI)  ## as test, with those that are exhaustive and take long
+	@MPIRUN=$(MPIRUN) $(BIN)/python tests/run.py --all $(ARGS)
 
 lint: $(VENV)/.kos-lint-$(MPI)  ## check style and types
 	$(BIN)/ruff check .

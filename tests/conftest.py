@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.run import ROOT, WITH_MPI
+from tests.run import ROOT, WITH_GPUS, WITH_MPI
 
 # As root, and with more ranks than cores: what a user of the Makefile gets, for tests that start mpirun.
 os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
@@ -16,6 +16,7 @@ os.environ.setdefault("OMPI_MCA_rmaps_base_oversubscribe", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    elsewhere = [i.nodeid for i in items if i.get_closest_marker("mpi") and not i.path.is_relative_to(ROOT / WITH_MPI)]
+    known = {ROOT / file for file in WITH_MPI + WITH_GPUS}
+    elsewhere = {i.path for i in items if i.get_closest_marker("mpi")} - known
     if elsewhere:
-        raise pytest.UsageError(f"tests/run.py expects tests marked mpi in {WITH_MPI}, got {elsewhere[0]}")
+        raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")

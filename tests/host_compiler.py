@@ -21,6 +21,7 @@ KEPT = KernelCache(FOLDER)  # of those that NVRTC compiles
 # Hidden: else g++ gives static variables of inline functions and templates, __shared__ memory too, one place in the
 # process (STB_GNU_UNIQUE), as large as the first library wants it, and others write behind it.
 OPTIONS = ["-std=c++20", "-O1", "-w", "-fno-strict-aliasing", "-fPIC", "-shared", "-fvisibility=hidden"]
+OPTIONS += ["-D_GLIBCXX_INCLUDE_NEXT_C_HEADERS"]  # C's math.h: C++'s takes longer to compile than a kernel
 QUOTED = re.compile(r'#include "(/[^"]+)"')  # of a file that is not among those given
 
 

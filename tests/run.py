@@ -1,6 +1,9 @@
-"""Run every test: serially, emulated kernels apart, then those marked `mpi` under mpirun; print totals (``make test``).
+"""Run the tests stage by stage and print totals (``make test``, ``make test-all``).
 
-usage: python tests/run.py [pytest arguments]
+usage: python tests/run.py [--all] [pytest arguments]
+
+First the tests of one process and then the emulated kernels, each spread over the cores by pytest-xdist.  Then those
+marked `mpi`, under mpirun.  Tests marked `slow` run with --all only.
 
 Each stage has a deadline, so a hang fails instead of lasting.  Rank 0's output is shown; the other ranks'
 lies in build/test/ and its end is shown when they fail.
@@ -9,6 +12,7 @@ lies in build/test/ and its end is shown when they fail.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,13 +23,35 @@ from pathlib import Path
 
 import pytest
 
+from kos import cuda
+
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180  # seconds; over thrice what 2 busy cores take
+WAITING = 1  # workers more than cores: many tests wait for a process or for a timeout
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
 MPI_SIZES = (2, 3, 4)
-WITH_MPI = "tests/comm"  # where all tests marked `mpi` are: each rank collects them
-# Kernels compiled for the host write where they are told to: in a process of their own, so that nothing else suffers.
+# Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
+WITH_MPI = (
+    "tests/comm/test_conformance.py",
+    "tests/comm/test_device_buffers.py",
+    "tests/comm/test_failures.py",
+    "tests/comm/test_message_failures.py",
+    "tests/comm/test_operations.py",
+    "tests/comm/test_programs.py",
+    "tests/comm/test_promises.py",
+    "tests/comm/test_shared_failures.py",
+    "tests/comm/test_shrink.py",
+)
+WITH_GPUS = (
+    "tests/comm/test_auto_gpu.py",
+    "tests/comm/test_client_arrays_gpu.py",
+    "tests/comm/test_gpu_calls.py",
+    "tests/comm/test_nccl.py",
+    "tests/comm/test_peer.py",
+    "tests/comm/test_peer_soak.py",
+)
+# Kernels compiled for the host write where they are told to: in processes of their own, so that nothing else suffers.
 EMULATED = (
     "tests/comm/test_nccl_kernels.py",
     "tests/comm/test_peer_logic.py",
@@ -64,7 +90,8 @@ def run_rank(stage: str, arguments: list[str]) -> int:
     os.chdir(ROOT)
     # Ranks share one cache folder; mpirun's pipe looks like a terminal; failures have been told already.
     options = ["-p", "no:cacheprovider", "--color=no", "--tb=no", f"--timeout={MPI_TEST_LIMIT}"]
-    return int(pytest.main(["--with-mpi", "-m", "mpi", junit(report), *options, *arguments], [TellAtOnce()]))
+    options += ["-p", "no:anyio", "-p", "no:xdist"]  # which take long to import
+    return int(pytest.main(["--with-mpi", junit(report), *options, *arguments], [TellAtOnce()]))
 
 
 def run_once(command: list[str], limit: float) -> int | str:
@@ -78,15 +105,15 @@ def run_once(command: list[str], limit: float) -> int | str:
         end_session(process)
 
 
-def run_stage(stage: str, size: int, limit: float, command: list[str]) -> bool:
+def run_stage(stage: str, size: int, limit: float, command: list[str], may_be_empty: bool) -> bool:
     """Run one stage and note how it went; True when it passed on every rank."""
     print(f"\n== {stage}: {' '.join(command)}", flush=True)
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), cpu_seconds()
     for _ in range(3):
         code = run_once(command, limit)
         if code != NEVER_STARTED:
             break
-    seconds = time.monotonic() - began
+    seconds, cpu = time.monotonic() - began, cpu_seconds() - cpu_began
 
     failed_ranks = []
     counts = None
@@ -97,7 +124,7 @@ def run_stage(stage: str, size: int, limit: float, command: list[str]) -> bool:
             failed_ranks.append(rank)
         if rank == 0:
             counts = got
-    nothing_selected = code == pytest.ExitCode.NO_TESTS_COLLECTED and len(sys.argv) > 1
+    nothing_selected = code == pytest.ExitCode.NO_TESTS_COLLECTED and may_be_empty
     ok = (code == 0 or nothing_selected) and not failed_ranks
     for rank in failed_ranks:
         log = REPORTS / f"{report_name(stage, rank)}.log"
@@ -110,12 +137,18 @@ def run_stage(stage: str, size: int, limit: float, command: list[str]) -> bool:
         failed = counts["failures"] + counts["errors"]
         passed = counts["tests"] - counts["skipped"] - failed
         line = f"{stage:<7} {passed:5} passed {counts['skipped']:4} skipped {failed:4} failed"
-    line += f"  in {seconds:.0f} s"
+    line += f"  in {seconds:.0f} s, {cpu:.0f} s of CPU"
     if not ok:
         where = f" on ranks {failed_ranks}" if size > 1 and failed_ranks else ""
         line += f"  FAILED{where} (exit: {code})"
     totals.append(line)
     return ok
+
+
+def cpu_seconds() -> float:
+    """What the stages so far, and all they started and waited for, have computed."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -139,25 +172,34 @@ def read_counts(path: Path) -> dict[str, int] | None:
         return None
 
 
-def main(arguments: list[str]) -> int:
+def main(everything: bool, arguments: list[str]) -> int:
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir(parents=True)
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # with more threads than cores every rank crawls
     named = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
     mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(named) or named)  # tests start it elsewhere
-    parts = {"serial": arguments}
+    quick = "" if everything else " and not slow"
+    cores = len(os.sched_getaffinity(0))
+    parts = {"serial": (cores + WAITING, arguments)}
     if not arguments:
-        parts = {"serial": [f"--ignore={file}" for file in EMULATED], "kernels": list(EMULATED)}
+        parts = {
+            "serial": (cores + WAITING, [f"--ignore={file}" for file in EMULATED]),
+            "kernels": (cores, list(EMULATED)),
+        }
+    without = cuda.unavailable()
+    with_mpi = WITH_MPI if without else WITH_MPI + WITH_GPUS
     ok = True
-    for stage, chosen in parts.items():
-        serial = [sys.executable, "-m", "pytest", "-m", "not mpi", junit(report_name(stage, 0)), *chosen]
-        ok &= run_stage(stage, 1, SERIAL_LIMIT, serial)
+    for stage, (workers, chosen) in parts.items():
+        options = ["-n", str(workers), "--dist", "worksteal", "-m", f"not mpi{quick}", junit(report_name(stage, 0))]
+        ok &= run_stage(stage, 1, SERIAL_LIMIT, [sys.executable, "-m", "pytest", *options, *chosen], bool(arguments))
     for size in MPI_SIZES:
         stage = f"mpi-{size}"
-        chosen = arguments or [WITH_MPI]
+        chosen = ["-m", f"mpi{quick}", *(arguments or with_mpi)]
         command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *chosen]
-        ok &= run_stage(stage, size, MPI_LIMIT, command)
+        ok &= run_stage(stage, size, MPI_LIMIT, command, bool(arguments))
+    if without and not arguments:
+        totals.append(f"without a GPU ({without}): no {', '.join(WITH_GPUS)} under mpirun")
     print("\n== totals", *totals, sep="\n", flush=True)
     return 0 if ok else 1
 
@@ -167,4 +209,5 @@ totals: list[str] = []
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--as-rank-of"]:
         sys.exit(run_rank(sys.argv[2], sys.argv[3:]))
-    sys.exit(main(sys.argv[1:]))
+    everything = sys.argv[1:2] == ["--all"]
+    sys.exit(main(everything, sys.argv[1 + everything :]))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kos.comm.reduction import Reduction
-from kos.errors import CollectiveMismatch
 from kos.memory import Buffer
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
@@ -171,15 +170,3 @@ class Call:
     def text(self) -> str:
         """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
         return f"{self.operation.name} #{self.sequence}{self.operation}"
-
-
-def mismatch(group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
-    """The error of two calls that do not belong together: of each its rank, its text and its fingerprint."""
-    (first, text, call), (second, other_text, other_call) = sorted(calls, key=lambda call: call[0])
-    keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
-    keys = keys[:1] if "operation" in keys else keys  # the first; the others follow from it
-    what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
-    return CollectiveMismatch(
-        f"{group}: rank {first} called {text} but rank {second} called {other_text}: "
-        f"they differ in {what or 'calls that are no longer on record'}"
-    )

@@ -31,6 +31,7 @@ from kos.train.ops import Ops
 
 WARM_UP = 3  # steps: in the first, kernels are loaded and the step is captured
 COPIED = 128 << 20  # bytes, more than a cache holds
+ROWS_ON_HOST, ROWS = 1024, 4096  # of the square matrices of a large product
 COMPUTE, COMMUNICATION = 0, 1  # lanes of a rank
 UNTIMED = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "to_host", "rope_tables"}
 TIMED = {name for name in vars(Ops) if not name.startswith("_")} - UNTIMED | {"launch"}
@@ -232,7 +233,7 @@ class Profiler:
         known = None if self.on_host else peak_flops(device_info(self.ops.device).name)
         if known and self.engine.config.dtype == "bfloat16":
             return bandwidth, known
-        rows = 1024 if self.on_host else 4096
+        rows = ROWS_ON_HOST if self.on_host else ROWS
         a, b, c = (zeros((rows, rows), self.engine.weights.flat.dtype) for _ in range(3))
         return bandwidth, 2.0 * rows**3 / fastest(self.ops.linear, a, b, c)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import kos
 from tests.comm.ranks import MockRanks, MPIRanks
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
+from tests.run import RANK_VARIABLES
 
 _SEED = int(np.random.SeedSequence().generate_state(1)[0])
 
@@ -28,9 +31,20 @@ def mpi_world() -> Iterator[kos.Communicator]:
         yield world
 
 
-@pytest.fixture(
-    params=[1, 2, 3, 4, pytest.param("mpi", marks=pytest.mark.mpi)], ids=["mock-1", "mock-2", "mock-3", "mock-4", "mpi"]
-)
+# Under mpirun only the tests marked `mpi` run: collecting the others would take each rank longer than running these.
+UNDER_MPIRUN = any(name in os.environ for name in RANK_VARIABLES)
+
+
+def backends(*sizes: int) -> dict[str, Any]:
+    """A fixture's parameters: so many ranks that are threads, or those of the mpirun that runs this pytest."""
+    mock = () if UNDER_MPIRUN else sizes
+    return {
+        "params": [*mock, pytest.param("mpi", marks=pytest.mark.mpi)],
+        "ids": [*(f"mock-{size}" for size in mock), "mpi"],
+    }
+
+
+@pytest.fixture(**backends(1, 2, 3, 4))
 def ranks(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
     """``ranks.run(fn)`` runs fn(comm) on every rank."""
     if request.param == "mpi":
@@ -61,7 +75,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     return value
 
 
-@pytest.fixture(params=[2, 4, pytest.param("mpi", marks=pytest.mark.mpi)], ids=["mock-2", "mock-4", "mpi"])
+@pytest.fixture(**backends(2, 4))
 def several(request: pytest.FixtureRequest) -> MockRanks | MPIRanks:
     """As ``ranks``, two or more."""
     return request.getfixturevalue("ranks_of_mpi") if request.param == "mpi" else MockRanks(request.param)

@@ -92,7 +92,7 @@ class ThreadRanks:
                 return fn(ThreadRendezvous(threads, index, timeout))
             except BaseException:
                 failures.append((index, traceback.format_exc()))
-                threads.fail(RankLost, "another rank failed")
+                threads.fail(RankLost("another rank failed"))
 
         results = [running.result(3 * timeout) for running in [self.pool.submit(rank, i) for i in range(self.size)]]
         assert not failures, "rank {} failed:\n{}".format(*failures[0])

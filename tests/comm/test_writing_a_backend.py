@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,11 @@ LINES = 150
 
 
 @pytest.fixture(autouse=True)
-def files(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(kos.comm, "BACKENDS", dict(kos.comm.BACKENDS))
-    if not hasattr(kos, "register_backend"):
-        monkeypatch.setattr(kos, "register_backend", kos.comm.BACKENDS.__setitem__, raising=False)
+def files() -> Iterator[Any]:
     names: dict[str, Any] = {"__name__": "files"}
     exec(compile("\n".join(BLOCKS), str(PAGE), "exec"), names)
-    return names["Files"]
+    yield names["Files"]
+    del kos.comm.BACKENDS["files"]
 
 
 def test_it_is_short() -> None:

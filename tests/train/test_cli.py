@@ -147,13 +147,13 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
 
 @pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
 def test_output_that_nobody_takes_does_not_end_a_run(text: Path, tmp_path: Path, where: str) -> None:
-    flags = ["--data", text, "--out", tmp_path, "--steps", "30", "--sample-tokens", "5", "--prompt", "Ä"]
+    flags = ["--data", text, "--out", tmp_path, "--steps", "8", "--sample-tokens", "5", "--prompt", "Ä"]
     command = " ".join(_command(*flags, ranks=1))
     command += {"head": " | head -n 2", "full": " >/dev/full", "closed": " >&-", "ascii": ""}[where]
     environment = {**ENVIRONMENT, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert done.stderr == ""
-    assert checkpoint.find(tmp_path).step == 30
+    assert checkpoint.find(tmp_path).step == 8
 
 
 def _ranks_of(process: subprocess.Popen[str]) -> list[int]:

@@ -228,6 +228,8 @@ def test_on_the_emulated_device(tmp_path, monkeypatch, graph):
     monkeypatch.setattr(Marks, "microseconds", lambda self, begin, end: float(end.at - begin.at))
     monkeypatch.setattr(profile, "device_info", lambda device: SimpleNamespace(name="host"))
     monkeypatch.setattr(profile.streams, "handle", lambda stream: 7)
+    monkeypatch.setattr(profile, "COPIED", 1 << 20)
+    monkeypatch.setattr(profile, "ROWS", 64)
     table, spans = profiled(tmp_path, 1, DeviceComm, device="cuda", graph=graph)
     found = count(spans)
     assert found[0, "linear"] == found[0, "linear_backward"] == 2 * 4 * PRODUCTS

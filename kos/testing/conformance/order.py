@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm import Communicator, ReduceOp, Work
+from kos.comm import Communicator, ReduceOp
 from kos.errors import CollectiveError, InvalidArgument
 from kos.testing.conformance.values import raises
 
@@ -97,7 +97,7 @@ def close(comm: Communicator) -> None:
 def several_at_once(comm: Communicator) -> None:
     """Waited for in another order than they were started in."""
     xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
-    works: list[Work[Any]] = [comm.all_reduce(x, async_op=True) for x in xs]
+    works: list[Any] = [comm.all_reduce(x, async_op=True) for x in xs]
     works.append(comm.barrier(async_op=True))
     for work in reversed(works):
         work.wait()

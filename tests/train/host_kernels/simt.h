@@ -5,6 +5,7 @@
 // speed.  A fiber runs until it waits at a barrier or exchanges values with its warp; exited threads count as
 // arrived, as on the GPU.  The few lines of PTX have their meaning written here (see emulator.py).
 #include <math.h>
+#include <setjmp.h>
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
@@ -30,19 +31,23 @@ static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 alignas(16) static thread_local unsigned char dynamic_shared[1 << 18];
 
 struct Fiber {
-    ucontext_t context;
+    jmp_buf context;
     char* stack;
     bool done;
     long at_barrier, block_waits, group_waits, warp_waits;
 };
 static thread_local Fiber fibers[1024];
-static thread_local ucontext_t scheduler;
+static thread_local jmp_buf scheduler;
 static thread_local int current, votes[1024];
 static thread_local unsigned long long slots[1024];
 static thread_local void (*kernel_body)(void*);
 static thread_local void* kernel_arguments;
 static thread_local unsigned seed = 1;  // of the order in which warps run
 
+// To the scheduler, and back when it is this fiber's turn.  Without a system call, as swapcontext has.
+[[gnu::noinline]] static void give_turn() {
+    if (!_setjmp(fibers[current].context)) _longjmp(scheduler, 1);
+}
 static void wait_for(int first, int last, long Fiber::*waits) {
     const int me = current;
     const long turn = ++(fibers[me].*waits);
@@ -50,7 +55,7 @@ static void wait_for(int first, int last, long Fiber::*waits) {
         bool all = true;
         for (int i = first; i < last; ++i) all &= fibers[i].done || fibers[i].*waits >= turn;
         if (all) return;
-        swapcontext(&fibers[me].context, &scheduler);
+        give_turn();
     }
 }
 static thread_local int present, gone;  // fibers of the block at the barrier, and at their end
@@ -64,7 +69,7 @@ static void __syncthreads() {
     ++me.block_waits;
     ++present;
     leave_barrier_if_all_came();
-    while (me.at_barrier == generation) swapcontext(&me.context, &scheduler);
+    while (me.at_barrier == generation) give_turn();
 }
 static void group_barrier(int threads) {
     const int first = current / threads * threads;
@@ -151,28 +156,36 @@ static unsigned short to_bfloat16(float x) {  // to nearest even
 }
 
 static void fiber_main() {
-    kernel_body(kernel_arguments);
-    fibers[current].done = true;
-    ++gone;
-    leave_barrier_if_all_came();
-    swapcontext(&fibers[current].context, &scheduler);
+    for (;;) {  // each time for another block
+        kernel_body(kernel_arguments);
+        fibers[current].done = true;
+        ++gone;
+        leave_barrier_if_all_came();
+        give_turn();
+    }
+}
+[[gnu::noinline]] static void run_fiber() {
+    Fiber& fiber = fibers[current];
+    if (_setjmp(scheduler)) return;
+    if (fiber.stack) _longjmp(fiber.context, 1);
+    constexpr int size = 64 << 10;
+    ucontext_t first;
+    getcontext(&first);
+    first.uc_stack.ss_sp = fiber.stack = (char*)malloc(size);
+    first.uc_stack.ss_size = size;
+    makecontext(&first, fiber_main, 0);
+    setcontext(&first);
 }
 
 static void run_block(int block, int grid_x, int grid_y, int threads) {
-    constexpr int stack = 64 << 10;
     blockDim = {threads, 1};
     gridDim = {grid_x, grid_y};
     blockIdx = {block % grid_x, block / grid_x};
     present = gone = 0;
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = fibers[i];
-        if (!fiber.stack) fiber.stack = (char*)malloc(stack);
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack;
-        fiber.context.uc_stack.ss_size = stack;
         fiber.done = false;
         fiber.at_barrier = fiber.block_waits = fiber.group_waits = fiber.warp_waits = 0;
-        makecontext(&fiber.context, fiber_main, 0);
     }
     // Warps at random, each for a while: some run far ahead, up to the next barrier.
     for (int left = threads; left;) {
@@ -183,7 +196,7 @@ static void run_block(int block, int grid_x, int grid_y, int threads) {
                 if (!fibers[i].done && fibers[i].at_barrier != generation) {
                     current = i;
                     threadIdx = {i, 0};
-                    swapcontext(&scheduler, &fibers[i].context);
+                    run_fiber();
                     left -= fibers[i].done;
                 }
     }

@@ -1,0 +1,135 @@
+"""Check that the tests see defects: plant one at a time in a copy of the tree, and run the tests that should fail.
+
+    python -m tests.mutations [--tree FOLDER] [--all] [WORD ...]
+
+Each line printed is one mutation: `seen` where a test failed, `MISSED` where all passed.  ``--tree`` names another
+checkout, ``--all`` adds the tests marked `slow`, and words choose the mutations whose file or text holds one of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.launcher import MPIRUN, OUTSIDE
+from tests.run import ROOT
+
+SECONDS = 600  # of one mutation's tests
+
+
+class Mutation(NamedTuple):
+    file: str
+    old: str
+    new: str
+    tests: str  # pytest's arguments
+    ranks: int = 0  # under mpirun with so many; 0: without
+
+
+PROVED = "tests/comm/schedules/test_schedule_verify.py -k proved"
+MUTANTS = "tests/comm/schedules/test_schedule_verify.py -k mutants"
+PEER = "tests/comm/test_peer_logic.py"
+KERNELS = "tests/train/test_kernels_on_host.py"
+CONFORMANCE = "tests/comm/test_conformance.py"
+SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
+
+MUTATIONS = [
+    Mutation(SCHEDULES + "trees.py", "depth * up + level - 1,", "depth * up + level,", PROVED),
+    Mutation(SCHEDULES + "trees.py", "k * c + np.arange(c)", "np.arange(c)", PROVED + " and double_tree"),
+    Mutation(SCHEDULES + "moving.py", "while distance < n:", "while 2 * distance <= n:", PROVED + " and bruck"),
+    Mutation(SCHEDULES + "moving.py", "while distance < n:", "while distance < min(n, 32):", PROVED + " and bruck"),
+    Mutation(SCHEDULES + "moving.py", "0, count=n * c, space", "0, count=n * c - c, space", PROVED + " and all_gather"),
+    Mutation(SCHEDULES + "reducing.py", "yield from ring(r, after, r + 1, n, width=c)",
+             "yield from ring(r, after, r, n, width=c)", PROVED + " and all_reduce-ring"),
+    Mutation(SCHEDULES + "verify.py", "if a.ranks & b.ranks:", "if False:", MUTANTS),
+    Mutation(SCHEDULES + "verify.py", "if slot in touched and not", "if False and not", MUTANTS),
+    Mutation(SCHEDULES + "execute.py", "if x[0] < start or x[1] > stop]", "if x[0] < start and x[1] > stop]",
+             "tests/comm/schedules/test_schedule_execute.py"),
+    Mutation("kos/comm/reduction.py", "self.carrier.type(self.size)", "self.carrier.type(self.size + 1)",
+             CONFORMANCE + " -k test_all_reduce"),
+    Mutation("kos/comm/reduction.py", "ReduceOp.MIN: _combine(np.minimum)", "ReduceOp.MIN: _combine(np.fmin)",
+             "tests/comm/test_promises.py tests/comm/test_operations.py tests/comm/test_conformance.py"),
+    Mutation("kos/comm/host/mpi.py", "MPI.SUM if o.reduction.op in _SUMS", "MPI.MAX if o.reduction.op in _SUMS",
+             "tests/comm/test_two_hosts.py tests/comm/test_jobs.py"),
+    Mutation("kos/comm/reduction.py", "self.op is ReduceOp.PREMUL_SUM:", "False:", CONFORMANCE + " -k PREMUL", 2),
+    Mutation("kos/comm/reduction.py", "BXOR: _combine(np.bitwise_xor)", "BXOR: _combine(np.bitwise_or)",
+             CONFORMANCE + " -k BXOR", 3),
+    Mutation(SCHEDULES + "reducing.py", "to_space=to_space or space)]", "to_space=space)]",
+             CONFORMANCE + " -k by_algorithm", 3),
+    Mutation(PEER_KERNELS + "channel.cuh", "store_release(context->slab[threadIdx.x] + line() + flag",
+             "store_relaxed(context->slab[threadIdx.x] + line() + flag", PEER),
+    Mutation(PEER_KERNELS + "packets.cuh", "(((epoch & 1) * SLOTS + slot)", "((SLOTS + slot)", PEER),
+    Mutation(PEER_KERNELS + "packets.cuh", "store_relaxed(mine + at, 0);", ";", PEER + " -k epochs"),
+    Mutation(PEER_KERNELS + "reduce_ordered.cu", "x[0] = Op::combine(x[0], x[r]);", "x[0] = Op::combine(x[r], x[r]);",
+             "tests/comm/test_nccl_kernels.py"),
+    Mutation(TRAIN + "kernels/norms.cu", "* (1.0f / D) + eps);", "* (1.0f / D));", KERNELS + " -k norm"),
+    Mutation(TRAIN + "kernels/norms.cu", "__syncthreads();", ";", KERNELS + " -k norm"),
+    Mutation(TRAIN + "kernels/adamw.cu", "if (!good && !(outlier > 0)) state->halted = 1;", "", KERNELS + " -k adamw"),
+    Mutation(TRAIN + "kernels/adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),
+    Mutation(TRAIN + "optimizer.py", "root = 1 / math.sqrt(1 - beta2**self.step_count)", "root = 1.0",
+             "tests/train/test_step.py tests/train/test_loop.py"),
+    Mutation(TRAIN + "engines/cpu.py", "global_norm(self.gradients.flat) / micro_batches",
+             "global_norm(self.gradients.flat) / len(self.rounds)", "tests/train/test_loop.py -k number_of_ranks"),
+    Mutation(TRAIN + "engines/cpu.py", "self.comm.broadcast(part.flat, 0)", "pass",
+             "tests/train/test_loop.py -k number_of_ranks"),
+    Mutation(TRAIN + "console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
+             "tests/train/test_cli.py -k nobody_takes"),
+]
+
+
+def verdict(tree: Path, mutation: Mutation, quick: str) -> str:
+    """What became of one mutation of this tree."""
+    with tempfile.TemporaryDirectory(prefix="kos-mutation-") as folder:
+        copy = Path(folder) / "kos-tree"
+        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".*", "build", "runs", "__pycache__", "results"))
+        (copy / "build").mkdir()
+        (tree / "build" / "kernels").mkdir(parents=True, exist_ok=True)
+        (copy / "build" / "kernels").symlink_to(tree / "build" / "kernels")  # by their text: those that are unchanged
+        path = copy / mutation.file
+        text = path.read_text() if path.exists() else ""
+        if mutation.old not in text:
+            return "is not there"
+        path.write_text(text.replace(mutation.old, mutation.new, 1))
+        chosen = mutation.tests.split(" -k ")
+        options = ["-q", "--tb=no", "-p", "no:cacheprovider", "--timeout=100", *chosen[0].split()]
+        options += ["-k", chosen[1]] if chosen[1:] else []
+        options += ["--with-mpi", "-m", f"mpi{quick}"] if mutation.ranks else ["-x", "-m", f"not mpi{quick}"]
+        launcher = [MPIRUN, "-n", str(mutation.ranks)] if mutation.ranks else []
+        environment = {**OUTSIDE, "PYTHONPATH": f"{copy}:{os.environ.get('PYTHONPATH', '')}", "MPIRUN": MPIRUN}
+        process = subprocess.Popen(
+            [*launcher, sys.executable, "-m", "pytest", *options], cwd=copy, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            output = process.communicate(timeout=SECONDS)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output = process.communicate()[0] + "\nhangs"
+        lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        last = (lines or output.splitlines() or [""])[-1]
+        return ("seen" if process.returncode not in (0, 5) else "MISSED") + f"  {last[:100]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plant defects and see whether the tests fail.")
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("words", nargs="*")
+    asked = parser.parse_args()
+    missed = 0
+    for number, mutation in enumerate(MUTATIONS, 1):
+        if asked.words and not any(word in f"{mutation.file} {mutation.old} {mutation.new}" for word in asked.words):
+            continue
+        became = verdict(asked.tree.resolve(), mutation, "" if asked.all else " and not slow")
+        missed += not became.startswith("seen")
+        print(f"{number:2} {mutation.file}: {mutation.old} -> {mutation.new or 'nothing'}: {became}", flush=True)
+    return missed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
