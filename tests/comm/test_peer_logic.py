@@ -451,7 +451,7 @@ def test_what_the_root_alone_has_does_not_decide(ranks: ThreadRanks) -> None:
             comm.scatter_init(ordinary if root else None, part),
         ):
             assert comm.backend.is_symmetric(each._call.operation), each._call
-        assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._operation)
+        assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._call.operation)
 
     ranks.run(body)
 
