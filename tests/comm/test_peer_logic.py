@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from kos import PremulSum, ReduceOp
+from kos.comm.failures import Ledger
 from kos.comm.gpu import backend as device
 from kos.comm.gpu.peer import backend as peer_backend
 from kos.comm.gpu.peer.engine import PeerEngine
@@ -265,9 +266,9 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str) -> None:
                 assert late == SIZE - 1 or began.get(late, 1e9) > began[rank] + 0.25
             with pytest.raises(CollectiveError, match="failed before"):
                 comm.all_reduce(x)
+        rest = rendezvous.split(None if rank == SIZE - 1 else 0)
         rendezvous.barrier()
         comm.abort()
-        rest = rendezvous.split(None if rank == SIZE - 1 else 0)
         if rest is not None:
             again = communicator(rest, 20.0)
             assert (again.all_reduce(Array.from_numpy(np.ones(5, np.float32), 0)).numpy() == 2).all()
@@ -534,6 +535,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     backend = object.__new__(peer_backend.PeerBackend)
     backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
     backend.failing = threading.RLock()
+    monkeypatch.setattr(backend, "ledger", Ledger(range(2), 1), raising=False)
     engine = SimpleNamespace(abort=lambda: None)
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
     calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: told.append(error))
