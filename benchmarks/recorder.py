@@ -15,6 +15,7 @@ from time import time_ns
 
 import numpy as np
 
+from kos.comm.failures import Ledger
 from kos.comm.host.shared import Calls, open_segment
 from kos.comm.host.shared.segment import ARRIVED, RING
 from kos.comm.operation import Call, Operation, Options
@@ -41,7 +42,7 @@ def calls_beside_others(ranks: int, call: Call) -> Calls:
     """Rank 0 of a host, whose other ranks have called the same as ``call`` so often as is remembered."""
     segment, *_ = spawn(lambda comm: open_segment(comm.rendezvous)[0], ranks)
     assert segment is not None
-    calls = Calls(segment)
+    calls = Calls(segment, Ledger(range(ranks), 0))
     for rank in range(1, ranks):
         segment.words[segment.layout.line(rank) + ARRIVED] = RING
         for slot in range(RING):

@@ -19,6 +19,8 @@ class KosError(RuntimeError):
 
     on_every_rank = False
     """Whether every rank of the job is known to raise this same error, so that one of them may speak for all."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that failed first, as ranks of the world, where the error is about other ranks and they are known."""
 
 
 class InvalidArgument(KosError, ValueError):

@@ -45,6 +45,7 @@ WITH_MPI = (
 )
 WITH_GPUS = (
     "tests/comm/test_auto_gpu.py",
+    "tests/comm/test_client_arrays_gpu.py",
     "tests/comm/test_gpu_calls.py",
     "tests/comm/test_nccl.py",
     "tests/comm/test_peer.py",

@@ -14,6 +14,7 @@ from kos.comm.schedules import algorithms, collectives
 from kos.errors import InvalidArgument
 from kos.memory import Buffer, as_buffer
 from kos.memory.array import Array
+from kos.memory.libraries import converter, empty_like
 
 _LONGEST_TIMEOUT = 1e6
 """Seconds: poll(2) takes a C int of milliseconds, 25 days at most."""
@@ -116,18 +117,24 @@ def part_of(send: Buffer, size: int) -> tuple[int, ...]:
 
 
 def output(out: Any, send: Buffer, shape: tuple[int, ...], stream: Any, own: int | None = None) -> Buffer:
-    """``out`` checked against what ``send`` needs, or a new array of ``shape`` in the same memory.
+    """``out`` checked against what ``send`` needs, or a new array of ``shape`` in the same memory, of the same library.
 
     It may share memory with ``send`` only as ``refuse_overlap`` says.
     """
     if out is None:
-        if send.device is None:
+        convert = None
+        if type(send.array) not in (np.ndarray, Array):
+            out, convert = empty_like(send.array, shape, stream), converter(send.array)
+        if out is None and send.device is None:
             out = np.empty(shape, send.dtype.numpy)
-        else:
+        elif out is None:
+            assert send.device is not None
             if stream is None:
-                stream = send.array.stream if isinstance(send.array, Array) else send.stream
+                stream = send.array.stream if isinstance(send.array, Array) else send.queue
             out = Array.empty(shape, send.dtype, send.device, stream=stream)
-        return as_buffer(out, "out", writable=True, stream=stream)
+        recv = as_buffer(out, "out", writable=True, stream=stream)
+        recv.convert = convert
+        return recv
     recv = as_buffer(out, "out", writable=True, stream=stream)
     expect_alike("out", recv, send)
     if recv.count != math.prod(shape):

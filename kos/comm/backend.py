@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import numpy as np
 
 from kos.comm.cached import CallCache
+from kos.comm.failures import again
 from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Call, Operation
 from kos.comm.recorder import failed
 from kos.comm.reduction import Reduction
@@ -81,7 +82,7 @@ class Backend(ABC):
     """The GPU whose memory it moves, by its number in this process; None for memory of the host."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
-        self.rank, self.size = rendezvous.rank, rendezvous.size
+        self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
         self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
         self.engine = engine or Engine()
         self.transport: Transport
@@ -134,15 +135,15 @@ class Backend(ABC):
 
         Raises InvalidArgument, for memory of a GPU for one.
         """
-        o = call.operation
+        o, options = call.operation, call.operation.options
         buffer = o.send or o.recv
         if buffer is not None and buffer.device is not None:
             raise InvalidArgument(
                 f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
                 f"{buffer.place}; nccl, peer and auto carry it"
             )
-        if o.options.algorithm != AUTO and self.size > 1:
-            runnable(o.name, o.options.algorithm, self.size, root=o.root or 0)
+        if options.algorithm != AUTO and self.size > 1:
+            runnable(o.name, options.algorithm, self.size, root=o.root or 0)
 
     @property
     def carries_host(self) -> bool:
@@ -160,7 +161,7 @@ class Backend(ABC):
     def check_fit(self, what: object) -> None:
         """Raise the first failure of this communicator, if there was one, from ``what``, which is called now."""
         if self.broken is not None:
-            raise type(self.broken)(f"{what}: the communicator failed before: {self.broken}")
+            raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
 
     def refuse(self, call: Call) -> NoReturn:
         """Raise the first failure of this communicator from ``call``, which is on record already."""
@@ -175,6 +176,8 @@ class Backend(ABC):
         """Launch a prepared call; None where it is queued in the order of its stream, so that nobody waits."""
         if self.broken is not None:
             self.refuse(call)
+        if self.ledger.board.last is not None:
+            self.ledger.board.go_on()
         work: Work[Any] = Work(call, self._steps(call), self)
         self.engine.launch(work)
         return work
@@ -230,15 +233,22 @@ class Backend(ABC):
             return f"rank {message.dst} did not receive"
         return f"rank {message.src} sent nothing with tag {message.recv_tag}"
 
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+        """The error of an operation that took too long."""
+        return CollectiveTimeout(f"{call}: not complete after {seconds} s; {self.missing(call)}")
+
+    def report(self, call: Call | None) -> None:  # noqa: B027
+        """This rank has waited for ``call`` for a while, and still does; None: no longer."""
+
     def failed(self, call: Call, error: Exception) -> KosError:
         """What to raise for an error in an operation; also leaves its memory safe to give back."""
         if not isinstance(error, KosError):
             cause, error = error, CollectiveError(f"{call}: {type(error).__name__}: {error}")
             error.__cause__ = cause
         elif isinstance(error, _UNNAMED) and f"{call.name} #" not in str(error):
-            error = type(error)(f"{call}: {error}")
+            error = again(error, f"{call}: {error}")
         if ends_group(call, error) and self.broken is None:
-            self.broken = type(error)(str(error))  # no traceback: its frames hold arrays
+            self.broken = again(error)
         return error
 
     # How operations are carried.

@@ -62,7 +62,7 @@ class CallCache:
 
     def add(self, call: Call) -> None:
         """Cache a call that was launched, where its arrays and arguments allow it."""
-        name, _, _, send, recv, reduction, root, *_ = call.operation
+        name, _, _, send, recv, reduction, root, _, _, _ = call.operation
         if name not in CACHED or send is None or recv is None:
             return
         x, out = send.array, recv.array

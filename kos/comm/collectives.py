@@ -408,6 +408,8 @@ class Operations:
 
             comm.barrier()
         """
+        if stream is None and self.device is None and timeout is None and async_op is False:
+            return self._go(Operation("barrier", self.rank, self._defaults))
         if stream is not None:
             self._handle(stream)
         on_host = self.device is not None and stream is None and async_op is False and not self._deferred

@@ -15,12 +15,13 @@ from kos.comm import watchdog
 from kos.comm.arguments import check_shape, check_timeout, number_in, truth, whole_number
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
+from kos.comm.failures import again
 from kos.comm.operation import Call, Operation, Options
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.work import Work
-from kos.errors import CollectiveError, CollectiveMismatch, InvalidArgument, KosError, RankLost, RendezvousError
+from kos.errors import CollectiveError, InvalidArgument, KosError, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Shape, as_dtype
 
@@ -34,8 +35,8 @@ class Communicator(Operations):
     the array that holds the result.
 
     Arrays on a GPU: a backend for GPUs queues an operation and returns.  It is ordered with the other work on
-    ``stream``, which is that of the array (``Array.stream``, CuPy's current one) unless it is given, and the
-    legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
+    ``stream``, which is that of the array (``Array.stream``, torch's or CuPy's current one) unless it is given,
+    and the legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
     do.  With ``async_op=True`` it runs on a stream of the communicator's own, and ``Work.wait()`` makes
     ``stream`` wait for it.  The host waits where it is asked to: ``Work.wait(timeout)``, ``Work.synchronize()``,
     ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU
@@ -169,10 +170,10 @@ class Communicator(Operations):
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks: all of them split
         with self._meeting(call):
             rendezvous = self.rendezvous.split(color, key)
-        backend = self.backend.split(rendezvous, color, key)
-        if rendezvous is None or backend is None:
-            return None
-        return self._descendant(f"{name}:{label}", rendezvous, backend)
+            backend = self.backend.split(rendezvous, color, key)
+            if rendezvous is None or backend is None:
+                return None
+            return self._descendant(f"{name}:{label}", rendezvous, backend)
 
     def shrink(self) -> Communicator:
         """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
@@ -184,10 +185,11 @@ class Communicator(Operations):
         """
         self._check_open()
         self.rendezvous.check_shrink()
-        self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
-        with self._meeting("shrink"):
-            rendezvous = self.rendezvous.shrink()
-        backend = self.backend.shrink(rendezvous)
+        with self.rendezvous.ledger.board.held():
+            self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
+            with self._meeting("shrink"):
+                rendezvous = self.rendezvous.shrink()
+                backend = self.backend.shrink(rendezvous)
         # Once is all, so no number: a split amid which a rank was lost has got one on some ranks and not on others.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
@@ -199,18 +201,17 @@ class Communicator(Operations):
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         try:
             yield
-        except (RendezvousError, CollectiveMismatch, RankLost) as error:
-            words = f"{self.name}: {error}"
+        except (CollectiveError, RendezvousError) as error:
+            rendezvous.ledger.board.post_failure(error)
+            named = again(error, f"{self.name}: {error}")
             if rendezvous.failure is not None and self.backend.broken is None:
-                self.backend.broken = type(error)(words)
-            raise type(error)(words) from error
+                self.backend.broken = again(named)
+            raise named from error
         finally:
             rendezvous.call, rendezvous.timeout = usual
 
     def _descendant(self, name: str, rendezvous: Rendezvous, backend: Backend) -> Communicator:
-        mine = str(self._group.ranks[self.rank]).encode()
-        ranks = [int(rank) for rank in rendezvous.allgather(mine)]
-        group = Group(self.recorder, name, ranks, rendezvous.rank, backend.name)
+        group = Group(self.recorder, name, rendezvous.ledger.world, rendezvous.rank, backend.name)
         return Communicator(backend, rendezvous, self.probes, self.timeout, group)
 
     def synchronize(
@@ -331,16 +332,20 @@ class Communicator(Operations):
         self.backend.prepare(call)
         if self._batch is not None:
             return self._batch.add(call)
-        work = self._launch(call, 3)  # frames up to the caller of the operation
+        if self._closed:
+            self._check_open()
+        call.sequence = next(self._collectives if call.collective else self._messages)
+        self._group.note(call, 3)  # frames up to the caller of the operation
+        work = self.backend.start(call)
         options, recv = o.options, o.recv
         if work is not None:
             return work if options.overlap else work.wait()
         if recv is None:
             return None
-        array = recv.array
+        result = recv.result
         if options is self._defaults and call.route.fixed:  # type: ignore[union-attr]
             self._cache.add(call)
-        return array
+        return result
 
     def _launch(self, call: Call, depth: int) -> Work[Any] | None:
         """Number a prepared call, note it as asked for by the caller ``depth`` frames up, and start it.

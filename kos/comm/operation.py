@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kos.comm.reduction import Reduction
-from kos.errors import CollectiveMismatch
 from kos.memory import Buffer
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
@@ -124,7 +123,7 @@ class Call:
     """
 
     __slots__ = (
-        "__weakref__", "collective", "description", "group", "mark", "name", "operation", "queue", "record", "route",
+        "__weakref__", "collective", "description", "group", "mark", "operation", "queue", "record", "route",
         "sequence", "stream",
     )  # fmt: skip
 
@@ -135,11 +134,14 @@ class Call:
 
     def __init__(self, operation: Operation, group: str = "", sequence: int = -1) -> None:
         self.operation, self.group, self.sequence = operation, group, sequence
-        self.name = name = operation.name
-        self.collective = name not in POINT_TO_POINT
+        self.collective = operation.name not in POINT_TO_POINT
         self.route: Route | None = None
         self.mark = 0
         self.record = self.description = None
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that must be equal on all ranks for the call to belong together."""
@@ -168,15 +170,3 @@ class Call:
     def text(self) -> str:
         """``all_reduce #5 of float32[4] by SUM``: the text without the communicator."""
         return f"{self.operation.name} #{self.sequence}{self.operation}"
-
-
-def mismatch(group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
-    """The error of two calls that do not belong together: of each its rank, its text and its fingerprint."""
-    (first, text, call), (second, other_text, other_call) = sorted(calls, key=lambda call: call[0])
-    keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
-    keys = keys[:1] if "operation" in keys else keys  # the first; the others follow from it
-    what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
-    return CollectiveMismatch(
-        f"{group}: rank {first} called {text} but rank {second} called {other_text}: "
-        f"they differ in {what or 'calls that are no longer on record'}"
-    )

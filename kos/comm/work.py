@@ -11,9 +11,12 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from kos.comm.arguments import check_timeout
 from kos.comm.operation import Call
 from kos.comm.recorder import COMPLETED, failed, started
-from kos.errors import CollectiveTimeout, Interrupted, KosError
+from kos.errors import Interrupted, KosError
 
 T = TypeVar("T")
+_REPORT_EVERY = 0.02
+"""Seconds of waiting after which a rank shows the others what it waits for."""
+
 Steps = Generator[None, None, None]
 
 
@@ -37,7 +40,9 @@ class Carrier(Protocol):
 
     def failed(self, call: Call, error: Exception) -> KosError: ...
 
-    def missing(self, call: Call) -> str: ...
+    def timed_out(self, call: Call, seconds: float | None) -> KosError: ...
+
+    def report(self, call: Call | None) -> None: ...
 
 
 class Engine:
@@ -148,13 +153,15 @@ class Work(Generic[T]):
         CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for what the backend reports;
         InvalidArgument for a timeout that is not positive.
         """
-        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
+        if timeout is not None:
+            timeout = check_timeout(timeout)
         if self._steps is not None:
-            self._wait(timeout)
+            self._wait(self.call.operation.options.timeout if timeout is None else timeout)
         self.told = True
         if self._error is not None:
             self._raise(self._error)
-        return self.result
+        recv = self.call.operation.recv
+        return recv.array if recv is not None else None  # type: ignore[return-value]
 
     def synchronize(self, timeout: float | None = None) -> T:
         """Wait on the host, where ``wait`` without a timeout may only order work on a GPU."""
@@ -164,7 +171,7 @@ class Work(Generic[T]):
     def result(self) -> T:
         """The output array, whose contents are valid once the operation is done."""
         recv = self.call.operation.recv
-        return recv.array if recv is not None else None  # type: ignore[return-value]
+        return recv.result if recv is not None else None  # type: ignore[return-value]
 
     def cancel(self, error: KosError) -> None:
         """Give the operation up; ``wait`` raises ``error``."""
@@ -175,27 +182,35 @@ class Work(Generic[T]):
 
     def expire(self, seconds: float | None) -> None:
         """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
-        missing = self.backend.missing(self.call)
-        self.cancel(CollectiveTimeout(f"{self.call}: not complete after {seconds} s; {missing}"))
+        self.cancel(self.backend.timed_out(self.call, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.drop(self)
         raise error
 
     def _wait(self, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        backend = self.backend
+        now = time.monotonic()
+        deadline = None if timeout is None else now + timeout
+        backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
         idle = backend.idle()
-        while True:
-            mark = idle.mark()
-            backend.engine.poll()
-            if self._steps is None:
-                return
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                self.expire(timeout)
-                return
-            idle.pause(mark, remaining)
+        try:
+            while True:
+                mark = idle.mark()
+                backend.engine.poll()
+                if self._steps is None:
+                    return
+                now = time.monotonic()
+                remaining = None if deadline is None else deadline - now
+                if remaining is not None and remaining <= 0:
+                    self.expire(timeout)
+                    return
+                if now > report_at:
+                    backend.report(self.call)
+                    report_at, reported = now + _REPORT_EVERY, True
+                idle.pause(mark, remaining)
+        finally:
+            if reported:
+                backend.report(None)
 
     def _fail(self, error: Exception) -> None:
         self._steps = None

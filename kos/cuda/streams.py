@@ -55,6 +55,25 @@ def handle(stream: Any) -> int:
     return int(stream.__cuda_stream__()[1]) or LEGACY
 
 
+def keeper(stream: Any) -> Any:
+    """What to hold so that ``stream`` stays; its handle where nothing is known to keep it; None for the legacy stream.
+
+    What torch and CuPy call external belongs to somebody else.
+    """
+    number = handle(stream)
+    if number == LEGACY:
+        return None
+    external = type(stream).__name__ == "ExternalStream" or getattr(stream, "stream_id", None) == number
+    return number if external or isinstance(stream, int) else stream
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that takes what is queued on the stream of this handle; 0 where it runs."""
+    if stream <= LEGACY or not int(call(cu.cuStreamIsCapturing, stream)):
+        return 0
+    return int(call(cu.cuStreamGetCaptureInfo, stream)[1])
+
+
 def order(before: Any, after: Any, device: int) -> None:
     """Let ``after`` wait, on the device, for what is queued on ``before`` now."""
     if handle(before) != handle(after):
@@ -62,6 +81,21 @@ def order(before: Any, after: Any, device: int) -> None:
             event = Event(device)
             event.record(before)
             event.hold(after)
+
+
+def is_idle(stream: int) -> bool:
+    """Whether everything queued on the stream of this handle has run."""
+    (status,) = cu.cuStreamQuery(stream)
+    return is_over("cuStreamQuery", status)
+
+
+def is_over(query: str, status: Any) -> bool:
+    """What a query of a stream or an event found."""
+    if status == cu.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    if status:
+        raise driver.error_of(query, status)
+    return True
 
 
 def synchronize(stream: Any, device: int) -> None:
@@ -104,9 +138,7 @@ class Event:
     def done(self) -> bool:
         """Whether the device has passed it (or it was never recorded)."""
         (status,) = cu.cuEventQuery(self._handle)
-        if status not in (cu.CUresult.CUDA_SUCCESS, cu.CUresult.CUDA_ERROR_NOT_READY):
-            raise driver.error_of("cuEventQuery", status)
-        return bool(status == cu.CUresult.CUDA_SUCCESS)
+        return is_over("cuEventQuery", status)
 
     def seconds_since(self, before: Event) -> float:
         """From ``before`` to this on the device, which has passed both; both are ``timed``."""

@@ -15,7 +15,7 @@ from kos.cuda import driver, streams
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType, dtype_of
 from kos.errors import InvalidArgument
-from kos.memory.dlpack import CUDA, check_contiguous, export_capsule, import_capsule, request_capsule
+from kos.memory.dlpack import CUDA, ON_GPU, check_contiguous, export_capsule, import_capsule, request_capsule
 from kos.memory.pool import pool_of
 
 Shape = int | tuple[int, ...]
@@ -88,8 +88,8 @@ class Array:
         """The memory of ``source``, shared: an object with ``__dlpack__`` or ``__cuda_array_interface__``.
 
         ``stream`` is made to wait for the work that the other library has queued on that memory; with -1, which is
-        DLPack's, nothing waits.  Raises
-        InvalidArgument for memory of the host, strides that are not C-contiguous and unknown dtypes.
+        DLPack's, nothing waits.  Managed memory is a GPU's too.  Raises InvalidArgument for memory of the host,
+        strides that are not C-contiguous and unknown dtypes.
         """
         driver.require()
         if isinstance(source, Array):
@@ -97,7 +97,7 @@ class Array:
         if not hasattr(source, "__dlpack__"):
             return cls._from_cuda_array_interface(source, stream)
         kind, device = source.__dlpack_device__()
-        if kind != CUDA:
+        if kind not in ON_GPU:
             raise InvalidArgument(f"from_dlpack: expected a CUDA device, got DLPack device {kind}:{device}")
         handle = -1 if isinstance(stream, int) and stream == -1 else streams.handle(stream)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,10 @@ from kos.cuda import streams
 from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
-from kos.memory.dlpack import host_array
+from kos.memory.dlpack import CPU, ON_GPU, host_array
+from kos.memory.libraries import current_stream, immutable, orders_itself, plain_array
 
-_DLPACK_CPU, _DLPACK_GPU = 1, (2, 13)  # 13: managed memory
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
-_IMMUTABLE = ("jax", "jaxlib", "tensorflow")  # their arrays never change, but what shares them does not say so
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,13 @@ class Buffer:
     device: int | None = None
     pointer: int = 0
     stream: int = streams.LEGACY
-    queue: Any = None  # that stream itself: CUDA gives the handle of one that is gone to the next
+    queue: Any = None  # what keeps that stream; the handle again where nothing is known to
+    convert: Callable[[Any], Any] | None = None  # what makes the result of ``array``, once it is queued or done
+
+    @property
+    def result(self) -> Any:
+        """What the caller gets."""
+        return self.array if self.convert is None else self.convert(self.array)
 
     @property
     def nbytes(self) -> int:
@@ -77,15 +83,20 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
 
     On the host: an ndarray, or CPU memory behind DLPack.  On a GPU: a ``kos.memory.Array``, or memory behind
     DLPack or ``__cuda_array_interface__``, to be used in the order of ``stream`` where that is given, else of
-    the array's own stream, else of the legacy default stream.  ``what`` names the argument in errors.  Raises
-    InvalidArgument if ``x`` is not an array, was freed, is not C-contiguous, has a dtype that kos does not
-    move, or must be written but is read-only.
+    the stream on which its library works now, else of the legacy default stream.  ``what`` names the argument
+    in errors.  Raises InvalidArgument if ``x`` is not an array, was freed, is not C-contiguous, has a dtype that
+    kos does not move, or must be written but is read-only.
     """
     if type(x) is Array:
         return _of_device(x, x, what, writable, stream)
+    if type(x) is not np.ndarray and (plain := plain_array(x)) is not None:
+        return _of_device(x, plain, what, writable, stream)
     array = x if type(x) is np.ndarray else _host_array(x, what)
     if array is None:
-        return _of_device(x, _shared_array(x, what, stream), what, writable, stream)
+        buffer = _of_device(x, _shared_array(x, what, stream), what, writable, stream)
+        if immutable(x):
+            buffer.queue = buffer.stream  # an event tells when ``x`` may go: its library knows nothing of the stream
+        return buffer
     if stream is not None:
         raise InvalidArgument(f"stream: expected None, for {what} is in memory of the host, got {stream!r}")
     flags = array.flags
@@ -95,7 +106,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
         )
     if writable and not flags.writeable:
         raise InvalidArgument(f"{what}: expected a writable array, got a read-only one")
-    return Buffer(array, array.reshape(-1), dtype_of(array.dtype), array.size, array.shape)
+    return Buffer(x, array.reshape(-1), dtype_of(array.dtype), array.size, array.shape)
 
 
 def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any) -> Buffer:
@@ -106,51 +117,44 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
         raise InvalidArgument(f"{what}: expected an array with memory, got one that was freed, {array!r}")
     if stream is None:
         stream = array.stream
-    known, handle = _last_stream
+    known, handle, queue = _last_stream
     if known is not stream:
-        handle = _handle(stream)
+        handle, queue = _look_up(stream)
     shape = array.shape
     count = shape[0] if len(shape) == 1 else math.prod(shape)
-    return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle, stream)
+    return Buffer(given, _ON_DEVICE, array.dtype, count, shape, array.device, array.pointer, handle, queue)
 
 
-def _handle(stream: Any) -> int:
-    """``streams.handle``, remembered for the last stream: calls in a row are mostly on one."""
+def _look_up(stream: Any) -> tuple[int, Any]:
+    """Handle and keeper of ``stream``, remembered for the last one: calls in a row are mostly on one."""
     global _last_stream
-    handle = streams.handle(stream)
-    _last_stream = stream, handle
-    return handle
+    handle, queue = streams.handle(stream), streams.keeper(stream)
+    _last_stream = stream, handle, queue
+    return handle, queue
 
 
-_last_stream: tuple[Any, int] = None, streams.LEGACY
+_last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None
 
 
 def _shared_array(x: Any, what: str, stream: Any) -> Array:
-    """GPU memory of another library as an Array; ``x`` itself keeps the memory alive."""
-    own = _stream_of(x)
-    if stream is not None and hasattr(x, "__dlpack__"):
-        own = _IN_ORDER  # the caller orders the work: no event is recorded, so that this can be captured
+    """GPU memory of another library as an Array on ``stream``, or that library's; ``x`` itself keeps the memory alive.
+
+    Where the caller or the library says in which order the work goes nothing waits, so that it can be captured.
+    """
+    own = current_stream(x)
+    waits = own if stream is None or not immutable(x) else stream
+    if hasattr(x, "__dlpack__") and (orders_itself(x) or (stream is not None and not immutable(x))):
+        waits = _IN_ORDER
     try:
-        array = Array.from_dlpack(x, stream=own)
+        array = Array.from_dlpack(x, stream=waits)
     except BackendUnavailable as error:
         kind = type(x).__name__
         raise InvalidArgument(f"{what}: expected memory of the host, got {kind} on a GPU; {error}") from error
     except KosError as error:
         raise InvalidArgument(f"{what}: {str(error).removeprefix('from_dlpack: ')}") from error
-    array.readonly |= _immutable(x)
+    array.stream = own
+    array.readonly |= immutable(x)
     return array
-
-
-def _immutable(x: Any) -> bool:
-    return type(x).__module__.partition(".")[0] in _IMMUTABLE
-
-
-def _stream_of(x: Any) -> Any:
-    """The stream on which the library of ``x`` works now, if it says so."""
-    try:
-        return x.__cuda_array_interface__.get("stream")
-    except Exception:  # absent, or refused for this array: torch raises errors of several kinds
-        return None
 
 
 def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
@@ -162,16 +166,16 @@ def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
     if hasattr(x, "__dlpack_device__"):
         try:
             device, index = x.__dlpack_device__()
-            if device == _DLPACK_CPU:
+            if device == CPU:
                 array = host_array(x)
-                if _immutable(x):
+                if immutable(x):
                     array.flags.writeable = False
                 return array
         except (BufferError, RuntimeError, TypeError, ValueError, InvalidArgument) as error:  # ValueError: meta tensors
             raise InvalidArgument(
                 f"{what}: expected an array that DLPack can share, got {type(x).__name__}: {error}"
             ) from error
-        if device in _DLPACK_GPU:
+        if device in ON_GPU:
             return None
         where = f"DLPack device {device}:{index}"
         raise InvalidArgument(

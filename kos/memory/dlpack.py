@@ -17,7 +17,8 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import InvalidArgument
 
 CPU, CUDA = 1, 2
-_MANAGED = 13
+ON_GPU = (CUDA, 13)
+"""Devices whose memory a GPU of CUDA reaches: its own, and managed memory."""
 _VERSION = (1, 1)
 _READ_ONLY = 1
 _USED = {b"dltensor": b"used_dltensor", b"dltensor_versioned": b"used_dltensor_versioned"}  # kept
@@ -151,7 +152,7 @@ class ImportedTensor:
             self._managed.deleter(ctypes.addressof(self._managed))
 
 
-def import_capsule(capsule: Any, kinds: Sequence[int] = (CUDA, _MANAGED)) -> ImportedTensor:
+def import_capsule(capsule: Any, kinds: Sequence[int] = ON_GPU) -> ImportedTensor:
     """Take over a DLPack capsule of contiguous memory of CUDA, or of devices of other ``kinds``.
 
     Raises InvalidArgument for memory elsewhere, for strides that are not C-contiguous and for dtypes that

@@ -1,28 +1,25 @@
 """SymmetricMemory: one slab on each rank of a machine, mapped by all of them.
 
-Every rank knows every slab by an address of its own; an allocation has the same offset in each, so
-``pointers[peer] + offset`` is the peer's copy.  Ranks are processes (CUDA IPC) or threads of one process
+Every rank knows every slab by an address of its own: ``pointers[peer] + offset`` is the peer's copy of what lies at
+``offset``.  Ranks are processes (CUDA IPC) or threads of one process
 (plain pointers), with a GPU each or sharing one.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
 import os
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from kos.cuda import driver
 from kos.cuda.driver import call, cu
-from kos.errors import InvalidArgument, OutOfMemory, PeerMemoryError
+from kos.errors import InvalidArgument, PeerMemoryError
 from kos.memory import ipc
-from kos.memory.array import Array, as_dtype
+from kos.memory.array import Array
 
 ALIGNMENT = 256
-"""Bytes; every allocation starts at a multiple of it."""
+"""Bytes; the size is a multiple of it."""
 _TOKEN_BYTES = 16
 
 
@@ -40,59 +37,8 @@ class Exchange(Protocol):
     def barrier(self) -> None: ...
 
 
-class FreeList:
-    """First-fit allocation of offsets in ``nbytes``; equal calls give equal offsets on every rank."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._free = [(0, nbytes)]  # (offset, bytes), sorted, neighbours merged
-
-    def take(self, nbytes: int) -> int | None:
-        """Offset of ``nbytes``, or None if no gap is large enough."""
-        for index, (offset, room) in enumerate(self._free):
-            if room >= nbytes:
-                self._free[index : index + 1] = [(offset + nbytes, room - nbytes)] if room > nbytes else []
-                return offset
-        return None
-
-    def give_back(self, offset: int, nbytes: int) -> None:
-        index = bisect.bisect(self._free, (offset, 0))
-        before = self._free[index - 1] if index else None
-        after = self._free[index] if index < len(self._free) else None
-        first, last = index, index
-        if before and sum(before) == offset:
-            first, offset, nbytes = index - 1, before[0], nbytes + before[1]
-        if after and offset + nbytes == after[0]:
-            last, nbytes = index + 1, nbytes + after[1]
-        self._free[first:last] = [(offset, nbytes)]
-
-    @property
-    def largest(self) -> int:
-        return max((room for _, room in self._free), default=0)
-
-
-@dataclass(frozen=True)
-class SymmetricAllocation:
-    """A part of every rank's slab, at the same offset in each."""
-
-    memory: SymmetricMemory
-    offset: int
-    nbytes: int
-    label: str
-
-    @property
-    def pointer(self) -> int:
-        """Address of this rank's part."""
-        return self.memory.pointer + self.offset
-
-    @property
-    def pointers(self) -> tuple[int, ...]:
-        """Address of each rank's part, as this rank sees it."""
-        return tuple(base + self.offset for base in self.memory.pointers)
-
-
 class SymmetricMemory:
-    """``nbytes`` on ``device`` of each rank, zero-initialised. Creating, allocating, freeing and closing are
-    collective: all ranks make the same calls in the same order.
+    """``nbytes`` on ``device`` of each rank, zero-initialised. Creating and closing are collective.
 
     ``pointers[r]`` is rank r's slab as this rank's kernels see it; ``peer_pointers`` is the same table in
     device memory (uint64).  Creation moves real bytes between every two ranks and raises PeerMemoryError on
@@ -105,8 +51,6 @@ class SymmetricMemory:
         self.nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self._mappings: list[ipc.Mapping] = []
         self._slab: ipc.DeviceMemory | None = None
-        self._live: dict[int, SymmetricAllocation] = {}
-        self._offsets = FreeList(self.nbytes)
         self.pointers: tuple[int, ...] = ()
         try:
             self._create(nbytes)
@@ -165,44 +109,6 @@ class SymmetricMemory:
             raise PeerMemoryError(f"the slab of rank {peer}: {error}") from error
         return self._mappings[-1].pointer
 
-    def allocate(self, nbytes: int, *, label: str = "symmetric") -> SymmetricAllocation:
-        """``nbytes`` at one offset of every slab, aligned to 256 bytes; the content is undefined.
-
-        Raises InvalidArgument on all ranks if they ask for different sizes, OutOfMemory if the slab is full.
-        """
-        room = max(-(-nbytes // ALIGNMENT), 1) * ALIGNMENT
-        asked = [int(data) for data in self.exchange.allgather(str(nbytes).encode())]
-        if len(set(asked)) > 1 or nbytes < 0:
-            raise InvalidArgument(f"allocate: expected one size on all ranks, got {asked} bytes")
-        offset = self._offsets.take(room)
-        if offset is None:
-            holders = sorted(self._live.values(), key=lambda x: -x.nbytes)[:5]
-            held = ", ".join(f"{x.nbytes:,} by {x.label}" for x in holders)
-            raise OutOfMemory(
-                f"symmetric memory of {self.nbytes:,} bytes on cuda:{self.device}: "
-                f"asked for {room:,} by {label}, {self._offsets.largest:,} free in one piece; "
-                f"held: {held or 'nothing'}"
-            )
-        allocation = SymmetricAllocation(self, offset, nbytes, label)
-        self._live[offset] = allocation
-        return allocation
-
-    def free(self, allocation: SymmetricAllocation) -> None:
-        """Give an allocation back once all ranks' devices are done with it."""
-        driver.synchronize(self.device)
-        offsets = [int(data) for data in self.exchange.allgather(str(allocation.offset).encode())]
-        if len(set(offsets)) > 1 or self._live.get(allocation.offset) is not allocation:
-            raise InvalidArgument(f"free: expected one live allocation on all ranks, got {offsets}")
-        del self._live[allocation.offset]
-        self._offsets.give_back(allocation.offset, max(-(-allocation.nbytes // ALIGNMENT), 1) * ALIGNMENT)
-
-    def array(self, shape: int | tuple[int, ...], dtype: Any, *, label: str = "symmetric") -> Array:
-        """A symmetric Array; its ``owner`` is the SymmetricAllocation to ``free``."""
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        dtype = as_dtype(dtype)
-        allocation = self.allocate(math.prod(shape) * dtype.itemsize, label=label)
-        return Array(allocation.pointer, shape, dtype, self.device, owner=allocation)
-
     def offset_of(self, pointer: int, nbytes: int) -> int | None:
         """Offset of memory that lies in this rank's slab, or None for memory elsewhere."""
         offset = pointer - self.pointer if self.pointers else -1
@@ -231,7 +137,6 @@ class SymmetricMemory:
 
     def _unmap(self) -> None:
         self.pointers = ()
-        self._live.clear()
         while self._mappings:
             self._mappings.pop().close()
 

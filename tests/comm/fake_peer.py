@@ -137,6 +137,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         monkeypatch.setattr(engine, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(peer, "SymmetricMemory", HostMemory)
         monkeypatch.setattr(driver, "synchronize", nothing)
+        monkeypatch.setattr(peer, "_orders", {})
         yield
 
 

@@ -477,47 +477,6 @@ def test_the_parts_overlap_on_one_stream(fake: FakeNCCL) -> None:
     run(body)
 
 
-def test_the_parts_take_turns(fake: FakeNCCL) -> None:
-    """On a GPU that kernels of both fill, ranks may not begin with different ones."""
-    cu, seen = driver.cu, []
-    cu.cuEventRecord = lambda event, stream: (0, seen.append((event, stream)))[:1]
-    cu.cuStreamWaitEvent = lambda stream, event, flags: (0, seen.append((stream, event)))[:1]
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        small, large = zeros(8), zeros(9000)
-        for x in (small, large):
-            comm.all_reduce(x, stream=5)  # NCCL connects
-        order = comm.backend._order._handle  # type: ignore[attr-defined]
-
-        def turns(*calls: Any) -> list[Any]:
-            comm.rendezvous.barrier()
-            seen.clear()
-            comm.rendezvous.barrier()
-            for x, options in calls:
-                comm.all_reduce(x, **options)
-            return [pair for pair in list(seen) if order in pair]
-
-        assert turns((large, {"stream": 5}), (large, {"stream": 6}), (small, {"stream": 6})) == []
-        assert turns((large, {"stream": 5})) == [(order, 6), (5, order)]
-        assert turns((small, {"stream": 7, "async_op": True})) == [(order, 5), (99, order)]
-        assert turns((small, {"stream": 5}), (large, {"stream": 6})) == [(order, 5), (6, order)]
-        with comm.batch():
-            comm.all_reduce(small, stream=8)
-            comm.all_reduce(large, stream=9)
-        assert [pair for pair in list(seen) if order in pair][2:] == [(order, 9), (8, order)]
-        comm.rendezvous.barrier()
-        seen.clear()
-        comm.rendezvous.barrier()
-        with comm.batch():  # of several streams: each part after all of the other's
-            for x, stream in ((large, 5), (zeros(9000), 6), (small, 7), (zeros(8), 8)):
-                comm.all_reduce(x, stream=stream)
-        taken = [pair for pair in list(seen) if order in pair]
-        waits = ((5, 8), (6, 8), (7, 5), (7, 6), (8, 5), (8, 6))
-        assert taken == [each for s, b in waits for each in ((order, b), (s, order))]
-
-    run(body)
-
-
 def test_streams_of_a_batch_that_were_waited_for_are_not_asked_again(fake: FakeNCCL) -> None:
     """They may be gone."""
     alive, cu = {streams.LEGACY, 99}, driver.cu
@@ -588,7 +547,7 @@ def test_peer_takes_part_where_it_was_measured(
 def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         said = comm.explain()
-        assert "tuning table  in use  the test" in said
+        assert re.search("tuning table +in use +the test", said)
         rows = [re.split("  +", line) for line in said.splitlines()]
         by_size = ["1 KB", "32 KB", "1 MB", "32 MB", "1 GB"]
         assert ["float32 on GPUs", *by_size] in rows and ["all_reduce", "peer", *["nccl"] * 4] in rows

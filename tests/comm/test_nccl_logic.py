@@ -71,7 +71,7 @@ class FakeRanks:
             except BaseException:
                 failures.append((index, traceback.format_exc()))
                 group.barrier.abort()
-                threads.fail(RankLost, "another rank failed")
+                threads.fail(RankLost("another rank failed"))
 
         runners = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(self.size)]
         for runner in runners:

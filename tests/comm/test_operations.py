@@ -332,7 +332,7 @@ def test_a_timeout_that_is_set_is_followed() -> None:
                 comm.timeout = 0.2
                 with pytest.raises(RendezvousError, match="within 0.2 s"):
                     comm.rendezvous.split(0)
-                with pytest.raises(CollectiveTimeout, match="after 0.2 s"):
+                with pytest.raises(RendezvousError, match="within 0.2 s"):  # the first failure stays
                     comm.split(0)
         finally:
             released.set() if comm.rank == 0 else released.wait(20)
@@ -346,6 +346,7 @@ def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(mon
     def body(gpu: Any) -> None:
         if gpu.rank == 1:
             late.wait(20)
+            gpu.comm.abort()  # the group has failed: it cannot close together
             return
         try:
             with pytest.raises(RendezvousError, match=r"ranks \[1\] did not come within 0.2 s"):

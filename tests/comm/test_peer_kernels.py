@@ -315,7 +315,7 @@ def absent(rendezvous: Rendezvous, device: int, launch: Launch, how: str) -> str
     memory = SymmetricMemory(rendezvous, 1 << 16, device)
     if launch.algorithm == "specialized":
         engine.register(memory)
-    x = memory.array(1000, np.float32)
+    x = Array(memory.pointer, (1000,), np.float32, device)
     run = engine.bind_all_reduce(
         x.pointer, x.pointer, 1000, dtype_of(np.dtype(np.float32)), ReduceOp.SUM, launch=launch
     )

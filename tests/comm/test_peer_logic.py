@@ -92,7 +92,7 @@ class ThreadRanks:
                 return fn(ThreadRendezvous(threads, index, timeout))
             except BaseException:
                 failures.append((index, traceback.format_exc()))
-                threads.fail(RankLost, "another rank failed")
+                threads.fail(RankLost("another rank failed"))
 
         results = [running.result(3 * timeout) for running in [self.pool.submit(rank, i) for i in range(self.size)]]
         assert not failures, "rank {} failed:\n{}".format(*failures[0])
@@ -479,8 +479,8 @@ def test_what_the_root_alone_has_does_not_decide(ranks: ThreadRanks) -> None:
             comm.broadcast_init(ordinary if root else symmetric, out=symmetric if root else None),
             comm.scatter_init(ordinary if root else None, part),
         ):
-            assert comm.backend.is_symmetric(each._operation), each._operation
-        assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._operation)
+            assert comm.backend.is_symmetric(each._call.operation), each._call
+        assert not comm.backend.is_symmetric(comm.all_reduce_init(symmetric, out=ordinary)._call.operation)
 
     ranks.run(body)
 
@@ -564,7 +564,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
     backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
     backend.failing = threading.RLock()
     engine = SimpleNamespace(abort=lambda: None)
-    late = CollectiveTimeout("ranks [1] did not arrive")
+    late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
     calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: told.append(error))
     monkeypatch.setattr(device.driver, "on_device", lambda device: nullcontext())
     monkeypatch.setattr(device.driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
@@ -583,5 +583,5 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -
         assert backend.failed(Call(Operation("all_reduce", 1), sequence=7), refused) is (known or refused)
     assert [(type(each), str(each)) for each in told] == [
         (CollectiveError, "rank 1: sum.cu:3: undefined"),
-        (CollectiveTimeout, "ranks [1] did not arrive"),
+        (CollectiveTimeout, "all_reduce #7: ranks [1] did not arrive"),
     ]

@@ -50,7 +50,9 @@ def child(role: str, algorithm: str) -> None:
     memory = SymmetricMemory(rendezvous, 1 << 16, device)
     if algorithm == "specialized":
         engine.register(memory)
-        x, y = (memory.array(COUNT, np.float32).copy_from(each.numpy()) for each in (x, y))
+        places = memory.pointer, memory.pointer + memory.nbytes // 2
+        pairs = zip(places, (x, y), strict=True)
+        x, y = (Array(at, (COUNT,), np.float32, device).copy_from(each) for at, each in pairs)
     run = engine.bind_all_reduce(x.pointer, y.pointer, COUNT, FLOAT, ReduceOp.SUM, launch=Launch(algorithm, blocks=2))
     cuda.synchronize(device)
     rendezvous.barrier()

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import kos
+from kos.comm.failures import from_record, to_record
 from kos.comm.host import backend as host
-from kos.comm.host.mpi_messages import Messages
 from kos.comm.host.shared import Segment
 from kos.comm.host.shared.segment import STARTED
 from kos.comm.operation import Call, Operation
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
 from kos.testing import spawn
 from tests.comm.shared_ranks import TIMEOUT, run
 from tests.comm.test_failures import F4, F5, MISMATCHES
@@ -255,14 +255,9 @@ def test_a_rank_that_was_stopped_while_it_told_its_failure(monkeypatch: pytest.M
     run(body, 2, close=False)
 
 
-def test_a_failure_of_a_class_that_ranks_do_not_tell() -> None:
-    """Another rank's is a CollectiveError here, also where it comes as a message."""
-    messages = object.__new__(Messages)
-    messages.failure = None
-    messages.read(1, "BackendUnavailable", 3, "no memory")
-    assert messages.failure is not None
-    sequence, error = messages.failure
-    assert (sequence, type(error), str(error)) == (3, CollectiveError, "no memory")
+def test_a_failure_of_a_class_that_ranks_do_not_share() -> None:
+    error = from_record(to_record(BackendUnavailable("no memory")))
+    assert (type(error), str(error)) == (CollectiveError, "no memory")
 
 
 def test_a_segment_that_cannot_be_mapped_gives_its_file_back() -> None:
@@ -301,7 +296,7 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(monkeypatch: pytest.MonkeyPatc
             host._part()
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            with pytest.raises(RankLost, match="rank 2 is gone: its process ended, after that of rank 1"):
+            with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 left because of it"):
                 comm.barrier()
 
     run(body, 3, close=False)

@@ -43,7 +43,7 @@ from tests.comm.test_message_failures import COUNTS, disagree_about_counts, give
 from tests.comm.test_shared_failures import CASES, check_mismatch
 
 LONG = 3 * backend.EAGER_BYTES  # bytes
-OF_TWO = b'["CollectiveMismatch", "of two"]'  # what a rank may tell of a failure
+OF_TWO = b'["CollectiveMismatch", "of two", [0, 1]]'  # what a rank may tell of a failure
 
 
 @pytest.fixture(params=["sockets", "shared"])
@@ -122,7 +122,7 @@ def test_messages_that_nobody_asked_for_yet(count: int) -> None:
         for work in works:
             work.wait()
         end = comm.backend.transport.peers[peer]
-        assert not (end._posted or end._arrived or end._asked or end._granted or end._outgoing)
+        assert not (end._posted or end._arrived or end._announced or end._landing or end._outgoing)
 
     TCPRanks(2).run(body)
 
@@ -173,6 +173,27 @@ def test_who_fails_and_leaves_takes_no_part_of_what_came_before() -> None:
     TCPRanks(3).run(body)
 
 
+def test_a_failure_of_a_later_collective_takes_no_earlier_one_in_flight() -> None:
+    """A and B in flight on four ranks: who gives B up and leaves had done its part of A."""
+    gone = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        if comm.rank == 3:
+            assert gone.wait(TIMEOUT)
+        a = comm.gather(np.array([comm.rank]), root=1, async_op=True)
+        b = comm.barrier(async_op=True)
+        with pytest.raises(CollectiveTimeout, match=r"barrier #1: not complete") as caught:
+            b.wait(0.2 if comm.rank == 0 else TIMEOUT)
+        assert "rank 0" not in str(caught.value)
+        out = a.wait()
+        assert comm.rank != 1 or out.ravel().tolist() == [0, 1, 2, 3]
+        if comm.rank == 0:
+            comm.close()
+            gone.set()
+
+    TCPRanks(4).run(body)
+
+
 def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all() -> None:
     """A later one had failed; who waits for the lost rank itself reports it to those that wait for others."""
     launched, failed, reported = threading.Barrier(4), threading.Barrier(4), threading.Barrier(3)
@@ -194,6 +215,26 @@ def test_a_rank_lost_from_an_earlier_collective_is_reported_to_all() -> None:
         reported.wait(TIMEOUT)  # a rank that leaves would end the wait, too
 
     TCPRanks(4).run(body)
+
+
+def test_an_announced_message_of_a_rank_that_is_gone() -> None:
+    """It was never sent: the receive names the rank, as one of a message that was not announced does."""
+    gone = threading.Event()
+
+    def body(comm: kos.Communicator) -> None:
+        part = comm.duplicate()
+        if comm.rank == 1:
+            part.send(np.ones(LONG, np.uint8), 0, async_op=True)
+            part.abort(reason="it had enough")
+            gone.set()
+        else:
+            assert gone.wait(TIMEOUT)
+            for count in (1, LONG):  # the first reads what came
+                with pytest.raises(RankLost, match="recv #. .* rank 1 is gone: it had enough"):
+                    part.recv(np.zeros(count, np.uint8), 1, tag=int(count == 1))
+        comm.barrier()
+
+    TCPRanks(2).run(body)
 
 
 def test_calls_that_differ_are_found_at_the_end_at_the_latest() -> None:
@@ -292,8 +333,8 @@ def test_counts_that_are_not_the_same_on_all_ranks(ranks: TCPRanks, name: str, c
 def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "WINDOW_BYTES", 1 << 20)
-    number = 3 * backend.WINDOW_BYTES // (count + backend.KEEPING_BYTES)
+    monkeypatch.setattr(backend, "CREDIT_BYTES", 1 << 20)
+    number = 3 * backend.CREDIT_BYTES // (count + backend.KEEPING_BYTES)
 
     def body(comm: kos.Communicator) -> None:
         peer = comm.backend.transport.peers[1 - comm.rank]
@@ -311,15 +352,15 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
         else:
             comm.barrier()  # whatever can come has come
             assert number > len(kept()) > number // 4
-            assert sum(kept()) + len(kept()) * backend.KEEPING_BYTES <= backend.WINDOW_BYTES
+            assert sum(kept()) + len(kept()) * backend.KEEPING_BYTES <= backend.CREDIT_BYTES
             for i in range(number):
                 assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
         comm.barrier()
-        assert not (peer._arrived or peer._asked or peer._granted or peer._outgoing)
-        known = json.dumps([peer._window, peer._taken]).encode()
+        assert not (peer._arrived or peer._announced or peer._landing or peer._outgoing)
+        known = json.dumps([peer._credits, peer._freed]).encode()
         window, _ = json.loads(comm.rendezvous.allgather(known)[comm.rank])
         _, taken = json.loads(comm.rendezvous.allgather(known)[1 - comm.rank])
-        assert window + taken == backend.WINDOW_BYTES, "something of it is lost"
+        assert window + taken == backend.CREDIT_BYTES, "something of it is lost"
 
     TCPRanks(2).run(body)
 
@@ -357,7 +398,7 @@ def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous() -> None:
             comm.close()
             assert comm.rendezvous._connection is None
         else:
-            with pytest.raises(RankLost, match=r"rank [12] is gone: it closed the group"):
+            with pytest.raises(CollectiveTimeout, match=r"barrier #0: not complete .*; rank [12] left because of it"):
                 comm.rendezvous.barrier()
             comm.abort()
 
@@ -477,8 +518,8 @@ def test_timeout_names_who_is_awaited() -> None:
     ("header", "what"),
     [
         ((99, 0, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
-        ((backend.SHORT, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
-        ((backend.LONG, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
+        ((backend.EAGER, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
+        ((backend.DATA, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
         ((backend.LEFT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 8 of 1048576 bytes"),
     ],
 )
@@ -502,8 +543,8 @@ def test_a_long_message_of_another_length_than_announced() -> None:
                 comm.recv(np.zeros(LONG, np.uint8), 1, 3)
         else:
             sock = comm.backend.transport.peers[0].sock
-            sock.send(backend.HEADER.pack(backend.ASK, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
-            sock.send(backend.HEADER.pack(backend.LONG, 3, 1, 10, 0))
+            sock.send(backend.HEADER.pack(backend.RTS, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
+            sock.send(backend.HEADER.pack(backend.DATA, 3, 1, 10, 0))
         comm.rendezvous.barrier()
         comm.abort()
 
@@ -605,7 +646,7 @@ def test_all_hear_of_a_collective_that_one_failed_in() -> None:
         x = np.full(3, float(comm.rank == 0))
         if comm.rank == 1:  # the only one that rank 3 gets it from
             deadline = time.monotonic() + 30
-            while transports[3].failure is None:
+            while transports[3].ledger.failure is None:
                 assert time.monotonic() < deadline
         assert (comm.broadcast(x, 0) == 1).all()
         message = r"barrier #1: not complete after 0.1 s; still waiting for ranks \[\d"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
-import random
-import secrets
 import signal
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,34 +20,8 @@ from kos.cuda.driver import call, cu
 from kos.errors import CudaError, InvalidArgument, KosError, OutOfMemory, PeerMemoryError
 from kos.memory import ipc, symmetric
 from kos.memory.array import Array
-from kos.memory.symmetric import FreeList, SymmetricMemory
+from kos.memory.symmetric import SymmetricMemory
 from kos.testing import spawn
-
-
-def test_free_list_against_a_map_of_bytes() -> None:
-    seed = secrets.randbits(32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
-    nbytes, free = 1000, FreeList(1000)
-    used = bytearray(nbytes)
-    live: list[tuple[int, int]] = []
-    for _ in range(3000):
-        if live and draw.random() < 0.5:
-            offset, size = live.pop(draw.randrange(len(live)))
-            used[offset : offset + size] = bytes(size)
-            free.give_back(offset, size)
-        else:
-            size = draw.randint(1, 200)
-            offset = free.take(size)
-            first_fit = used.find(bytes(size))
-            assert offset == (None if first_fit < 0 else first_fit)
-            if offset is not None:
-                used[offset : offset + size] = b"\1" * size
-                live.append((offset, size))
-        assert free.largest == max(map(len, used.split(b"\1")))
-    for offset, size in live:
-        free.give_back(offset, size)
-    assert free.largest == nbytes
 
 
 def slabs_on_the_host(monkeypatch: pytest.MonkeyPatch, broken: str) -> Callable[[Any], Any]:
@@ -153,13 +125,11 @@ def push_to_all(exchange: Any, devices: int) -> None:
     count = 1003
     with SymmetricMemory(exchange, 1 << 20, device) as memory:
         assert not Array(memory.pointer, (1 << 20,), "uint8", device).numpy().any()
-        unused = memory.allocate(100)
-        slots = memory.array((size, count), "float32", label="slots")
-        flags = memory.array(size, "uint32", label="flags")
+        at, behind = 256, 256 + -(-size * count * 4 // 256) * 256
+        slots = Array(memory.pointer + at, (size, count), "float32", device)
+        flags = Array(memory.pointer + behind, (size,), "uint32", device)
         slots.fill_bytes(255)
         flags.fill_bytes(0)
-        assert [a.owner.offset for a in (slots, flags)] == [256, 256 + -(-size * count * 4 // 256) * 256]
-        assert slots.pointer == slots.owner.pointers[rank] == memory.pointers[rank] + slots.owner.offset
         np.testing.assert_array_equal(memory.peer_pointers.numpy(), np.array(memory.pointers, np.uint64))
         cuda.synchronize(device)
         exchange.barrier()
@@ -168,8 +138,8 @@ def push_to_all(exchange: Any, devices: int) -> None:
             values = Array.from_numpy(np.arange(count, dtype=np.float32) + 1000 * rank + epoch, device)
             cuda.synchronize(device)
             kernel(
-                stream, size, 256, memory.peer_pointers.pointer, slots.owner.offset, values.pointer, count,
-                rank, size, flags.owner.offset, epoch,
+                stream, size, 256, memory.peer_pointers.pointer, at, values.pointer, count,
+                rank, size, behind, epoch,
             )  # fmt: skip
             cuda.streams.synchronize(stream, device)
             exchange.barrier()
@@ -177,8 +147,6 @@ def push_to_all(exchange: Any, devices: int) -> None:
             np.testing.assert_array_equal(slots.numpy(stream), expected)
             np.testing.assert_array_equal(flags.numpy(stream), np.full(size, epoch))
             exchange.barrier()
-        memory.free(unused)
-        assert memory.allocate(200).offset == 0
         assert memory.offset_of(slots.pointer, slots.nbytes) == 256
         assert memory.offset_of(memory.pointer + (1 << 20) - 1, 2) is None
         assert memory.offset_of(memory.pointer - 1, 1) is None
@@ -201,16 +169,6 @@ def misuse(exchange: Any, devices: int) -> None:
     with pytest.raises((PeerMemoryError, OutOfMemory), match="out of memory"):
         SymmetricMemory(exchange, 1 << 50 if rank == size - 1 else 1 << 20, device)
     memory = SymmetricMemory(exchange, 4096, device)
-    with pytest.raises(InvalidArgument, match=r"one size on all ranks, got \[100, "):
-        memory.allocate(100 + rank)
-    one, two = memory.allocate(1024, label="one"), memory.allocate(1024, label="two")
-    with pytest.raises(OutOfMemory, match=r"asked for 4,096 by more, 2,048 free in one piece; held: 1,024 by"):
-        memory.allocate(4000, label="more")
-    with pytest.raises(InvalidArgument, match="one live allocation on all ranks"):
-        memory.free(one if rank else two)
-    memory.free(one)
-    with pytest.raises(InvalidArgument, match="one live allocation"):
-        memory.free(one)
     peers = [mapping.pointer for mapping in memory._mappings]
     memory.close()
     memory.close()

@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from typing import Any
 
 from kos.comm.backend import Backend, Probe
-from kos.comm.gpu.backend import DeviceBackend, follow, is_captured
+from kos.comm.gpu.backend import DeviceBackend, is_captured
+from kos.comm.gpu.order import Order
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.tuning import Table, merged
 from kos.comm.work import Idle, Work
 from kos.cuda import driver
-from kos.cuda.streams import Event
 from kos.dtypes import DTYPES, DType
 from kos.errors import KosError
 
@@ -51,9 +51,8 @@ class AutoBackend(Backend):
         for gpu in self.gpus:
             gpu.cache = self.cache
             gpu.join(self.gpus)
-        # The last part to queue something, and on which streams.
-        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()
-        self._order = None if self._only is not None else Event(self.device)
+        self._order = Order()
+        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()  # who queues where without asking again
         self._by_host = Route(host)
 
     @classmethod
@@ -143,10 +142,10 @@ class AutoBackend(Backend):
         if (part is self.host or self.host.broken is not None) and self.broken is not None:
             self.refuse(call)
         if part is not self.host:
-            stream = part.side if call.route.overlap else call.stream  # type: ignore[union-attr]
-            former, last = self._turn
-            if part is not former or stream not in last:
-                self._take_turn(part, (stream,))
+            overlap = call.route.overlap  # type: ignore[union-attr]
+            stream, (former, last) = part.side if overlap else call.stream, self._turn
+            if (part is not former or stream not in last) and self._only is None:
+                self._take_turn(part, (call,), overlap)
         work: Work[Any] | None = part.start(call)
         return work
 
@@ -155,16 +154,16 @@ class AutoBackend(Backend):
         for gpu in self.gpus:
             gpu.confirm(o)
 
-    def _take_turn(self, part: DeviceBackend, streams: Collection[int]) -> None:
+    def _take_turn(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
         """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
         might begin with another.  Of its own calls, on whatever streams, each lets one follow the other; a batch is
         in what order it likes."""
-        if self._order is not None:
-            (former, last), self._turn = self._turn, (part, streams)
-            if former is not part:
-                with driver.on_device(self.device):
-                    for stream, before in itertools.product(streams, last):
-                        follow(stream, before, self._order)
+        keepers = {part.side: part._side} if overlap else {call.stream: call.queue for call in calls}
+        with driver.on_device(self.device):
+            for stream, keeper in keepers.items():
+                part.streams.hold(stream, keeper)
+            again = self._order.enter(part, keepers, part.streams)
+        self._turn = part, keepers if again else ()
 
     def queued(self, call: Call) -> Work[Any] | None:
         part: Backend = _part(call)
@@ -182,19 +181,17 @@ class AutoBackend(Backend):
             mine = list(several)
             if part is self.host:
                 self._compare(mine[0])
-            else:
-                self._take_turn(part, dict.fromkeys(part.side if overlap else call.stream for call in mine))
+            elif self._only is None:
+                self._take_turn(part, mine, overlap)
             works.update(zip(map(id, mine), part.start_all(mine, overlap), strict=True))
         return [works[id(call)] for call in calls]
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        former, last = self._turn
-        for gpu in self.gpus if until is None else (former,):  # which looks at what all have found
+        last, _ = self._turn  # first: a wait for what it has queued names that
+        for gpu in sorted(self.gpus, key=lambda gpu: gpu is not last) if until is None else (last,):
             gpu.synchronize(timeout, stream, until)
-        if until is None:  # streams that hold nothing any more may be gone
-            self._turn = former, [each for each in last if stream not in (None, each)]
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
         return self._ordered.allocate(shape, dtype)

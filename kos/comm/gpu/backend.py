@@ -19,14 +19,16 @@ import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from kos.comm import watchdog
 from kos.comm.arguments import check_timeout
 from kos.comm.backend import Backend
+from kos.comm.failures import again
+from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import Calls, open_segment
+from kos.comm.host.shared import LEFT, Calls, open_segment
 from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
@@ -38,7 +40,7 @@ from kos.cuda import create_stream, driver, streams
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import LEGACY, Event
+from kos.cuda.streams import Event, capture_of, is_over
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -48,6 +50,8 @@ from kos.errors import (
     KosError,
     RankLost,
 )
+from kos.memory.array import Array
+from kos.memory.libraries import immutable
 
 Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
@@ -103,29 +107,29 @@ class DeviceBackend(Backend):
         elif self.size > 1:
             segment, self.shared_memory = open_segment(rendezvous)
             if segment is not None:
-                self._calls = Calls(segment)
+                self._calls = Calls(segment, self.ledger)
                 at_exit(self)
         self.device = device_of(rendezvous).index if device is None else device
         self._known: dict[tuple[Any, ...], Route] = {}
         self._last: Call | None = None
-        self._streams: dict[int, Any] = {}  # with work that the host has not waited for, by handle
+        self.streams = Streams(self.device)
         self._announced: Call | None = None  # the last collective
         self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
         self._compare_at = _UNCONFIRMED
-        self._flying: deque[list[DeviceWork]] = deque()  # on our own stream: their arrays must live
+        self._flying: deque[list[DeviceWork]] = deque()  # whose arrays must live until the GPU is done with them
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
         self._free_marks = [_Mark(self.device) for _ in range(self.marks)]
         self._marks: deque[_Mark] = deque()  # of what is in flight
         self._captures = False  # whether the last call that asked was captured
         self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it saw it first
-        self._gone: str | None = None  # why a rank will do nothing more, as far as the watchdog knows
+        self._gone: KosError | None = None  # why a rank will do nothing more, as far as the watchdog knows
         self._look_at = 0.0  # when it looks for such ranks again
         self._closing = False
 
     def join(self, others: Sequence[DeviceBackend]) -> None:
         """Carry one communicator's operations together with ``others`` of this GPU."""
-        self.together, self.failing = others, others[0].failing
+        self.together, self.failing, self.streams = others, others[0].failing, others[0].streams
         if self._side is None and len(others) > 1:
             side = create_stream(self.device, urgent=True)
             for each in others:
@@ -198,8 +202,10 @@ class DeviceBackend(Backend):
             if recv is not None and recv.stream != first.stream:
                 raise InvalidArgument("out: expected an array of the stream of x, got another's: say stream=")
             call.stream, call.queue = first.stream, first.queue
+        elif stream is None:
+            call.stream, call.queue = 0, None
         else:
-            call.stream, call.queue = 0 if stream is None else streams.handle(stream), stream
+            call.stream, call.queue = streams.handle(stream), streams.keeper(stream)
         if message is not NO_MESSAGE and (tag := message.tag or message.recv_tag):
             raise InvalidArgument(f"tag: expected 0 ({self.name} matches messages by their order), got {tag}")
         key = (
@@ -237,15 +243,36 @@ class DeviceBackend(Backend):
                     self._confirm()
             if route.overlap:  # type: ignore[union-attr]
                 return self._start_beside((call,))[0]
+            keeper, held = call.queue, self.streams
+            if held.keepers.get(stream, self) is not keeper:
+                held.hold(stream, keeper)
             if self._free_marks:
                 self._queue_marked((call,), stream)
             else:
                 route.launch(stream)  # type: ignore[union-attr,misc]
+            if type(keeper) is int:
+                self._note_ends((call,))
         except Exception as error:
             self._give_up(call, error)
         self._last = call
-        self._streams[stream] = call.queue
         return None
+
+    def _note_ends(self, calls: Sequence[Call]) -> None:
+        """Record where calls end whose streams nothing keeps; hold arrays that are not freed in stream order."""
+        for each in calls:
+            self.streams.mark(each.stream)
+            send = each.operation.send
+            if send is None or type(send.array) is Array or not immutable(send.array):
+                continue
+            if not is_captured(each.stream):
+                event = _Event(self._events)
+                call(cu.cuEventRecord, event.handle, each.stream)
+                self._flying.append([DeviceWork(each, self, event)])
+                self._let_landed_go()
+
+    def _let_landed_go(self) -> None:
+        while self._flying and self._flying[0][-1].over():
+            self._flying.popleft()
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
         self.check_fit(calls[0].name)
@@ -260,14 +287,16 @@ class DeviceBackend(Backend):
             self.check(first)
             if overlap:
                 return self._start_beside(calls)
+            for each in calls:
+                self.streams.hold(each.stream, each.queue)
             if self._free_marks and all(each.stream == first.stream for each in calls):
                 self._queue_marked(calls, first.stream)
             else:
                 self.queue(calls, None)
+            self._note_ends(calls)
         except Exception as error:
             self._give_up(first, error)
         self._last = calls[-1]
-        self._streams.update((each.stream, each.queue) for each in calls)
         return [DeviceWork(each, self) for each in calls]
 
     def queued(self, call: Call) -> Work[Any]:
@@ -304,8 +333,9 @@ class DeviceBackend(Backend):
         first, last = calls[0], calls[-1]
         streams = (first.stream,) if first is last else {each.stream for each in calls}
         captured = any(map(is_captured, streams))
-        while not captured and self._flying and self._flying[0][-1].over():
-            self._flying.popleft()
+        if not captured:
+            self._let_landed_go()
+        self.streams.hold(side, self._side)
         with driver.on_device(self.device):
             event = _Event(self._events)
             for stream in streams:
@@ -326,7 +356,8 @@ class DeviceBackend(Backend):
 
     def check(self, o: Call) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
-        self._confirm()
+        for each in self.together:
+            each._confirm()
         for each in self.together:
             each.inspect(o)
 
@@ -367,17 +398,17 @@ class DeviceBackend(Backend):
             while not over():
                 self.check(o)
                 if self.broken is not None:  # the watchdog was first
-                    raise type(self.broken)(str(self.broken))
+                    raise again(self.broken)
                 if self._calls is not None and time.monotonic() > look_at:
                     if killed is not None:  # before it died it began all that this rank has, but it has not ended
-                        raise RankLost(f"{o}: rank {killed} is gone: its process ended")
+                        raise self.ledger.lost(killed, "its process ended", o, None, 0.0)
                     look_at, killed = time.monotonic() + _DEAD_SECONDS, self._calls.killed()
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
             if self.broken is not None:
-                raise type(self.broken)(str(self.broken))
+                raise again(self.broken)
         except Exception as error:
             self._give_up(o, error)
 
@@ -389,23 +420,20 @@ class DeviceBackend(Backend):
         last = self._last or Call(Operation("synchronize", self.rank))
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
-        streams = set(self._streams) if stream is None else {stream}
-        if stream is None and self._flying:
-            streams.add(self.side)
-        for each in streams:
-            self.wait_on_host(last, lambda each=each: self.idle_stream(each), timeout or self.timeout)  # type: ignore[misc]
+        several = self.streams.keepers.copy() if stream is None else {stream: None}
+        for each, keeper in several.items():
+            self.wait_on_host(last, partial(self.is_idle, each, keeper), timeout or self.timeout)
         completed(last, time.time_ns())
-        for each in streams:
-            self._streams.pop(each, None)
+        for each in several:
+            self.streams.forget(each)
         if stream is None:
             self._flying.clear()
             self.trim()
 
-    def idle_stream(self, stream: int) -> bool:
-        """Whether everything queued on it has run."""
+    def is_idle(self, stream: int, keeper: Any) -> bool:
+        """Whether everything that was queued on the stream has run."""
         with driver.on_device(self.device):
-            (status,) = cu.cuStreamQuery(stream)
-        return _is_over("cuStreamQuery", status)
+            return self.streams.over(stream, keeper)
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
         """What ``function()`` returns: a call of a library that may wait for other ranks without a limit.
@@ -420,7 +448,7 @@ class DeviceBackend(Backend):
 
         def run() -> None:
             try:
-                with driver.on_device(self.device):
+                with driver.on_device(self.device), relaxed_capture():  # another thread may be capturing a graph
                     outcome.extend((function(), None))
             except BaseException as error:
                 outcome.extend((None, error))
@@ -461,7 +489,7 @@ class DeviceBackend(Backend):
                     self.inspect(latest)
                     self._look_at_deadlines(time.monotonic())
             except Exception as error:
-                self.failed(latest, type(error)(f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
+                self.failed(latest, again(error, f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
 
     def _look_for_the_lost(self, calls: Calls, latest: Call) -> None:
         """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
@@ -478,14 +506,14 @@ class DeviceBackend(Backend):
         self._look_at, known = now + _DEAD_SECONDS, self._gone
         try:
             killed = calls.killed()
-            self._gone = None if killed is None else f"rank {killed} is gone: its process ended"
+            self._gone = None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
             calls.raise_failure(sys.maxsize)
         except RankLost as error:
-            self._gone = str(error)
+            self._gone = error
         except KosError:  # of a collective that this rank has not come to
             pass
         if known is not None and self._gone is not None:
-            raise RankLost(f"{latest}: {self._gone}")
+            raise again(self._gone, f"{latest}: {self._gone}")
 
     def _look_at_deadlines(self, now: float) -> None:
         """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
@@ -505,14 +533,15 @@ class DeviceBackend(Backend):
         if self._seen[0] != o.sequence:
             self._seen = o.sequence, now
         elif timeout is not None and now - self._seen[1] > timeout and (absent := calls.missing(o)):
-            raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; ranks {absent} did not arrive")
+            words = f"{self.ledger.names(absent)} did not arrive"
+            raise self.ledger.overdue(absent, o, timeout, words)
 
     def _give_up(self, o: Call, error: Exception) -> NoReturn:
         raise self.failed(o, error)
 
     def missing(self, call: Call) -> str:
         if call.collective and self._calls is not None and (late := self._calls.missing(call)):
-            return f"ranks {late} did not arrive"
+            return f"{self.ledger.names(late)} did not arrive"
         return super().missing(call)
 
     def failed(self, call: Call, error: Exception) -> KosError:
@@ -520,13 +549,13 @@ class DeviceBackend(Backend):
         with self.failing:
             if self.broken is not None:
                 if not isinstance(error, KosError):  # a launch amid which the watchdog ended the communicator
-                    error = type(self.broken)(f"{call}: the communicator failed before: {self.broken}")
+                    error = again(self.broken, f"{call}: the communicator failed before: {self.broken}")
                 return super().failed(call, error)
             failure = super().failed(call, self._cause(call, error))
             record_failure(call, failure)
             self._report(call, failure)
             for each in self.together:
-                each.broken = each.broken or type(failure)(str(failure))
+                each.broken = each.broken or again(failure)
                 each.let_go()  # of all before any is ended: that may wait for the whole GPU
             for each in self.together:
                 each.halt()
@@ -544,24 +573,25 @@ class DeviceBackend(Backend):
             known.__context__ = None  # which says the same, less well
             return known.with_traceback(None)
         if isinstance(error, CollectiveTimeout) and (killed := calls.killed()) is not None:
-            return RankLost(f"{o}: rank {killed} is gone: its process ended")
+            return self.ledger.lost(killed, "its process ended", o, None, 0.0)
         return error
 
     def _report(self, o: Call, failure: KosError) -> None:
         """Have the other ranks of the host raise it, too."""
-        reported = failure
-        if self.lost(failure):  # no error of the others: this rank is of no more use to them
-            reported = RankLost(f"rank {self.rank} is gone: {failure}")
-        elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
-            reported = CollectiveError(f"rank {self.rank}: {failure}")
+        reported = self.ledger.shared(failure, self.lost(failure))
         if self._calls is not None:
             self._calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self._calls.begun)
 
     def part(self, reason: str) -> None:
         """Report to the other ranks that this one begins nothing more, and why."""
         if self._calls is not None and not self._shares:  # else the backend for host memory reports it
-            in_flight = self._streams or self._flying
-            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0 if in_flight else self._calls.begun)
+            in_flight = self.streams.keepers or self._flying
+            self._calls.fail(self._departure(reason), 0 if in_flight else self._calls.begun)
+            self._calls.leave(LEFT)
+
+    def _departure(self, reason: str) -> KosError:
+        assert self._calls is not None
+        return self.ledger.end(reason, self.ledger.cause(self.broken, self._calls.killed()))
 
     def unwatch(self) -> None:
         """The watchdog looks no more; waits for a look that has begun."""
@@ -580,8 +610,8 @@ class DeviceBackend(Backend):
     def leave(self, reason: str) -> None:
         """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
         self.unwatch()
-        if self._calls is not None and (self._streams or self._flying):
-            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), 0)
+        if self._calls is not None and (self.streams.keepers or self._flying):
+            self._calls.fail(self._departure(reason), 0)
 
     def close(self) -> None:
         self.unwatch()
@@ -613,9 +643,9 @@ class DeviceWork(Work[Any]):
     def over(self) -> bool:
         """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
         if self.event is None:
-            return self.backend.idle_stream(self.call.stream)
+            return self.backend.is_idle(self.call.stream, self.call.queue)
         (status,) = cu.cuEventQuery(self.event.handle)
-        return _is_over("cuEventQuery", status)
+        return is_over("cuEventQuery", status)
 
     def done(self) -> bool:
         self.backend.check_fit(self.call)
@@ -632,7 +662,7 @@ class DeviceWork(Work[Any]):
         if self.event is not None:
             with driver.on_device(backend.device):
                 call(cu.cuStreamWaitEvent, self.call.stream, self.event.handle, 0)
-        return recv.array if recv is not None else None
+        return recv.result if recv is not None else None
 
     def synchronize(self, timeout: float | None = None) -> Any:
         self.backend.check_fit(self.call)
@@ -686,17 +716,7 @@ class _Mark:
 
 def is_captured(stream: int) -> bool:
     """Whether what is queued on the stream goes into a graph."""
-    return stream != LEGACY and bool(int(call(cu.cuStreamIsCapturing, stream)))
-
-
-def follow(stream: int, last: int, event: Event) -> None:
-    """Let ``stream`` wait for what ``last`` holds now; 0 holds nothing.
-
-    What a graph captures and what it does not cannot wait for each other.
-    """
-    if last not in (0, stream) and is_captured(last) == is_captured(stream):
-        event.record(last)
-        event.hold(stream)
+    return capture_of(stream) != 0
 
 
 class Scratch:
@@ -712,11 +732,3 @@ class Scratch:
         if pointer:
             with driver.on_device(self._device):
                 call(cu.cuMemFree, pointer)
-
-
-def _is_over(name: str, status: Any) -> bool:
-    if status == cu.CUresult.CUDA_ERROR_NOT_READY:
-        return False
-    if status:
-        raise driver.error_of(name, status)
-    return True

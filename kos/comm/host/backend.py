@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kos.comm.backend import Backend, ends_group
-from kos.comm.host.shared import Calls, SharedCollectives, open_segment
-from kos.comm.operation import Call
+from kos.comm.host.shared import LEFT, Calls, SharedCollectives, open_segment
+from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
 from kos.comm.work import Engine, Idle, Steps
-from kos.errors import CollectiveError, CudaError, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 
 class HostBackend(Backend):
@@ -37,7 +37,7 @@ class HostBackend(Backend):
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
-            self._calls = Calls(self._segment)
+            self._calls = Calls(self._segment, self.ledger)
             self.crowded = self._segment.size > (os.cpu_count() or 1)
             self.one_host = self._segment.size == self.size
             if self.one_host:
@@ -71,15 +71,45 @@ class HostBackend(Backend):
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
 
+    def late(self, o: Call) -> tuple[list[int], str | None]:
+        """The ranks that ``o`` waits for, as far as known, and the words for how they are late."""
+        if not o.collective:
+            return self.late_in_message(o.operation.message)
+        if self._calls is not None and (late := self._calls.missing(o)):
+            return late, f"{self.ledger.names(late)} did not arrive"
+        if self._shared is not None and (late := self._shared.behind()):
+            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
+        late = self.awaited(o)
+        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+
+    def late_in_message(self, o: Message) -> tuple[list[int], str]:
+        """Likewise of a message: its source, its destination or both."""
+        src, dst = ([] if rank is None else [rank] for rank in (o.src, o.dst))
+        if src and dst:
+            src = [rank for rank in src if self.in_flight(rank, o.recv_tag, receives=True)]
+            dst = [rank for rank in dst if self.in_flight(rank, o.tag, receives=False)]
+        world = self.ledger.names
+        words = [f"{world(src, False)} sent nothing with tag {o.recv_tag}"] if src or not dst else []
+        words += [f"{world(dst, False)} did not receive"] if dst else []
+        return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message of that tag from or to that rank is under way or waited for."""
+        return True
+
     def missing(self, call: Call) -> str:
-        if not call.collective:
-            return super().missing(call)
-        if self._calls is not None and (late := self._calls.missing(call)):
-            return f"ranks {late} did not arrive"
-        if self._shared is not None and (behind := self._shared.behind()):
-            return f"every rank arrived, ranks {behind} went no further"
-        awaited = self.awaited(call)
-        return f"still waiting for ranks {awaited}" if awaited else super().missing(call)
+        return self.late(call)[1] or super().missing(call)
+
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+        late, words = self.late(call)
+        if not late:
+            return super().timed_out(call, seconds)
+        return self.ledger.overdue(late, call, seconds, words)
+
+    def report(self, call: Call | None) -> None:
+        """Show the ranks of this host for whom this one waits, or that it does so no longer."""
+        late = None if call is None else self.late(call)[0]
+        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
 
     def awaited(self, call: Call) -> list[int]:
         """Peers of the transport's messages in flight for a collective."""
@@ -87,7 +117,10 @@ class HostBackend(Backend):
 
     def failed(self, call: Call, error: Exception) -> KosError:
         if not ends_group(call, error):
-            return super().failed(call, error)
+            failure = super().failed(call, error)
+            if isinstance(failure, RankLost | CollectiveTimeout):
+                self.ledger.board.post_failure(failure)
+            return failure
         if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
                 self._calls.check(call)
@@ -95,16 +128,12 @@ class HostBackend(Backend):
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
         failure = super().failed(call, error)
         sequence = call.sequence if call.collective else self.begun
-        told = failure
-        if self.lost(failure):  # no error of the others: this rank is of no more use to them
-            told = RankLost(f"rank {self.rank} is gone: {failure}")
-        elif isinstance(failure, CudaError):  # of this rank's device, which the others must not take for theirs
-            told = CollectiveError(f"rank {self.rank}: {failure}")
+        shared = self.ledger.shared(failure, self.lost(failure))
         if self._calls is not None:
-            self._calls.fail(told, sequence)
+            self._calls.fail(shared, sequence)
         if self._told is None or sequence < self._told:  # of an earlier one others may wait that heard of the later
             self._told = sequence
-            self.tell(told, sequence)
+            self.tell(shared, sequence)
         return failure
 
     def lost(self, error: KosError) -> bool:
@@ -122,7 +151,12 @@ class HostBackend(Backend):
     def part(self, reason: str) -> None:
         """Have the other ranks hear that this one begins nothing more, and why."""
         if self._calls is not None:
-            self._calls.fail(RankLost(f"rank {self.rank} is gone: {reason}"), self.stops_at())
+            self._calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
+            self._calls.leave(LEFT)
+
+    def cause(self) -> KosError | None:
+        """What this rank failed of before it leaves; in this group or else in any."""
+        return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
 
     def stops_at(self) -> int:
         """The first collective that this rank does not complete if it goes now."""
@@ -131,7 +165,7 @@ class HostBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self.part(reason)
-        self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
+        self.broken, self._told = self.broken or CollectiveError(reason), -1  # what is given up next is not reported
         self._leave()
 
     def close(self) -> None:
@@ -169,7 +203,6 @@ def closed(backend: Leaving) -> None:
 
 
 def _part() -> None:
-    """The process of a rank ends: whoever waits for it in what it left open hears, and of whom it may have lost."""
+    """The process of a rank ends: the ranks that wait for it hear why, in whatever group it left open."""
     for backend in list(_open):
-        killed = backend._calls.killed() if backend._calls is not None else None
-        backend.part("its process ended" if killed is None else f"its process ended, after that of rank {killed}")
+        backend.part("its process ended")

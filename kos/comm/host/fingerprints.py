@@ -13,9 +13,6 @@ import numpy as np
 
 from kos.comm.operation import Call
 from kos.dtypes import DTYPES
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
-
-_FAILURES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost)}
 
 TEXTS, TEXT_BYTES = 256, 1024
 """Descriptions of calls kept per rank, and bytes of each."""
@@ -29,11 +26,6 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
     return _DTYPES[code % len(_DTYPES)]
 
 
-def failure_of(kind: str, text: str) -> KosError:
-    """What a collective failed of, as another rank tells it; all that has no class of its own is a CollectiveError."""
-    return _FAILURES.get(kind, CollectiveError)(text)
-
-
 class Fingerprints:
     """Of one rank's calls, each kind of which is looked into once."""
 
@@ -43,12 +35,13 @@ class Fingerprints:
 
     def mark(self, call: Call) -> int:
         """The fingerprint of ``call``, which it keeps."""
-        o, route = call.operation, call.route
-        buffer, reduction, counts = o.send or o.recv, o.reduction, o.send_counts or o.recv_counts
+        name, _, options, send, recv, reduction, root, _, send_counts, recv_counts = call.operation
+        _, algorithm, deterministic, _, _, purpose = options
+        buffer, route = send or recv, call.route
         key = (
-            o.name, buffer and buffer.shape, buffer and buffer.dtype, reduction and reduction.op, o.root,
-            o.options.algorithm, o.options.deterministic, o.options.purpose, route and (route.backend, route.kernel),
-            counts and (tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
+            name, buffer and buffer.shape, buffer and buffer.dtype, reduction and reduction.op, root,
+            algorithm, deterministic, purpose, route and route.backend, route and route.kernel,
+            (send_counts or recv_counts) and (tuple(send_counts or ()), tuple(recv_counts or ())),
         )  # fmt: skip
         call.mark = self._known.get(key) or self._learn(key, call)
         return call.mark

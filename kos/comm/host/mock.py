@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import Backend, Probe, drop, ends_group, take, wrong_message
-from kos.comm.operation import COLLECTIVE_TAGS, Call, mismatch
+from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.schedules.execute import Request
@@ -110,7 +110,7 @@ class MockBackend(Backend):
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
-                    group.fail(CollectiveMismatch, str(mismatch(call.group, (peer, *theirs), (rank, *mine))))
+                    group.fail(self.ledger.mismatch(call.group, (peer, *theirs), (rank, *mine)))
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
@@ -142,7 +142,7 @@ class MockBackend(Backend):
     def failed(self, call: Call, error: Exception) -> KosError:
         first, failure = self.broken is None, super().failed(call, error)
         if first and ends_group(call, error):
-            self._group.fail(type(failure), str(failure))
+            self._group.fail(failure)
         return failure
 
 

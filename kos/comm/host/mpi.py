@@ -12,6 +12,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,10 @@ from kos.comm.operation import AUTO, Call, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
 from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.mpi import wait_for_all
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DTYPES, DType, dtype_of
-from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 
@@ -56,7 +58,7 @@ class MPIBackend(HostBackend):
             news = rendezvous.news = rendezvous.news or News(self._MPI, self._dup(rendezvous))
         # All have them from here on: Open MPI 5.0.11 crashes by MPI_Comm_revoke of one that this rank still makes.
         name = rendezvous.allgather(os.urandom(8))[0].hex()
-        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name)
+        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name, self.ledger)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
 
@@ -72,24 +74,24 @@ class MPIBackend(HostBackend):
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
-        if not mpi_job.wait_request(request, rendezvous.timeout):
-            raise CollectiveTimeout(f"mpi: the ranks did not come together within {rendezvous.timeout:g} s")
+        wait = partial(mpi_job.wait_request, request, rendezvous.timeout)
+        wait_for_all(rendezvous, "duplicate", rendezvous.mpi_comm, wait)
         comm.Set_errhandler(self._MPI.ERRORS_RETURN)
         return comm
 
     def close(self) -> None:
         super().close()
         if not self._MPI.Is_finalized():
-            self._messages.tell("gone", self._begun, "it closed its communicator")
+            self._messages.tell_end(self._begun, "it closed its communicator", None)
             for comm in self._comms:
                 comm.Free()
 
     def part(self, reason: str) -> None:
         super().part(reason)
         with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
-            if self._messages.failure is not None:  # which this rank may have heard alone, in a message
-                self._messages.tell_failure(*self._messages.failure)
-            self._messages.tell("gone", self.stops_at(), reason)
+            if self.ledger.failure is not None:  # which this rank may have heard alone, in a message
+                self._messages.tell_failure(*self.ledger.failure)
+            self._messages.tell_end(self.stops_at(), reason, self.cause())
 
     def abort(self, reason: str) -> None:
         super().abort((UNSENT if self._messages.sending() else "") + reason)
@@ -116,7 +118,7 @@ class MPIBackend(HostBackend):
                 here()
             if time.monotonic() >= messages.look_at:
                 messages.hear()
-            messages.check(call)
+            self.ledger.check(call.sequence, call)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
@@ -173,6 +175,9 @@ class MPIBackend(HostBackend):
             yield
         del self._requests[call.sequence]
 
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        return self._messages.in_flight(rank, tag, receives)
+
     def awaited(self, call: Call) -> list[int]:
         return self._messages.awaited(self._tag(call))
 
@@ -185,7 +190,8 @@ class MPIBackend(HostBackend):
             late = time.monotonic() > deadline
             yield from ((rank, "its process failed") for rank in mpi_job.failed_ranks(self._comm))
             self._messages.hear()  # who shrinks has learned before this rank of another that failed
-            yield from ((rank, why) for rank, (_, why) in self._messages.gone.items() if late or why != SHRINKS)
+            departed = self.ledger.departed.items()
+            yield from ((rank, why) for rank, (_, why, _) in departed if late or why != SHRINKS)
             time.sleep(0.001)
 
     def failed(self, call: Call, error: Exception) -> KosError:
@@ -200,7 +206,11 @@ class MPIBackend(HostBackend):
                 mpi_job.fault_tolerant() and any(self.gone())  # midway in a collective Open MPI says ERR_OTHER
             ):
                 rank, why = next(self.gone(), (None, ""))
-                named = RankLost(f"{call}: {error if rank is None else f'rank {rank} is gone: {why}'}")
+                if rank is None and (suspects := self.ledger.suspects()):
+                    rank, why = suspects[0], "its process ended"
+                named = RankLost(f"{call}: {error}")
+                if rank is not None:
+                    named = self.ledger.lost(rank, why, call)
             named.__cause__ = error
             error = named
         if isinstance(error, RankLost):
@@ -208,7 +218,7 @@ class MPIBackend(HostBackend):
         return super().failed(call, error)
 
     def tell(self, failure: KosError, sequence: int) -> None:
-        self._messages.heed(sequence, failure)
+        self.ledger.record(sequence, failure)
         with contextlib.suppress(self._MPI.Exception):
             self._messages.tell_failure(sequence, failure)
 

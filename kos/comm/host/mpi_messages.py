@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import drop, take, wrong_message
-from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code, failure_of
+from kos.comm.failures import Ledger, again, from_record, to_record
+from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
 from kos.comm.host.shared.calls import LOOK_EVERY, Calls
-from kos.comm.operation import COLLECTIVE_TAGS, Call, mismatch
+from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous import mpi_job
 from kos.comm.schedules.execute import Request
 from kos.errors import CollectiveMismatch, KosError, RankLost
@@ -69,7 +70,9 @@ class Messages:
     of and that they are gone.  ``calls`` says that of the ranks of this host.
     """
 
-    def __init__(self, MPI: Any, comm: Any, calls: Calls | None, news: News | None, name: str) -> None:
+    def __init__(
+        self, MPI: Any, comm: Any, calls: Calls | None, news: News | None, name: str, ledger: Ledger
+    ) -> None:
         self._MPI, self._comm, self._calls, self._status = MPI, comm, calls, MPI.Status()
         self._news, self._name, self._any_tag = news, name, MPI.ANY_TAG
         if news is not None:
@@ -80,9 +83,8 @@ class Messages:
         self._posted: dict[tuple[int, int], deque[_Message]] = {}  # receives that nothing has met, by peer and tag
         self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # what nobody has asked for yet
         self.looks, self.look_at = 1, 0.0
-        self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
+        self.ledger = ledger
         self.calls: dict[tuple[int, int], bytes] = {}  # of a collective and a rank, where ranks do not agree
-        self.gone: dict[int, tuple[int, str]] = {}  # rank -> the first collective that it does not begin, and why
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         message = _Message(self, array, peer, tag)
@@ -121,13 +123,18 @@ class Messages:
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> _DTYPE_SHIFT))
             message.error = wrong_message(self._comm.rank, expected, peer, got)
 
-    def tell(self, kind: str, sequence: int, why: str) -> None:
+    def tell(self, kind: str, sequence: int, *what: Any) -> None:
         """Have all ranks hear it, when they wait or come to do so."""
         if self._news is not None and not self._MPI.Is_finalized():
-            self._news.tell(self._others, [self._name, self._comm.rank, kind, sequence, why[:_LAST_WORDS]])
+            self._news.tell(self._others, [self._name, self._comm.rank, kind, sequence, *what])
 
     def tell_failure(self, sequence: int, failure: KosError) -> None:
-        self.tell(type(failure).__name__, sequence, str(failure))
+        kind, text, ranks = to_record(failure)
+        self.tell("failed", sequence, kind, text[:_LAST_WORDS], ranks)
+
+    def tell_end(self, sequence: int, why: str, cause: KosError | None) -> None:
+        """This rank begins no collective from ``sequence`` on."""
+        self.tell("gone", sequence, why[:_LAST_WORDS], None if cause is None else to_record(cause))
 
     def hear(self) -> None:
         """Look for what other ranks told, after ``look_at``."""
@@ -135,47 +142,38 @@ class Messages:
         if self._news is not None:
             self._news.hear()
 
-    def read(self, peer: int, kind: str, sequence: int, why: str) -> None:
+    def read(self, peer: int, kind: str, sequence: int, *what: Any) -> None:
         """What another rank told."""
         if kind == "gone":
-            self.gone[peer] = sequence, why
+            why, cause = what
+            self.ledger.record_end(peer, sequence, why, None if cause is None else from_record(cause))
         elif kind == "call":
-            self.calls[sequence, peer] = why.encode()
+            self.calls[sequence, peer] = what[0].encode()
         else:
-            self.heed(sequence, failure_of(kind, why))
-
-    def heed(self, sequence: int, failure: KosError) -> None:
-        """A rank failed in that collective; the earliest counts."""
-        if self.failure is None or sequence < self.failure[0]:
-            self.failure = sequence, failure
+            self.ledger.record(sequence, from_record(what))
 
     def compare(self, o: Call, text: bytes) -> None:
         """Raise what differs between this call and that of another rank, if one with another is known."""
         for (sequence, peer), other in self.calls.items():
             mine, theirs = described(text, o.sequence), described(other, o.sequence)
             if sequence == o.sequence and theirs[1] != mine[1]:
-                raise mismatch(o.group, (self._comm.rank, *mine), (peer, *theirs))
-
-    def check(self, o: Call) -> None:
-        """Raise what was heard of that ``o`` cannot survive."""
-        if self.failure is not None and self.failure[0] <= o.sequence:
-            raise type(self.failure[1])(str(self.failure[1]))
-        for rank, (sequence, why) in self.gone.items():
-            if sequence <= o.sequence:
-                raise RankLost(f"{o}: rank {rank} is gone: {why}")
+                raise self.ledger.mismatch(o.group, (self._comm.rank, *mine), (peer, *theirs))
 
     def end_of(self, peer: int) -> KosError | None:
         """Why a message to or from that rank is waited for in vain, if it is: the group failed, or the rank is gone."""
-        if self.failure is not None:
-            return type(self.failure[1])(str(self.failure[1]))
-        why, calls = self.gone.get(peer, (0, None))[1], self._calls
+        ledger, calls = self.ledger, self._calls
+        if ledger.failure is not None:
+            return again(ledger.failure[1])
+        _, why, cause = ledger.departed.get(peer, (0, None, None))
         if calls is not None and peer in calls.segment.ranks:
             try:
                 calls.raise_failure(sys.maxsize)
             except KosError as error:
                 return error
-            why = why or calls.departed(calls.segment.ranks.index(peer))
-        return None if why is None else RankLost(f"rank {peer} is gone: {why}")
+            end = calls.departed(calls.segment.ranks.index(peer))
+            if why is None and end is not None:
+                return ledger.lost(peer, end[0], None, None, end[1])
+        return None if why is None else ledger.lost(peer, why, None, cause)
 
     def check_sender(self, peer: int) -> None:
         """Raise if what came may have changed on its way: a send given up is still MPI's, its memory is not."""
@@ -187,6 +185,11 @@ class Messages:
     def sending(self) -> bool:
         """Whether MPI still has a message of this rank's."""
         return any(not each.receives and not mpi_job.is_over(each.request) for each in self.flying)
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message of that tag from or to that rank is under way or waited for."""
+        flying = any((m.peer, m.tag, m.receives) == (rank, tag, receives) for m in self.flying)
+        return flying or (receives and (rank, tag) in self._posted)
 
     def awaited(self, tag: int) -> list[int]:
         """Peers of the messages in flight with that tag."""

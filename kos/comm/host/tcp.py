@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import Probe
+from kos.comm.failures import again
 from kos.comm.host.backend import HostBackend
 from kos.comm.host.fingerprints import Fingerprints, described
-from kos.comm.host.tcp_messages import BYE, CALL, FAILED, LEFT, Peer
-from kos.comm.operation import COLLECTIVE_TAGS, Call, mismatch
+from kos.comm.host.tcp_messages import BYE, CALL, FAILED, LAST_WORDS, LEFT, Peer, to_bytes
+from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle
@@ -30,7 +31,6 @@ Array = np.ndarray[Any, Any]
 
 _RECENT = 1024  # collectives of which a rank knows what it called
 _PATIENCE = 0.05  # seconds of waiting in a collective before a rank tells what it called
-_LAST_WORDS = 1000  # characters
 _NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
 _FAREWELL_SECONDS = 0.2  # for what was begun, and last words behind it, when a rank leaves
 
@@ -62,17 +62,16 @@ class TCPBackend(HostBackend):
     def close(self) -> None:
         super().close()
         self._poller.progress()  # who waits because it called something else has told
-        self._mesh.leave(BYE, "")
-        if self._mesh.disputed and self._mesh.failure is not None:  # of calls that were over here when it was found
-            error = self._mesh.failure[1]
-            raise type(error)(str(error))
+        self._mesh.leave(BYE, "it closed its communicator", None)
+        if self._mesh.disputed and self.ledger.failure is not None:  # of calls that were over here when it was found
+            raise again(self.ledger.failure[1])
 
     def part(self, reason: str) -> None:
         super().part(reason)
-        self._mesh.leave(BYE, reason)
+        self._mesh.leave(BYE, reason, self.cause())
 
     def abort(self, reason: str) -> None:
-        self._mesh.leave(LEFT, str(self.broken or reason))  # whose fault it was, if another rank's
+        self._mesh.leave(LEFT, str(self.broken or reason), self.cause())
         super().abort(reason)
 
     def _tag(self, call: Call) -> int:
@@ -92,8 +91,8 @@ class TCPBackend(HostBackend):
                 tell_at = math.inf
                 for rank in mesh.peers:
                     mesh.describe(rank, tag)
-            if mesh.failure is not None:
-                mesh.check(tag)
+            if mesh.ledger.failure is not None:
+                mesh.ledger.check(call.sequence)
             return here is None or here()
 
         return go_on
@@ -101,6 +100,9 @@ class TCPBackend(HostBackend):
     def awaited(self, call: Call) -> list[int]:
         tag = self._tag(call)
         return sorted(rank for rank, peer in self._mesh.peers.items() if peer.awaits(tag))
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        return self._mesh.peers[rank].in_flight(tag, receives)
 
     def tell(self, failure: KosError, sequence: int) -> None:
         self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)
@@ -118,7 +120,7 @@ class Poller:
         self._peers[peer.sock.fileno()] = peer
         self._epoll.register(peer.sock, select.EPOLLIN)
 
-    def want_room(self, peer: Peer, wanted: bool) -> None:
+    def want_write(self, peer: Peer, wanted: bool) -> None:
         self._epoll.modify(peer.sock, select.EPOLLIN | (select.EPOLLOUT if wanted else 0))
 
     def remove(self, peer: Peer) -> None:
@@ -143,9 +145,8 @@ class Mesh:
     """The transport: the connections of one group, and what ranks say on them of its collectives, by their tags."""
 
     def __init__(self, rendezvous: Rendezvous, poller: Poller) -> None:
-        self.rank, self.poller = rendezvous.rank, poller
-        self.lost: str | None = None  # the first rank that left without a goodbye
-        self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
+        self.rank, self.poller, self.ledger = rendezvous.rank, poller, rendezvous.ledger
+        self.lost: Peer | None = None  # the first rank that left without a goodbye
         self.disputed = False  # another rank's call differs from this one's: one of the two will say how
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's last: fingerprint and description
         self._heard: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, where it has called nothing yet
@@ -196,7 +197,7 @@ class Mesh:
         elif mine:
             sequence = tag - COLLECTIVE_TAGS
             calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
-            self.fail(tag, mismatch(self._group, *calls))
+            self.fail(tag, self.ledger.mismatch(self._group, *calls))
         elif len(self._heard) < _RECENT:
             heard = self._heard.setdefault(tag, {})
             if text or rank not in heard:
@@ -204,30 +205,19 @@ class Mesh:
 
     def fail(self, tag: int, failure: KosError) -> None:
         """Have all ranks that are or come to be in that collective, or a later one, raise the same error."""
-        self.heed(tag, failure)
-        words = json.dumps([type(failure).__name__, str(failure)[:_LAST_WORDS]]).encode()
+        self.ledger.record(tag - COLLECTIVE_TAGS, failure)
+        data = to_bytes(failure)
         for peer in self.peers.values():
-            peer.say(FAILED, tag, words)
+            peer.say(FAILED, tag, data)
 
-    def heed(self, tag: int, failure: KosError) -> None:
-        """A rank failed in the collective of that tag; the earliest counts."""
-        if self.failure is None or tag < self.failure[0]:
-            self.failure = tag, failure
-
-    def check(self, tag: int) -> None:
-        """Raise what a rank failed of, if that concerns what has this tag: a later collective, or any message."""
-        if self.failure is not None:
-            failed, error = self.failure
-            if tag < COLLECTIVE_TAGS or tag >= failed:
-                raise type(error)(str(error))
-
-    def leave(self, kind: int, why: str) -> None:
+    def leave(self, kind: int, why: str, cause: KosError | None) -> None:
         """Close all connections, after a last word for whose way there is a moment."""
-        self._linger(lambda: self.disputed and self.failure is None)
-        if self.failure is not None:  # which this rank may have heard alone, in a message
-            self.fail(*self.failure)
+        self._linger(lambda: self.disputed and self.ledger.failure is None)
+        if (failure := self.ledger.failure) is not None:  # which this rank may have heard alone, in a message
+            self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
+        words = json.dumps([why[:LAST_WORDS], None if cause is None else json.loads(to_bytes(cause))]).encode()
         for peer in self.peers.values():
-            peer.say(kind, 0, json.dumps(why[:_LAST_WORDS]).encode())
+            peer.say(kind, 0, words)
         self._linger(lambda: any(peer.busy for peer in self.peers.values()))
         for peer in self.peers.values():
             peer.hang_up()

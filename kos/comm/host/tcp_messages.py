@@ -1,9 +1,10 @@
 """Messages of the tcp backend: one authenticated connection between every two ranks of a group.
 
-Short messages are sent at once and, if nobody has asked for them yet, kept by the receiver: more than
-``WINDOW_BYTES`` of them are never on their way or kept.  Those beyond and long ones are announced, and travel when
-the receiver grants them room, straight into its memory; it says then which short ones are gone.  So no order of
-sends and receives can block a connection, and no sender can fill a receiver's memory.
+Short messages are eager: they are sent at once and, if no receive is posted yet, kept by the receiver.  A sender
+has ``CREDIT_BYTES`` of credits for them.  Long messages, and short ones beyond the credits, take the rendezvous
+protocol: the sender announces them (RTS), and sends the data when the receiver says so (CTS), straight into its
+memory.  A CTS also returns credits.  So no order of sends and receives can block a connection, and no sender can
+fill a receiver's memory.
 
 With a message goes what it belongs to: its dtype, or the fingerprint of the collective where ranks do not compare
 their calls in shared memory.
@@ -22,20 +23,22 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from kos.comm.backend import drop, take, wrong_message
-from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code, failure_of
+from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
+from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.wire import Waiting, fill
-from kos.errors import KosError, RankLost, RendezvousError
+from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
 
-EAGER_BYTES = 256 << 10  # longest message sent without being asked for: a segment of a schedule
-WINDOW_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
+EAGER_BYTES = 256 << 10  # the longest eager message: a segment of a schedule
+CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
 KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
 WORDS_BYTES = 20_000  # of what ranks say about the group, at most
+LAST_WORDS = 1000  # characters of a reason or an error
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
-SHORT, ASK, GRANT, REFUSE, LONG, CALL, FAILED, LEFT, BYE = range(1, 10)
+EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, LEFT, BYE = range(1, 10)
 
 
 class Poller(Protocol):
@@ -43,7 +46,7 @@ class Poller(Protocol):
 
     def progress(self) -> None: ...
 
-    def want_room(self, peer: Peer, wanted: bool) -> None: ...
+    def want_write(self, peer: Peer, wanted: bool) -> None: ...
 
     def remove(self, peer: Peer) -> None: ...
 
@@ -52,20 +55,15 @@ class Mesh(Protocol):
     """The connections of a group, of which a ``Peer`` is one."""
 
     rank: int
-    lost: str | None
-    failure: tuple[int, KosError] | None
+    lost: Peer | None
+    ledger: Ledger
 
     @property
     def poller(self) -> Poller: ...
 
     def called(self, tag: int) -> tuple[int, bytes]: ...
 
-    def check(self, tag: int) -> None: ...
-
     def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None: ...
-
-    def heed(self, tag: int, failure: KosError) -> None: ...
-
 
 class _Message:
     """A message in flight, of one or the other end."""
@@ -90,7 +88,7 @@ class _Message:
 
 
 class _Arrival(NamedTuple):
-    """A message that came: its bytes, or the number of one that waits for room."""
+    """A message that came: its bytes, or the number of one that waits for a CTS."""
 
     nbytes: int
     call: int
@@ -116,7 +114,7 @@ class _Outgoing:
             self.views[0] = self.views[0][part:]
             if not self.views[0]:
                 del self.views[0]
-        if not self.views and self.message is not None and self.kind != ASK:
+        if not self.views and self.message is not None and self.kind != RTS:
             self.message.complete = True
         return used
 
@@ -126,16 +124,18 @@ class Peer:
 
     def __init__(self, rank: int, mesh: Mesh, sock: socket.socket) -> None:
         self.rank, self.mesh, self.sock = rank, mesh, sock
-        self.gone: str | None = None
+        self.gone: str | None = None  # why it is
+        self._cause: KosError | None = None  # what it failed of before
+        self._cause_window: float | None = ABRUPT_SECONDS  # of a failure that may be the cause
         self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
         self._arrived: dict[int, deque[_Arrival]] = {}  # what nobody has asked for yet, by tag
         self._outgoing: deque[_Outgoing] = deque()
-        self._asked: dict[int, _Message] = {}  # sends that wait for room, by number
-        self._granted: dict[int, _Message] = {}  # receives of those on their way, by number; 0: of a short one
-        self._window = WINDOW_BYTES  # of which so much is left to send
-        self._taken = 0  # of what came in the peer's window and is gone, but the peer does not know yet
+        self._announced: dict[int, _Message] = {}  # sends that wait for a CTS, by number
+        self._landing: dict[int, _Message] = {}  # receives of those on their way, by number; 0: of a short one
+        self._credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
+        self._freed = 0  # credits to be returned to the peer
         self._count = 0
-        self._wants_room = False
+        self._wants_write = False
         self._reader = self._read()
 
     def __del__(self) -> None:
@@ -143,25 +143,26 @@ class Peer:
 
     def check(self, tag: int) -> None:
         """Raise if what is not complete by now cannot become so."""
-        mesh = self.mesh
-        mesh.check(tag)
+        mesh, ledger = self.mesh, self.mesh.ledger
+        ledger.check(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
         # Who left because a later collective failed had done its part of this one, or those who wait for it will tell.
-        later = mesh.failure is not None and tag >= COLLECTIVE_TAGS
-        if (why := self.gone or (None if later else mesh.lost)) is not None:
-            mesh.check(0)
-            raise RankLost(why)
+        later = ledger.failure is not None and tag >= COLLECTIVE_TAGS
+        lost = self if self.gone is not None else None if later else mesh.lost
+        if lost is not None and lost.gone is not None:
+            ledger.check(None)
+            raise ledger.lost(lost.rank, lost.gone, None, lost._cause, lost._cause_window)
 
     def send(self, array: Array, tag: int) -> _Message:
         self.check(tag)
         message = _Message(self, tag, array)
         nbytes = len(message.view)
-        if nbytes <= EAGER_BYTES and nbytes + KEEPING_BYTES <= self._window:
-            self._window -= nbytes + KEEPING_BYTES
-            self._queue(SHORT, tag, 0, nbytes, message.call, message.view, message)
+        if nbytes <= EAGER_BYTES and nbytes + KEEPING_BYTES <= self._credits:
+            self._credits -= nbytes + KEEPING_BYTES
+            self._queue(EAGER, tag, 0, nbytes, message.call, message.view, message)
         else:
             self._count = self._count % 0xFFFFFFFF + 1
-            self._asked[self._count] = message
-            self._queue(ASK, tag, self._count, nbytes, message.call, None, message)
+            self._announced[self._count] = message
+            self._queue(RTS, tag, self._count, nbytes, message.call, None, message)
         return message
 
     def receive(self, array: Array, tag: int) -> _Message:
@@ -175,29 +176,35 @@ class Peer:
 
     def say(self, kind: int, tag: int, words: bytes, call: int = 0) -> None:
         """Queue a few words about the group, and send them if there is room."""
-        if self.gone is None:
-            self._queue(kind, tag, 0, len(words), call, memoryview(words))
+        self._queue(kind, tag, 0, len(words), call, memoryview(words))
+
+    def in_flight(self, tag: int, receives: bool) -> bool:
+        """Whether a message of that tag is still to be received, or sent."""
+        if receives:
+            return tag in self._posted or any(message.tag == tag for message in self._landing.values())
+        queued = (item.message for item in self._outgoing if item.message is not None)
+        return any(message.tag == tag for message in (*self._announced.values(), *queued))
 
     def awaits(self, tag: int) -> bool:
-        under_way = [*self._granted.values(), *self._asked.values()]
+        under_way = [*self._landing.values(), *self._announced.values()]
         return tag in self._posted or any(message.tag == tag for message in under_way)
 
     def forget(self, given_up: Callable[[_Message], bool]) -> None:
         """Nobody waits any more for these messages, and their memory is given back."""
         drop(self._posted, given_up)
-        self._asked = {number: message for number, message in self._asked.items() if not given_up(message)}
-        for message in self._granted.values():
+        self._announced = {number: message for number, message in self._announced.items() if not given_up(message)}
+        for message in self._landing.values():
             if given_up(message):
                 message.view = memoryview(bytearray(len(message.view)))
         for item in list(self._outgoing):
             if item.message is None or not given_up(item.message):
                 continue
-            if item.begun or item.kind == LONG:  # the other side counts on it
+            if item.begun or item.kind == DATA:  # the other side counts on it
                 item.views = [memoryview(bytes(view)) for view in item.views]
                 continue
             self._outgoing.remove(item)
-            if item.kind == SHORT:
-                self._window += len(item.message.view) + KEEPING_BYTES
+            if item.kind == EAGER:
+                self._credits += len(item.message.view) + KEEPING_BYTES
 
     def progress(self) -> None:
         """Read and send as much as goes without waiting."""
@@ -205,7 +212,7 @@ class Peer:
             next(self._reader)
             self._flush()
         except StopIteration as goodbye:
-            self._lose(goodbye.value or "it closed its communicator", orderly=True)
+            self._lose(goodbye.value, orderly=True)
         except OSError:
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
@@ -224,9 +231,9 @@ class Peer:
             self._lose("this rank closed the communicator", orderly=True)
 
     def _lose(self, why: str, orderly: bool = False) -> None:
-        self.gone = f"rank {self.rank} is gone: {why}"
+        self.gone = why
         if not orderly and self.mesh.lost is None:
-            self.mesh.lost = self.gone
+            self.mesh.lost = self
         self.mesh.poller.remove(self)
         self.sock.close()
 
@@ -234,7 +241,9 @@ class Peer:
         self, kind: int, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
         message: _Message | None = None,
     ) -> None:  # fmt: skip
-        """Send a header, and the ``data`` behind it, as soon as there is room."""
+        """Send a header, and the ``data`` behind it, as soon as there is room; to a rank that is gone, nothing."""
+        if self.gone is not None:
+            return
         header = memoryview(HEADER.pack(kind, tag, number, nbytes, call))
         self._outgoing.append(_Outgoing(kind, [header, data] if data else [header], message))
         if len(self._outgoing) == 1:
@@ -251,9 +260,9 @@ class Peer:
                 sent -= self._outgoing[0].advance(sent)
                 if not self._outgoing[0].views:
                     self._outgoing.popleft()
-        if self._wants_room != bool(self._outgoing):
-            self._wants_room = bool(self._outgoing)
-            self.mesh.poller.want_room(self, self._wants_room)
+        if self._wants_write != bool(self._outgoing):
+            self._wants_write = bool(self._outgoing)
+            self.mesh.poller.want_write(self, self._wants_write)
 
     def _read(self) -> Waiting[str]:
         """All that the peer sends, until it says goodbye; yields when there is nothing to read."""
@@ -261,28 +270,28 @@ class Peer:
         while True:
             yield from fill(self.sock, lambda: header)
             kind, tag, number, nbytes, call = HEADER.unpack(header)
-            if kind == SHORT and nbytes <= EAGER_BYTES:
+            if kind == EAGER and nbytes <= EAGER_BYTES:
                 posted = self._posted.get(tag)
                 if posted is not None and len(posted[0].view) == nbytes and posted[0].call == call:
-                    self._granted[0] = posted[0]
+                    self._landing[0] = posted[0]
                     take(self._posted, tag)
                     yield from self._land(0)
-                    self._taken += nbytes + KEEPING_BYTES
+                    self._freed += nbytes + KEEPING_BYTES
                 else:
                     kept = yield from self._words(nbytes)  # until the next: else its pages go back to the system
                     self._arrive(tag, _Arrival(nbytes, call, kept))
-            elif kind == ASK:
+            elif kind == RTS:
                 self._arrive(tag, _Arrival(nbytes, call, None, number))
-            elif kind == GRANT:
-                self._window += nbytes
-                if (message := self._asked.pop(number, None)) is not None:  # else nobody waits for it any more
-                    self._queue(LONG, tag, number, len(message.view), call, message.view, message)
+            elif kind == CTS:
+                self._credits += nbytes
+                if (message := self._announced.pop(number, None)) is not None:  # else nobody waits for it any more
+                    self._queue(DATA, tag, number, len(message.view), call, message.view, message)
             elif kind == REFUSE:
-                if (message := self._asked.pop(number, None)) is not None:
+                if (message := self._announced.pop(number, None)) is not None:
                     expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
                     got = len(message.view), message.dtype
                     message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
-            elif kind == LONG and number in self._granted and len(self._granted[number].view) == nbytes:
+            elif kind == DATA and number in self._landing and len(self._landing[number].view) == nbytes:
                 yield from self._land(number)
             elif kind in (CALL, FAILED, LEFT, BYE) and nbytes <= WORDS_BYTES:
                 data = bytes((yield from self._words(nbytes)))
@@ -290,18 +299,22 @@ class Peer:
                     self.mesh.compare(tag, self.rank, call, data)
                     continue
                 words = json.loads(data)
+                if kind == FAILED:
+                    self.mesh.ledger.record(tag - COLLECTIVE_TAGS, from_record(words))
+                    continue
+                why, cause = words
+                self._cause = None if cause is None else from_record(cause)
+                self._cause_window = 0.0 if kind == BYE and cause is None else None
                 if kind == BYE:
-                    return str(words)
-                if kind == LEFT:
-                    raise RendezvousError(words)
-                self.mesh.heed(tag, failure_of(words[0], words[1]))
+                    return str(why)
+                raise RendezvousError(why)
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
     def _land(self, number: int) -> Waiting[None]:
-        message = self._granted[number]
+        message = self._landing[number]
         yield from fill(self.sock, lambda: message.view)
-        del self._granted[number]
+        del self._landing[number]
         message.complete = True
 
     def _words(self, nbytes: int) -> Waiting[memoryview]:
@@ -329,12 +342,18 @@ class Peer:
             if fits:
                 message.view[:] = arrival.data
                 message.complete = True
-            self._taken += got + KEEPING_BYTES
+            self._freed += got + KEEPING_BYTES
         elif fits:
-            self._granted[arrival.number] = message
-            # Room is given back only with a grant: who does not wait for one may have closed, and what it has sent
-            # would be thrown away.
-            self._queue(GRANT, message.tag, arrival.number, self._taken, message.call)
-            self._taken = 0
+            self._landing[arrival.number] = message
+            # Credits are returned only with a CTS: a sender that does not wait for one may have closed, and TCP would
+            # throw away what it has sent.
+            self._queue(CTS, message.tag, arrival.number, self._freed, message.call)
+            self._freed = 0
         elif message.error is not None:
             self._queue(REFUSE, message.tag, arrival.number, expected, message.call)
+
+
+def to_bytes(failure: KosError) -> bytes:
+    """The record of a failure, short enough to be sent."""
+    kind, text, ranks = to_record(failure)
+    return json.dumps([kind, text[:LAST_WORDS], ranks]).encode()

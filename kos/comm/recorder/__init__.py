@@ -70,7 +70,7 @@ class Group:
         """Note that ``call`` is launched now, by the caller ``depth`` frames up."""
         description = call.description
         if description is None:
-            name, _, options, send, recv, reduction, root, message, *_ = call.operation
+            name, _, options, send, recv, reduction, root, message, _, _ = call.operation
             call.description = description = (  # a _Description: as a plain tuple it takes a fifth of the time
                 self, None if call.collective else message, options.timeout, name,
                 send and send.shape, recv is not send and recv and recv.shape,

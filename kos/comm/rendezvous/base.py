@@ -6,10 +6,12 @@ import json
 import platform
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kos.comm.failures import Ledger, again
 from kos.cuda.devices import process_numa_node
 from kos.errors import CollectiveMismatch, KosError, RendezvousError
 
@@ -42,6 +44,14 @@ class Rendezvous(ABC):
     call = "exchange"  # what the program called, with its arguments; the same on all ranks
     failure: KosError | None = None  # the first
     _exchanges = 0  # begun by this rank
+    _ledger: Ledger | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """What is known of failures in this group, whose ranks it knows as ranks of the world."""
+        if self._ledger is None:
+            self._ledger = Ledger(range(self.size), self.rank, timeout=self.timeout)
+        return self._ledger
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes (of any length), in rank order.
@@ -50,7 +60,9 @@ class Rendezvous(ABC):
         ``timeout`` seconds, RankLost when one is gone; and that failure again in every later call.
         """
         if self.failure is not None:
-            raise type(self.failure)(str(self.failure))
+            raise again(self.failure)
+        if self.ledger.board.last is not None:
+            self.ledger.board.go_on()
         self._exchanges += 1
         name = self.call.encode()
         head = _HEAD.pack(self._exchanges, len(name)) + name
@@ -79,6 +91,19 @@ class Rendezvous(ABC):
     @abstractmethod
     def shrink(self) -> Rendezvous:
         """The group of the ranks that are not gone, in their order; all of them call it."""
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Show the ranks of this host that this one waits for the others of this group."""
+        ledger = self.ledger
+        ledger.board.post_wait(rank for rank in ledger.world if rank != ledger.world[self.rank])
+        try:
+            yield
+        except KosError as error:  # before it waits no longer: a rank that does neither is to blame
+            ledger.board.post_failure(error)
+            raise
+        finally:
+            ledger.board.post_wait(None)
 
     def barrier(self) -> None:
         """Return once every rank has called it."""

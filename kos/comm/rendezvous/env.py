@@ -21,13 +21,15 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from kos.comm.failures import from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, Hub, pair
+from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, LOST, Hub, pair
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours
-from kos.errors import BackendUnavailable, RankLost, RendezvousError
+from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
@@ -38,6 +40,8 @@ BUSY_SECONDS = 1.0  # a port may be in use for a moment by a connection that the
 
 class TCPRendezvous(Rendezvous):
     """A group of ranks around the hub beside its rank 0; ``network`` is how they reach each other."""
+
+    _starts = False  # rank 0 may listen later than others call
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
@@ -75,19 +79,28 @@ class TCPRendezvous(Rendezvous):
         if self._door is None:
             return found
         purpose = self.allgather(os.urandom(16))[0]
-        try:
-            for peer in range(self.rank):
-                found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
-            above, key = set(range(self.rank + 1, self.size)), self.network.key(purpose)
-            others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
-            found |= others
-            if missing:
-                raise RendezvousError(f"ranks {missing} did not connect within {self.timeout:g} s")
-        except (OSError, RendezvousError) as error:
-            called = f"did not reach rank {len(found)}" if len(found) < self.rank else "waited for the ranks above it"
-            for connection in found.values():
-                connection.close()
-            raise RendezvousError(f"tcp: rank {self.rank} {called}: {error}") from error
+        me, above = self.ledger.names([self.rank], False), set(range(self.rank + 1, self.size))
+        with self.waiting():
+            try:
+                for peer in range(self.rank):
+                    found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
+                key = self.network.key(purpose)
+                others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
+                found |= others
+                if missing:
+                    absent = f"{self.ledger.names(missing)} did not connect within {self.timeout:g} s"
+                    waits = f"tcp: {me} waited for the ranks above it"
+                    raise self.ledger.overdue(missing, waits, None, absent, RendezvousError)
+            except (OSError, RendezvousError) as error:
+                for connection in found.values():
+                    connection.close()
+                if isinstance(error, RendezvousError) and error.ranks:
+                    raise
+                peer = len(found)
+                if isinstance(error, TimeoutError):
+                    silent = f"{self.ledger.names([peer], False)} did not answer within {self.timeout:g} s"
+                    raise self.ledger.overdue([peer], "tcp", None, silent, RendezvousError) from error
+                raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
 
     def check_shrink(self) -> None:
@@ -153,6 +166,7 @@ class TCPRendezvous(Rendezvous):
         """The group of these ranks of this one, around the hub of that card."""
         rank, size = ranks.index(self.rank), len(ranks)
         child = TCPRendezvous(rank, size, self.timeout, self.network, self._told_local_rank)
+        child._ledger = self.ledger.of(ranks, rank)
         if size > 1:
             host, port, purpose = json.loads(card)
             child._meet(host, [port], purpose.encode(), listener)
@@ -172,7 +186,8 @@ class TCPRendezvous(Rendezvous):
             self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
             hub.start()
         else:
-            self._connection = self._call_hub(host, ports, purpose)
+            with self.waiting():
+                self._connection = self._call_hub(host, ports, purpose)
         try:
             self._door = self.network.listen()
             mine = self.network.host, self._door.getsockname()[1]
@@ -190,12 +205,14 @@ class TCPRendezvous(Rendezvous):
                     return self.network.call(host, port, purpose, self.rank, self.size, deadline, patience)
                 except (OSError, Stranger) as error:
                     problem = f"{host or self.network.hub}:{port}: {error}"
+                    if isinstance(error, ConnectionRefusedError) and not self._starts:  # it did listen
+                        raise self.ledger.lost(0, "its connection was refused", "rendezvous") from error
                     if isinstance(error, Stranger) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
             if time.monotonic() >= deadline:
-                raise RendezvousError(
-                    f"rendezvous: rank {self.rank} did not reach rank 0 within {self.timeout:g} s: {problem}"
-                )
+                me, hub = (self.ledger.names([rank], False) for rank in (self.rank, 0))
+                silent = f"{me} did not reach {hub} within {self.timeout:g} s: {problem}"
+                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
             time.sleep(pause)
             patience, pause = 2 * patience, min(2 * pause, 0.5)
 
@@ -205,7 +222,10 @@ class TCPRendezvous(Rendezvous):
             self._door.close()
         if connection is None:
             return
-        _say(connection, BYE if code is None else LEFT + b"it left by an exception")
+        last = None if orderly else self.ledger.board.last
+        cause = None if last is None else to_record(last)
+        why = "it closed the group" if code is None else "it left by an exception"
+        _say(connection, BYE if code is None and cause is None else LEFT + json.dumps([why, cause]).encode())
         if self.rank == 0:
             self._stop_hub()
         connection.close()
@@ -217,18 +237,30 @@ class TCPRendezvous(Rendezvous):
             self._hub.timeout = self.timeout  # which may have been set
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
         connection.post(message)
-        try:
-            with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
-                drive(connection.flush(), connection.sock, deadline)
-            answer = drive(connection.receive(), connection.sock, deadline)
-        except TimeoutError as error:
-            raise RendezvousError(f"rendezvous: rank 0 gave no answer within {self.timeout:g} s") from error
-        except OSError as error:
-            raise RankLost("rendezvous: rank 0 is gone: its connection was closed") from error
-        kind, answer = answer[:1], answer[1:]
-        if kind in FAILURES:
-            raise FAILURES[kind](answer.decode(errors="replace"))
-        return answer
+        with self.waiting():
+            try:
+                with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
+                    drive(connection.flush(), connection.sock, deadline)
+                answer = drive(connection.receive(), connection.sock, deadline)
+            except TimeoutError as error:
+                silent = f"{self.ledger.names([0], False)} gave no answer within {self.timeout:g} s"
+                raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError) from error
+            except OSError as error:
+                raise self.ledger.lost(0, "its connection was closed", "rendezvous") from error
+            kind, answer = answer[:1], answer[1:]
+            if kind in FAILURES:
+                raise self._failure_of(kind, *json.loads(answer))
+            return answer
+
+    def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
+        """The failure that the hub told of."""
+        if kind == LOST:
+            return self.ledger.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
+        if not ranks:
+            return RendezvousError(why)
+        names = self.ledger.names(ranks)
+        names += f" of {self.size}" * ("of world" not in names)
+        return self.ledger.overdue(ranks, "rendezvous", None, f"{names} {why}", RendezvousError)
 
     @property
     def local_rank(self) -> int:
@@ -243,6 +275,8 @@ class EnvRendezvous(TCPRendezvous):
     for variables that are missing or wrong, a port in use, a wrong secret, a rank that comes twice or with
     another world size; names the ranks that do not come.
     """
+
+    _starts = True
 
     def __init__(self, timeout: float = 120.0, environ: Mapping[str, str] = os.environ) -> None:
         place = Place.read(environ)

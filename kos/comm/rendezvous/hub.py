@@ -7,20 +7,22 @@ knows at any time who came and who is gone, whatever rank 0 is doing: it names t
 from __future__ import annotations
 
 import contextlib
+import json
 import selectors
 import socket
 import struct
 import threading
 import time
+from typing import Any
 
 from kos.comm.rendezvous.wire import MAX_MESSAGE, Connection, Door, Waiting
-from kos.errors import KosError, RankLost, RendezvousError
+from kos.errors import RendezvousError
 
 # What ranks say, and what the hub answers: the first byte of each message.
 DATA, BYE, LEFT = b"D", b"B", b"L"
 RESULT, LOST, FAILED = b"R", b"G", b"F"
 
-FAILURES: dict[bytes, type[KosError]] = {LOST: RankLost, FAILED: RendezvousError}
+FAILURES = (LOST, FAILED)
 
 FAREWELL_SECONDS = 2.0  # what rank 0 gives the others to take their last answers
 
@@ -81,10 +83,10 @@ class Hub(threading.Thread):
         deadline = self._deadline()
         if deadline is not None and time.monotonic() >= deadline:
             missing = [rank for rank in range(self._size) if rank not in self._slots]
-            absent = f"ranks {missing} of {self._size} did not come within {self.timeout:g} s"
             strangers = self._door.strangers
             refused = f"; callers that did not know the secret: {strangers}" if strangers else ""
-            self._fail(FAILED, f"rendezvous: {absent} (rank 0 listens at {self._where}{refused})")
+            why = f"did not come within {self.timeout:g} s (rank 0 listens at {self._where}{refused})"
+            self._fail(FAILED, missing, why)
 
     def _admit(self, rank: int, size: int, connection: Connection) -> None:
         """A process that knows the secret says which rank it is."""
@@ -98,12 +100,12 @@ class Hub(threading.Thread):
         if problem:
             # The job was started wrongly: everybody hears it, the newcomer too.
             problem = f"rendezvous: {problem} (rank 0 listens at {self._where})"
-            connection.post(FAILED + problem.encode())
+            connection.post(_failure(FAILED, [], problem))
             with contextlib.suppress(OSError):
                 next(connection.flush(), None)
             # Not closed yet: what it said and nobody read would make TCP throw our last word away.
             self._refused.append(connection)
-            self._fail(FAILED, problem)
+            self._fail(FAILED, [], problem)
             return
         self._members[rank] = connection
         listening = self._listen_to(rank, connection)
@@ -144,7 +146,7 @@ class Hub(threading.Thread):
                 self._check_open_exchange()
                 return
             elif kind == LEFT:
-                self._leave(rank, message[1:].decode(errors="replace"))
+                self._leave(rank, *json.loads(message[1:]))
                 return
             else:
                 raise RendezvousError(f"expected a message of the rendezvous, got one of kind {kind!r}")
@@ -162,7 +164,7 @@ class Hub(threading.Thread):
         self._slots, self._began = {}, None
         total = sum(map(len, slots))
         if 1 + 4 * self._size + total > MAX_MESSAGE:
-            self._fail(FAILED, f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}")
+            self._fail(FAILED, [], f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}")
             return
         lengths = struct.pack(f"!{self._size}I", *map(len, slots))
         self._tell_all(RESULT + lengths + b"".join(slots))
@@ -171,18 +173,18 @@ class Hub(threading.Thread):
         """An exchange that waits for a rank that closed the group waits in vain."""
         gone = [rank for rank in self._left if rank not in self._slots]
         if self._slots and gone:
-            self._fail(LOST, f"rendezvous: rank {gone[0]} is gone: {self._left[gone[0]]}")
+            self._fail(LOST, gone[:1], self._left[gone[0]])
 
-    def _leave(self, rank: int, why: str) -> None:
+    def _leave(self, rank: int, why: str, cause: list[Any] | None = None) -> None:
         """A rank is gone without a goodbye: the group has failed."""
         self._dismiss(rank)
         self._left[rank] = why
-        self._fail(LOST, f"rendezvous: rank {rank} is gone: {why}")
+        self._fail(LOST, [rank], why, cause)
 
-    def _fail(self, kind: bytes, text: str) -> None:
-        """Tell all ranks, those that come later too; the first failure stays."""
+    def _fail(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> None:
+        """Tell all ranks, those that come later too; the first failure stays.  ``cause`` is a record of failures.py."""
         if self._failure is None:
-            self._failure, self._slots, self._began = kind + text.encode(), {}, None
+            self._failure, self._slots, self._began = _failure(kind, ranks, why, cause), {}, None
             self._tell_all(self._failure)
 
     def _tell_all(self, message: bytes) -> None:
@@ -214,6 +216,10 @@ class Hub(threading.Thread):
             connection.close()
         if rank == 0 and self._closing is None:
             self._closing = time.monotonic() + FAREWELL_SECONDS
+
+
+def _failure(kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> bytes:
+    return kind + json.dumps([ranks, why, cause]).encode()
 
 
 def pair() -> tuple[Connection, Connection]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+from kos.comm.failures import again
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import KosError, RankLost, RendezvousError
 
@@ -67,7 +68,7 @@ class ThreadGroup:
         self.size = size
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
-        self.failure: tuple[type[KosError], str] | None = None
+        self.failure: KosError | None = None
         self._left: dict[int, str] = {}
         self._shared: dict[Any, Any] = {}
         self._slots: dict[int, dict[int, bytes]] = {}
@@ -79,11 +80,11 @@ class ThreadGroup:
                 self._shared[key] = make()
             return cast(T, self._shared[key])
 
-    def fail(self, kind: type[KosError], message: str) -> None:
-        """Make every rank that waits in this group, now or later, raise ``kind(message)``."""
+    def fail(self, failure: KosError) -> None:
+        """Make every rank that waits in this group, now or later, raise the same error; the first stays."""
         with self.world.lock:
             if self.failure is None:
-                self.failure = kind, message
+                self.failure = again(failure)
                 self.notify_all()
 
     def notify_all(self) -> None:
@@ -112,8 +113,7 @@ class ThreadGroup:
         """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
         self.world.raise_failure()
         if self.failure is not None:
-            kind, message = self.failure
-            raise kind(message)
+            raise again(self.failure)
 
     def _wait(self, rank: int, seconds: float, what: str, missing: list[int]) -> None:
         self.world.wait(self.members[rank], seconds, lambda: [(what, [self.members[r] for r in missing])])
@@ -144,7 +144,7 @@ class ThreadGroup:
                         raise RankLost(f"rendezvous: rank {r} is gone: {self.departed(r)}")
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:  # for the late ranks too: they must not take this for their exchange
-                    self.fail(RendezvousError, f"rendezvous: ranks {missing} did not come within {timeout:g} s")
+                    self.fail(RendezvousError(f"rendezvous: ranks {missing} did not come within {timeout:g} s"))
                     self.raise_failure()
                 self._wait(rank, remaining, "rendezvous", missing)
             # Everybody of the previous turn has left it, or they could not be in this one.
@@ -169,11 +169,16 @@ class ThreadRendezvous(Rendezvous):
         parent = self.threads
         members = [parent.members[r] for r in ranks]
         child = parent.shared(("split", self._exchanges, color), lambda: ThreadGroup(len(ranks), parent.world, members))
-        return ThreadRendezvous(child, ranks.index(self.rank), self.timeout)
+        return self._child(child)
 
     def shrink(self) -> Rendezvous:
-        group = self.threads.survivors(self.rank, self.timeout)
-        return ThreadRendezvous(group, group.members.index(self.threads.members[self.rank]), self.timeout)
+        return self._child(self.threads.survivors(self.rank, self.timeout))
+
+    def _child(self, group: ThreadGroup) -> Rendezvous:
+        members = self.threads.members
+        child = ThreadRendezvous(group, group.members.index(members[self.rank]), self.timeout)
+        child._ledger = self.ledger.of([members.index(member) for member in group.members], child.rank)
+        return child
 
 
 class SingleRendezvous(ThreadRendezvous):

@@ -24,7 +24,8 @@ from typing import Any
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
-from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of, follow
+from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of
+from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
 from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Piece, Run
@@ -36,7 +37,6 @@ from kos.comm.tuning import for_group
 from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
 from kos.memory.array import Array, Shape, as_dtype
@@ -71,10 +71,9 @@ class PeerBackend(DeviceBackend):
         self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
         self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
         self._made = 0  # windows, so far
-        self._at = 0  # the stream of the last operation
+        self._at = -1  # the stream of the last operation, if more may go there as it is
         self._scratch: list[Scratch] = []
         self._exchanges: dict[tuple[Any, ...], Run] = {}
-        self._order = Event(self.device)
         try:
             self.table = for_group(rendezvous, self.device)
             launches = self.table.launches
@@ -262,9 +261,11 @@ class PeerBackend(DeviceBackend):
         if not driver.is_current(self.device):
             with driver.on_device(self.device):
                 return self._launch(run, stream)
-        if stream != self._at:
-            self._take_turn(stream)
+        if stream == self._at:
+            return run(stream)
+        self._take_turn(stream)
         run(stream)
+        self.streams.mark(stream)
 
     def _take_turn(self, stream: int) -> None:
         """Follow the last kernel of this communicator, and of any other on this GPU.
@@ -273,12 +274,10 @@ class PeerBackend(DeviceBackend):
         way round.  So ranks launch the operations of communicators that share GPUs in one order.
         """
         with _turns:
-            former = _last_on.get(self.device)
-            last, self._at = self._at, stream
-            follow(stream, last, self._order)
+            order, former = _orders.setdefault(self.device, Order()), _last_on.get(self.device)
             if former is not None and (other := former()) is not None and other is not self:
-                follow(stream, other._at, other._order)
-                other._at = 0  # it takes its turn anew
+                other._at = -1  # it takes its turn anew
+            self._at = stream if order.enter(stream, (stream,), self.streams) else -1
             _last_on[self.device] = weakref.ref(self)
 
     def queue(self, calls: Sequence[Call], stream: int | None) -> None:
@@ -436,8 +435,9 @@ class PeerBackend(DeviceBackend):
 
 
 _turns = threading.Lock()
+_orders: dict[int, Order] = {}
 _last_on: dict[int, weakref.ref[PeerBackend]] = {}
-"""Of each GPU the communicator that has queued the last kernel."""
+"""Of each GPU the order of its kernels, and the communicator that has queued the last one."""
 
 _BINDERS: dict[str, Callable[[PeerBackend, Operation, Route], Run]] = {
     "all_reduce": PeerBackend._bind_all_reduce,

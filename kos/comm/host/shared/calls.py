@@ -14,11 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described, failure_of
-from kos.comm.host.shared.segment import ARRIVED, CLOSED, FAILURE_BYTES, PID, RING, STARTED, Segment, started
-from kos.comm.operation import Call, mismatch
-from kos.errors import KosError, RankLost
+from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
+from kos.comm.host.fingerprints import TEXT_BYTES, TEXTS, Fingerprints, described
+from kos.comm.host.shared.board import SharedBoard, fitting
+from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Segment, started
+from kos.comm.operation import Call
+from kos.errors import KosError
 
+CLOSED_WELL, LEFT = 1, 2
 LOOK_EVERY = 0.01
 """Seconds of waiting between two looks at whether the rank waited for still lives."""
 
@@ -26,9 +29,12 @@ LOOK_EVERY = 0.01
 class Calls(Fingerprints):
     """The collectives of the ranks of one host, as each of them publishes its own."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, ledger: Ledger) -> None:
         super().__init__()
-        self.segment = segment
+        self.segment, self.ledger = segment, ledger
+        if not isinstance(ledger.board, SharedBoard):  # of the first group, the world
+            ledger.board = SharedBoard(segment, ledger.world)
+        ledger.board.hold()
         words, layout = segment.words, segment.layout
         self._words, self._failure = words, layout.failure
         self._line, self._ring = layout.line(segment.rank), layout.ring(segment.rank)
@@ -111,9 +117,9 @@ class Calls(Fingerprints):
         if absent is None:
             self._late = None
         else:
-            self._late = self._late or Wait(self, o)
-            self._late.operation = o
-            self._late.look(absent)
+            late = self._late = self._late or Wait(self, o)  # which the watchdog's thread may replace meanwhile
+            late.operation = o
+            late.look(absent)
         if words[self._failure]:
             self.raise_failure(o.sequence)
         return max(first, through)
@@ -144,9 +150,8 @@ class Calls(Fingerprints):
 
         The first failure stays.  Nobody hears of this one if a rank was stopped while it told its own.
         """
-        text = str(error)
-        while len(data := json.dumps([type(error).__name__, sequence, text]).encode()) > FAILURE_BYTES:
-            text = text[: len(text) * 3 // 4]  # by characters: some take six bytes
+        kind, *rest = to_record(error)
+        data = fitting([kind, *rest, sequence])
         at = self.segment.layout.failure_text
         with contextlib.suppress(TimeoutError), self.segment.locked():
             if not self._words[self._failure]:
@@ -157,14 +162,20 @@ class Calls(Fingerprints):
         """Raise what a rank of the host failed of, if that concerns collective ``sequence``."""
         if length := self._words[self._failure]:
             at = self.segment.layout.failure_text
-            kind, failed, text = json.loads(bytes(self.segment.bytes[at : at + length]))
+            *record, failed = json.loads(bytes(self.segment.bytes[at : at + length]))
             if failed <= sequence:
-                raise failure_of(kind, text)
+                raise from_record(record)
+
+    def leave(self, how: int) -> None:
+        """This rank begins no more collectives: it is CLOSED_WELL, or LEFT because of a failure."""
+        self._words[self._line + CLOSED] = how
 
     def close(self) -> None:
-        """This rank begins no more collectives, and leaves the segment."""
-        self._words[self._line + CLOSED] = 1
+        """Leave the segment."""
+        if not self._words[self._line + CLOSED]:
+            self.leave(CLOSED_WELL)
         self.segment.close()
+        self.ledger.board.release()
         self._words = self.segment.words  # a view keeps the memory, and its descriptor, where who closed is still held
 
     def tell(self, error: KosError, sequence: int) -> NoReturn:
@@ -173,12 +184,12 @@ class Calls(Fingerprints):
         self.raise_failure(sequence)
         raise error
 
-    def departed(self, local: int) -> str | None:
-        """Why that rank of the host will do nothing more, or None."""
-        if (why := self._ended(local)) is not None:
-            return why
-        closed = self._words[self.segment.layout.line(local) + CLOSED]
-        return "it closed its communicator" if closed else None
+    def departed(self, local: int) -> tuple[str, float | None] | None:
+        """Why that rank of the host begins nothing more, and the window of a failure that may be the cause; or None."""
+        closed, ended = self._words[self.segment.layout.line(local) + CLOSED], self._ended(local)
+        if closed:
+            return ("it closed its communicator", 0.0) if closed == CLOSED_WELL else ("its process ended", None)
+        return None if ended is None else (ended, ABRUPT_SECONDS)
 
     def _ended(self, local: int) -> str | None:
         line = self.segment.layout.line(local)
@@ -206,7 +217,7 @@ class Calls(Fingerprints):
         """Make all ranks raise what differs between this rank's call and that of ``local``."""
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
-        self.tell(mismatch(group, *calls), sequence)
+        self.tell(self.ledger.mismatch(group, *calls), sequence)
 
 
 class Wait:
@@ -228,11 +239,11 @@ class Wait:
         if now < self._look_at:
             return
         calls.check(self.operation)  # it may have come before another that is still awaited
-        why = calls.departed(local)
-        if why is None:
+        end = calls.departed(local)
+        if end is None:
             self._look_at = now + LOOK_EVERY
         elif self._departed != local:
             self._departed = local  # what it did last may have come after this poll: the next one decides
         else:
-            lost = RankLost(f"{self.operation}: rank {calls.segment.ranks[local]} is gone: {why}")
-            calls.tell(lost, self.operation.sequence)
+            rank, o = calls.segment.ranks[local], self.operation
+            calls.tell(calls.ledger.lost(rank, end[0], o, None, end[1]), o.sequence)

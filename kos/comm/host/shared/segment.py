@@ -31,8 +31,9 @@ Array = np.ndarray[Any, Any]
 
 _LINE = 16
 """Words of one rank's line: two cache lines, because the prefetcher fetches them in pairs."""
-PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED = range(7)
-"""The words of a line: who the rank is, collectives begun, stages put, reduced and got; whether it closed."""
+PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED, WAITS, FAILED_AT, FAILED = range(10)
+"""The flags of a line: who the rank is, collectives begun, stages put, reduced and got; whether it closed; whom it
+waits for; when it failed (microseconds), and the bytes of the description of that."""
 
 RING = 1024
 """Fingerprints kept per rank: so far may one rank run ahead of another with its calls compared."""
@@ -102,7 +103,8 @@ class _Layout:
         self.rings = _LINE * (1 + size)
         self.texts = 8 * (self.rings + RING * size)
         self.failure_text = self.texts + TEXTS * TEXT_BYTES * size
-        self.data = -(-(self.failure_text + FAILURE_BYTES) // 4096) * 4096
+        self.failures = self.failure_text + FAILURE_BYTES  # of each rank, whatever group it failed in
+        self.data = -(-(self.failures + FAILURE_BYTES * size) // 4096) * 4096
         self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
         self.total = self.data + DEPTH * self.block * size
 
@@ -114,6 +116,9 @@ class _Layout:
 
     def text(self, rank: int, index: int) -> int:
         return self.texts + TEXT_BYTES * (TEXTS * rank + index)
+
+    def failure_of(self, rank: int) -> int:
+        return self.failures + FAILURE_BYTES * rank
 
 
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
@@ -161,12 +166,17 @@ def started(pid: int) -> int:
 
     Raises OSError where that cannot be found, for want of file descriptors for one.
     """
+    return process(pid)[1]
+
+
+def process(pid: int) -> tuple[str, int]:
+    """The state of the process, as a letter of proc(5), and when it ``started``."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        return "X", 0
     fields = stat[stat.rindex(")") + 2 :].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    return fields[0], 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def _host() -> str:

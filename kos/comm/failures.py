@@ -1,0 +1,274 @@
+"""The ledger of failures: what failed first, who is gone, who waits for whom, and the words for it.
+
+Two rules decide which failure a rank raises.  Of the failures of one group the earliest collective counts.  A cause
+counts before its consequences: a rank that left or is late because it failed is not to blame, what it failed of
+is; nor is a rank that itself waits for another.  So every rank of a job names the ranks that failed first.
+
+Ranks are numbered within their group where the caller passes them, and named as ranks of the world in errors.
+``KosError.ranks`` holds them for programs.
+
+The ledger asks no transport: backends record here what they hear, and carry records (``to_record``) to others.
+A ``Board`` is what the processes of one host, or the threads of one process, see of each other directly.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kos.errors import (
+    CollectiveError,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CudaError,
+    KosError,
+    RankLost,
+    RendezvousError,
+)
+
+Error = TypeVar("Error", bound=KosError)
+_CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
+
+RECENT_SECONDS = 10.0
+"""Beyond a wait's timeout: a failure of a rank that is older than both is not why it left or is late."""
+ABRUPT_SECONDS = 1.0
+"""A failure of a rank that is older is not why its process ended without a word."""
+
+
+def again(error: Error, text: object = None) -> Error:
+    """A new error of the same class and ranks, without the traceback, whose frames hold arrays."""
+    new = type(error)(str(error) if text is None else str(text))
+    new.ranks = error.ranks
+    return new
+
+
+def blaming(error: Error, ranks: Iterable[int]) -> Error:
+    """``error``, which names those ranks of the world."""
+    error.ranks = tuple(ranks)
+    return error
+
+
+def to_record(error: KosError) -> list[Any]:
+    """What one rank sends of its failure to another."""
+    return [type(error).__name__, str(error), list(error.ranks)]
+
+
+def from_record(record: Sequence[Any]) -> KosError:
+    """Another rank's failure; a class that ranks do not share becomes a CollectiveError."""
+    kind, text, ranks = record
+    return blaming(_CLASSES.get(kind, CollectiveError)(text), ranks)
+
+
+class Board:
+    """What this rank waits for and failed of.  Subclasses show it to others, and theirs to this one: world ranks."""
+
+    def __init__(self) -> None:
+        self.last: KosError | None = None
+        self._users = 0
+
+    def hold(self) -> None:
+        """One more communicator uses it."""
+        self._users += 1
+
+    def release(self) -> None:
+        """One communicator that used it is closed; the last one frees what it holds."""
+        self._users -= 1
+        if not self._users:
+            self.free()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep it while one communicator takes the place of another."""
+        self.hold()
+        try:
+            yield
+        finally:
+            self.release()
+
+    def free(self) -> None:
+        """Give its memory back; nobody's waits and failures are seen any more."""
+
+    def post_failure(self, error: KosError) -> None:
+        """This rank failed because of ``error.ranks``; an error without any says nothing to others."""
+        if error.ranks:
+            self.last = error
+
+    def go_on(self) -> None:
+        """This rank makes another call: what it failed of is dealt with, and not why it is late or leaves later."""
+        self.last = None
+
+    def post_wait(self, ranks: Iterable[int] | None) -> None:
+        """This rank waits for those ranks, or no longer."""
+
+    def failure(self, rank: int) -> tuple[KosError, float] | None:
+        """What that rank failed of last, and how many seconds ago."""
+        return None
+
+    def awaited(self, rank: int) -> tuple[int, ...] | None:
+        """The ranks that rank ``rank`` waits for within kos; None if it does not wait, or not as far as known."""
+        return None
+
+    def ended(self, rank: int) -> bool:
+        """Whether that rank is known to be gone."""
+        return False
+
+
+class Ledger:
+    """The failures of one group, whose rank r is rank ``world[r]`` of the world."""
+
+    def __init__(self, world: Sequence[int], rank: int, board: Board | None = None, timeout: float = 120.0) -> None:
+        self.world, self.rank, self.timeout = list(world), rank, timeout
+        self.board = board or Board()
+        self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
+        self.departed: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> its end, why, and of which failure
+
+    def of(self, ranks: Sequence[int], rank: int) -> Ledger:
+        """The ledger of a group of these ranks of this one, of which this process is the ``rank``-th."""
+        return Ledger([self.world[each] for each in ranks], rank, self.board, self.timeout)
+
+    # What is recorded.
+
+    def record(self, sequence: int, error: KosError) -> None:
+        """A rank failed in that collective; the earliest counts."""
+        if self.failure is None or sequence < self.failure[0]:
+            self.failure = sequence, error
+
+    def record_end(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
+        """That rank begins no collective from ``sequence`` on."""
+        self.departed.setdefault(rank, (sequence, why, cause))
+
+    def check(self, sequence: int | None, what: object = None) -> None:
+        """Raise what ends collective ``sequence`` (None: any message) of this group, if it is known."""
+        if self.failure is not None and (sequence is None or self.failure[0] <= sequence):
+            raise again(self.failure[1])
+        if sequence is not None:
+            for rank, (end, why, cause) in self.departed.items():
+                if end <= sequence:
+                    raise self.lost(rank, why, what, cause)
+
+    # What is known of its cause.
+
+    def lost(
+        self, rank: int, why: str, what: object = None, cause: KosError | None = None, window: float | None = None
+    ) -> KosError:
+        """The error of ``what``, which waits for a rank that is gone: its own failure, if that is why it is gone.
+
+        That is ``cause`` where it is known, else what the rank failed of within the last ``window`` seconds.
+        """
+        world = self.world[rank]
+        cause = cause or self._failure_of(world, window)
+        if cause is not None:
+            return _consequence(cause, f"{cause}; {self._names([world])} left because of it", what)
+        return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
+
+    def overdue(
+        self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
+        kind: type[KosError] = CollectiveTimeout,
+    ) -> KosError:  # fmt: skip
+        """The error of ``what``, in which those ranks are late: names the ranks that hold them up.
+
+        ``words`` say, of exactly those ranks, how they are late.
+        """
+        world = [self.world[rank] for rank in late]
+        for rank in world:
+            if (cause := self._failure_of(rank)) is not None:
+                return _consequence(cause, f"{cause}; {self._names([rank])} failed because of it", what)
+        culprits = self._blocking(world)
+        waiting = [rank for rank in world if rank not in culprits]
+        if culprits == world and words is not None:
+            absent = words
+        else:
+            absent = f"{self._names(culprits, True)} did not arrive"
+            absent += f", for which {self._names(waiting, True)} wait" * bool(waiting)
+        over = "" if seconds is None else f"not complete after {seconds} s; "
+        return blaming(kind(_prefixed(what, over + absent)), culprits)
+
+    def mismatch(self, group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
+        """The error of two calls that do not belong together: of each its rank, its text and its fingerprint."""
+        (first, text, call), (second, other_text, other_call) = sorted(calls, key=lambda call: call[0])
+        keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
+        keys = keys[:1] if "operation" in keys else keys  # the first; the others follow from it
+        what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
+        ranks = [self.world[first], self.world[second]]
+        return blaming(
+            CollectiveMismatch(
+                f"{group}: {self._names(ranks[:1])} called {text} but {self._names(ranks[1:])} called {other_text}: "
+                f"they differ in {what or 'calls that are no longer on record'}"
+            ),
+            ranks,
+        )
+
+    def shared(self, failure: KosError, lost: bool) -> KosError:
+        """The failure of this rank as the others raise it; ``lost``: its device is of no more use."""
+        me = self._names([self.world[self.rank]])
+        other: KosError | None = None
+        if lost:
+            other = RankLost(f"{me} is gone: {failure}")
+        elif isinstance(failure, CudaError):  # which the others must not take for one of their own device
+            other = CollectiveError(f"{me}: {failure}")
+        shared = failure if other is None else blaming(other, [self.world[self.rank]])
+        self.board.post_failure(shared)
+        return shared
+
+    def cause(self, broken: KosError | None, killed: int | None) -> KosError | None:
+        """What this rank failed of before it leaves a group: in that group, in any, or a rank of it was killed."""
+        for failure in (broken, self.board.last):
+            if failure is not None and failure.ranks:
+                return failure
+        return None if killed is None else self.lost(killed, "its process ended")
+
+    def end(self, reason: str, cause: KosError | None) -> KosError:
+        """The failure of the others if this rank leaves now: its own, if that is why."""
+        me = self._names([self.world[self.rank]])
+        if cause is not None:
+            return again(cause, f"{cause}; {me} left because of it")
+        return blaming(RankLost(f"{me} is gone: {reason}"), [self.world[self.rank]])
+
+    def suspects(self) -> list[int]:
+        """The ranks of this group that are known to be gone or to have failed; the gone ones first."""
+        others = [rank for rank in range(len(self.world)) if rank != self.rank]
+        gone = [rank for rank in others if rank in self.departed or self.board.ended(self.world[rank])]
+        return gone + [rank for rank in others if rank not in gone and self._failure_of(self.world[rank]) is not None]
+
+    def names(self, ranks: Sequence[int], several: bool = True) -> str:
+        """``ranks [1, 3]``, or ``rank 1`` if not ``several``: these ranks of the group, as ranks of the world."""
+        return self._names([self.world[rank] for rank in ranks], several)
+
+    def _names(self, world: Sequence[int], several: bool = False) -> str:
+        text = f"ranks {list(world)}" if several or len(world) != 1 else f"rank {world[0]}"
+        return text if self.world == list(range(len(self.world))) else f"{text} of world"
+
+    def _failure_of(self, rank: int, window: float | None = None) -> KosError | None:
+        known = self.board.failure(rank)
+        window = self.timeout + RECENT_SECONDS if window is None else window
+        return None if known is None or known[1] > window else known[0]
+
+    def _blocking(self, late: list[int]) -> list[int]:
+        """The ranks that do not wait themselves, of those that the ``late`` ones wait for, and so on."""
+        seen, todo, culprits = {self.world[self.rank]}, list(late), list[int]()
+        while todo:
+            rank = todo.pop(0)
+            if rank in seen:
+                continue
+            seen.add(rank)
+            awaited = self.board.awaited(rank)
+            if awaited is None:
+                culprits.append(rank)
+            else:
+                todo += awaited
+        return sorted(culprits) or list(late)
+
+
+def _prefixed(what: object, text: str) -> str:
+    return text if what is None else f"{what}: {text}"
+
+
+def _consequence(cause: KosError, text: str, what: object) -> KosError:
+    return again(cause, _prefixed(what, text))
+
+
+def now() -> float:
+    """Seconds on a clock that the processes of a host share."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)

@@ -1,0 +1,138 @@
+"""The streams of a communicator's callers: what keeps each, and how the work on one follows the work on another.
+
+A caller may destroy a stream as soon as the call returns.  So what keeps the stream is held while kos may ask it
+something.  Where nothing is known to keep it, an event is recorded within the call and stands for it from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import product
+from typing import Any
+
+from kos.cuda import driver, streams
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import LEGACY, Event, capture_of, is_idle
+from kos.errors import InvalidArgument
+
+_MANY = 16
+"""Streams from which on those that are idle are looked for: a program may make one for each call."""
+
+
+class Streams:
+    """Streams with work that the host has not waited for, by handle."""
+
+    def __init__(self, device: int) -> None:
+        self.keepers: dict[int, Any] = {}
+        """What keeps the stream: None for the legacy default stream, the handle itself where nothing is known to."""
+        self._device = device
+        self._ends: dict[tuple[int, int], Event] = {}  # of the last work, by capture (0: what runs) and stream
+        self._spare: list[Event] = []
+        self._event = Event(device)
+
+    def hold(self, stream: int, keeper: Any) -> None:
+        """Work is about to be queued on ``stream``."""
+        if stream not in self.keepers:
+            if len(self.keepers) >= _MANY:
+                self._forget_idle()
+        elif not self.is_kept(stream) and keeper is not self.keepers[stream] and not capture_of(stream):
+            end = self._ends.get((0, stream))
+            if end is not None:  # of another stream that had this handle, perhaps
+                end.hold(stream)
+        self.keepers[stream] = keeper
+
+    def is_kept(self, stream: int) -> bool:
+        """Whether ``stream`` may be asked something after the call."""
+        return stream <= LEGACY or type(self.keepers.get(stream, 0)) is not int
+
+    def mark(self, stream: int) -> None:
+        """Record where the work on ``stream`` ends now, if it is not kept."""
+        if not self.is_kept(stream):
+            place = capture_of(stream), stream
+            end = self._ends.get(place)
+            if end is None:
+                end = self._ends[place] = self._spare.pop() if self._spare else Event(self._device)
+            end.record(stream)
+
+    def over(self, stream: int, keeper: Any) -> bool:
+        """Whether all work that was queued on ``stream`` has run."""
+        if stream > LEGACY and type(keeper) is int:
+            end = self._ends.get((0, stream))
+            return end is None or end.done()
+        return self._waited_if_closed(stream, keeper) or is_idle(stream)
+
+    def follow(self, stream: int, before: int, capture: int) -> None:
+        """Let ``stream`` wait for what was queued on ``before``, both in ``capture``."""
+        if before not in self.keepers:  # the host has waited for it
+            return
+        if (end := self._ends.get((capture, before))) is not None:
+            end.hold(stream)  # also where ``stream`` is another one that has this handle now
+        if before == stream or not self.is_kept(before) or self._waited_if_closed(before, self.keepers[before]):
+            return
+        if capture_of(before) != capture:
+            raise InvalidArgument(
+                "stream: this call must follow one whose stream is being captured now; "
+                "call synchronize() before the capture, or make this call after it"
+            )
+        self._event.record(before)
+        self._event.hold(stream)
+
+    def _waited_if_closed(self, stream: int, keeper: Any) -> bool:
+        """Whether the owner of ``stream`` has closed it, which waits for nothing: then the host does."""
+        closed = hasattr(keeper, "__cuda_stream__") and streams.handle(keeper) != stream
+        if closed:
+            driver.synchronize(self._device)
+        return closed
+
+    def _forget_idle(self) -> None:
+        with relaxed_capture():
+            for stream, keeper in list(self.keepers.items()):
+                if not (self.is_kept(stream) and capture_of(stream)) and self.over(stream, keeper):
+                    self.forget(stream)
+
+    def forget(self, stream: int) -> None:
+        """The host has waited for what was queued on ``stream``."""
+        self.keepers.pop(stream, None)
+        for place in [place for place in self._ends if place[1] == stream]:
+            self._spare.append(self._ends.pop(place))
+
+
+class Order:
+    """Lets work follow work that another party has queued, on whatever streams.
+
+    What a graph captures and what runs cannot wait for each other.  So each capture has an order of its own, and what
+    runs follows what ran last, whatever was captured in between.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Any, Collection[int], Streams]] = {}  # who queued last, and where, by capture
+
+    def enter(self, party: Any, mine: Collection[int], held: Streams) -> bool:
+        """``party`` is about to queue work on the streams ``mine``, which are held in ``held``.
+
+        Returns whether it may queue more there without asking again, as long as no other party does.
+        """
+        captures: dict[int, list[int]] = {}
+        for stream in mine:
+            captures.setdefault(capture_of(stream), []).append(stream)
+        for capture, here in captures.items():
+            former, last, holding = self._last.get(capture, (party, (), held))
+            if former != party or not all(map(holding.is_kept, last)):
+                for stream, before in product(here, last):
+                    holding.follow(stream, before, capture)
+            if capture and capture not in self._last:
+                self._follow_what_went_on(here, capture)
+            self._last[capture] = party, here, held
+        for ended in sorted(each for each in self._last if each)[:-_MANY]:
+            del self._last[ended]
+        return captures.keys() == {0} and all(map(held.is_kept, mine))
+
+    def _follow_what_went_on(self, here: Collection[int], capture: int) -> None:
+        """Who does not ask again may have queued work on a stream that has begun to capture since."""
+        if 0 not in self._last:
+            return
+        _, last, holding = self._last[0]
+        for stream, before in product(here, last):
+            kept = before in holding.keepers and holding.is_kept(before)
+            if kept and before != stream and capture_of(before) == capture:
+                holding.follow(stream, before, capture)

@@ -1,0 +1,93 @@
+"""What the processes of one host see of each other in the memory of the world: waits, failures, ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+
+from kos.comm.failures import Board, from_record, now, to_record
+from kos.comm.host.shared.segment import FAILED, FAILED_AT, FAILURE_BYTES, PID, STARTED, WAITS, Segment, process
+from kos.errors import KosError
+
+_BITS, _NAMED = 16, 4
+"""A flag holds so many awaited ranks, of so many bits each; more are not told of."""
+_SOMEBODY = 1 << _BITS * _NAMED - 1
+"""Waits, for nobody known."""
+
+
+class SharedBoard(Board):
+    """Over the segment of the world, which it keeps mapped as long as any group uses it."""
+
+    def __init__(self, segment: Segment, world: Sequence[int]) -> None:
+        super().__init__()
+        layout, ranks = segment.layout, [world[rank] for rank in segment.ranks]
+        self._words, self._bytes = segment.words, segment.bytes
+        self._mine: int | None = layout.line(segment.rank)
+        self._my_text = layout.failure_of(segment.rank)
+        self._lines = {rank: layout.line(local) for local, rank in enumerate(ranks)}
+        self._texts = {rank: layout.failure_of(local) for local, rank in enumerate(ranks)}
+
+    def free(self) -> None:
+        self._words, self._bytes, self._mine, self._lines = memoryview(b""), memoryview(b""), None, {}
+
+    def post_failure(self, error: KosError) -> None:
+        super().post_failure(error)
+        words, at = self._words, self._mine
+        if error.ranks and at is not None:
+            words[at + FAILED] = 0
+            data = fitting(to_record(error))
+            self._bytes[self._my_text : self._my_text + len(data)] = data
+            words[at + FAILED_AT] = int(now() * 1e6)
+            words[at + FAILED] = len(data)
+
+    def go_on(self) -> None:
+        super().go_on()
+        if self._mine is not None:
+            self._words[self._mine + FAILED] = 0
+
+    def post_wait(self, ranks: Iterable[int] | None) -> None:
+        flag = 0
+        if ranks is not None:
+            for place, rank in enumerate(list(ranks)[:_NAMED]):
+                flag |= (rank + 1) << _BITS * place
+            flag = flag or _SOMEBODY
+        if self._mine is not None:
+            self._words[self._mine + WAITS] = flag
+
+    def failure(self, rank: int) -> tuple[KosError, float] | None:
+        line = self._lines.get(rank)
+        if line is None or not (length := self._words[line + FAILED]):
+            return None
+        at, age = self._texts[rank], now() - self._words[line + FAILED_AT] / 1e6
+        with contextlib.suppress(ValueError):  # its rank may be just writing it
+            return from_record(json.loads(bytes(self._bytes[at : at + length]))), age
+        return None
+
+    def awaited(self, rank: int) -> tuple[int, ...] | None:
+        line = self._lines.get(rank)
+        if line is None or not (flag := self._words[line + WAITS]) or self._state(line) in "TtZX":
+            return None
+        if flag == _SOMEBODY:
+            return ()
+        named = (flag >> _BITS * place & (1 << _BITS) - 1 for place in range(_NAMED))
+        return tuple(each - 1 for each in named if each)
+
+    def ended(self, rank: int) -> bool:
+        line = self._lines.get(rank)
+        return line is not None and self._state(line) in "ZX"
+
+    def _state(self, line: int) -> str:
+        try:
+            state, began = process(self._words[line + PID])
+        except OSError:  # which says nothing of that process
+            return "?"
+        return state if began == self._words[line + STARTED] else "X"
+
+
+def fitting(record: list[object]) -> bytes:
+    """A record as bytes, no more than a segment keeps: its text, the second entry, is cut if need be."""
+    kind, text, *rest = record
+    while len(data := json.dumps([kind, text, *rest]).encode()) > FAILURE_BYTES:
+        text = str(text)[: len(str(text)) * 3 // 4]  # by characters: some take six bytes
+    return data

@@ -1,0 +1,148 @@
+"""Other array libraries: the stream on which each works now, and new arrays of its own type.
+
+Nothing is imported here: whoever passes an array has loaded its library.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kos.cuda import streams
+from kos.dtypes import DTYPES, DType, dtype_of
+from kos.memory.array import Array
+
+_LIBRARIES = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow"}
+_IMMUTABLE = ("jax", "tensorflow")  # their arrays never change, but what shares them does not say so
+
+
+@functools.lru_cache(maxsize=256)
+def _library(kind: Any) -> str | None:
+    roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
+    return next((_LIBRARIES[root] for root in roots if root in _LIBRARIES), None)
+
+
+def library_of(x: Any) -> str | None:
+    """The library whose array ``x`` is: torch, cupy, jax or tensorflow; None for any other."""
+    kind: Any = type(x)
+    return _library(kind)
+
+
+def immutable(x: Any) -> bool:
+    """Whether the library of ``x`` takes for granted that its memory never changes."""
+    return (library_of(x) or "") in _IMMUTABLE
+
+
+class _Pooled:
+    """A stream of torch's pool, which is never destroyed."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+_pooled: dict[int, _Pooled] = {}
+
+
+def _torch_stream(device: int) -> Any:
+    torch: Any = sys.modules["torch"]
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    handle = int(raw(device) if raw is not None else torch.cuda.current_stream(device).cuda_stream)
+    if not handle:
+        return None
+    stream = _pooled.get(handle)
+    if stream is None:
+        current = torch.cuda.current_stream(device)
+        if current.stream_id == handle:  # an ExternalStream: somebody else may destroy it
+            return handle
+        stream = _pooled[handle] = _Pooled(handle)
+    return stream
+
+
+def _cupy_stream(device: int) -> Any:
+    stream = sys.modules["cupy"].cuda.get_current_stream(device)
+    return stream if stream.ptr else None
+
+
+def current_stream(x: Any) -> Any:
+    """The stream on which the library of ``x`` queues work on its GPU now; None for the legacy default stream.
+
+    torch and CuPy name it; JAX names none; for others ``__cuda_array_interface__`` may.
+    """
+    library = library_of(x)
+    if library == "torch":
+        return _torch_stream(x.get_device())
+    if library == "cupy":
+        return _cupy_stream(x.device.id)
+    try:
+        return None if library else x.__cuda_array_interface__.get("stream")
+    except Exception:  # absent, or refused for this array
+        return None
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> DType | None:
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    return None if found is None or found.kind == "complex" else found  # which may be conjugated when they are read
+
+
+def plain_array(x: Any) -> Array | None:
+    """The GPU memory of a contiguous torch or CuPy array, on the current stream of its library.
+
+    None for every other array, which DLPack takes or refuses; that takes 20 us longer.
+    """
+    library = library_of(x)
+    if library == "torch":
+        torch: Any = sys.modules["torch"]
+        if type(x) is torch.Tensor and x.is_cuda and x.layout is torch.strided and not x.requires_grad:
+            dtype, device = _torch_dtype(x.dtype), x.get_device()
+            if dtype is not None and x.is_contiguous():
+                return Array(x.data_ptr(), tuple(x.shape), dtype, device, owner=x, stream=_torch_stream(device))
+    elif library == "cupy" and type(x) is sys.modules["cupy"].ndarray and x.flags.c_contiguous:
+        return Array(x.data.ptr, x.shape, dtype_of(x.dtype), x.device.id, owner=x, stream=_cupy_stream(x.device.id))
+    return None
+
+
+def orders_itself(x: Any) -> bool:
+    """Whether the work on ``x`` is on a stream that ``current_stream`` names: nothing has to wait for another one."""
+    return library_of(x) in ("torch", "cupy")
+
+
+def empty_like(x: Any, shape: tuple[int, ...], stream: Any) -> Any:
+    """An uninitialised array of ``shape`` like ``x``, usable in the order of ``stream`` (None: that of its library).
+
+    None where the library of ``x`` is neither torch nor CuPy.
+    """
+    library = library_of(x)
+    if library == "torch":
+        if stream is None or not x.is_cuda or streams.handle(stream) == streams.handle(_torch_stream(x.get_device())):
+            return x.new_empty(shape)
+        cuda: Any = sys.modules["torch"].cuda
+        with cuda.stream(cuda.ExternalStream(streams.handle(stream), x.device)):
+            return x.new_empty(shape)
+    if library == "cupy":
+        cupy: Any = sys.modules["cupy"]
+        with x.device:
+            if stream is None or streams.handle(stream) == streams.handle(_cupy_stream(x.device.id)):
+                return cupy.empty(shape, x.dtype)
+            with cupy.cuda.ExternalStream(streams.handle(stream), x.device.id):
+                return cupy.empty(shape, x.dtype)
+    return None
+
+
+def converter(x: Any) -> Callable[[Any], Any] | None:
+    """What turns a result into an array of the library of ``x``, where that library's own cannot be written: JAX."""
+    return _as_jax if library_of(x) == "jax" else None
+
+
+def _as_jax(array: Any) -> Any:
+    jax: Any = sys.modules["jax"]
+    return jax.numpy.asarray(array) if isinstance(array, np.ndarray) else jax.dlpack.from_dlpack(array)

@@ -1,0 +1,311 @@
+"""Arrays of torch, CuPy and JAX on the streams on which their libraries work, in and out of captures.
+
+mpirun -n 2 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_client_arrays_gpu.py
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos import cuda
+from kos.memory.array import Array
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+
+TIMEOUT = 20.0
+CYCLES = 20_000_000  # about 10 ms
+ROUNDS = 10
+SMALL, LARGE = 40, 3_000_000
+_sizes = itertools.count(100_003, 50_021)  # NCCL connects anew for some of these
+
+
+@pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
+def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+    probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
+    if mpi_world.size == 1 or not probe.usable:
+        pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
+    with kos.init(request.param, timeout=TIMEOUT) as world:
+        cuda.set_device(world.device)
+        yield world
+
+
+@pytest.fixture
+def comm(world: kos.Communicator) -> Iterator[kos.Communicator]:
+    """A communicator in which nothing has been called yet."""
+    comm = world.duplicate()
+    yield comm
+    if comm.backend.broken is None:
+        comm.close()
+    else:
+        comm.abort()
+
+
+class Torch:
+    def __init__(self, device: int) -> None:
+        self.module = pytest.importorskip("torch")
+        self.module.cuda.set_device(device)
+        self.array, self.stream = self.module.Tensor, self.module.cuda.Stream
+        self.on = self.module.cuda.stream
+        self.slow = lambda: self.module.cuda._sleep(CYCLES)
+
+    def full(self, count: int, value: float) -> Any:
+        return self.module.full((count,), value, device="cuda")
+
+    def copy(self, x: Any) -> Any:
+        return x.clone()
+
+    def values(self, x: Any) -> np.ndarray:
+        return x.cpu().numpy()
+
+    def handle(self, stream: Any) -> int:
+        return int(stream.cuda_stream)
+
+    def capture(self, body: Callable[[], Any]) -> Callable[[], None]:
+        graph = self.module.cuda.CUDAGraph()
+        with self.module.cuda.graph(graph):  # in the default mode, which is global
+            body()
+        return graph.replay
+
+
+class CuPy:
+    def __init__(self, device: int) -> None:
+        self.module = pytest.importorskip("cupy")
+        self.module.cuda.Device(device).use()
+        self.array = self.module.ndarray
+        self.stream = lambda: self.module.cuda.Stream(non_blocking=True)
+        self.on = lambda stream: stream
+        code = 'extern "C" __global__ void slow(long long n) { long long t = clock64(); while (clock64() - t < n); }'
+        kernel = self.module.RawKernel(code, "slow")
+        self.slow = lambda: kernel((1,), (1,), (CYCLES,))
+
+    def full(self, count: int, value: float) -> Any:
+        return self.module.full(count, value, np.float32)
+
+    def copy(self, x: Any) -> Any:
+        return x.copy()
+
+    def values(self, x: Any) -> np.ndarray:
+        return self.module.asnumpy(x)
+
+    def handle(self, stream: Any) -> int:
+        return int(stream.ptr)
+
+    def capture(self, body: Callable[[], Any]) -> Callable[[], None]:
+        stream = self.stream()
+        with stream:
+            stream.begin_capture()
+            body()
+            graph = stream.end_capture()
+
+        def replay() -> None:
+            graph.launch()
+
+        replay.stream = stream  # type: ignore[attr-defined]
+        return replay
+
+
+@pytest.fixture(params=[Torch, CuPy], ids=["torch", "cupy"])
+def library(request: pytest.FixtureRequest, world: kos.Communicator) -> Any:
+    return request.param(world.device)
+
+
+@pytest.fixture
+def on_all(mpi_world: kos.Communicator) -> Callable[[Callable[[], None]], None]:
+    """Run a test's body on every rank, and raise on all what failed on any."""
+
+    def run(body: Callable[[], None]) -> None:
+        failure = b""
+        try:
+            body()
+        except BaseException:
+            failure = traceback.format_exc().encode()
+        for rank, text in enumerate(mpi_world.rendezvous.allgather(failure)):
+            assert not text, f"rank {rank} failed:\n{text.decode()}"
+
+    return run
+
+
+def total(comm: kos.Communicator) -> int:
+    return comm.size * (comm.size + 1) // 2
+
+
+def check(library: Any, x: Any, expected: float) -> None:
+    values = library.values(x)
+    assert (values == expected).all(), f"expected {expected}, got {(values != expected).sum()} others: {values[:4]}"
+
+
+def test_the_current_stream_is_followed(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+    """A slow kernel and a fill before, a copy after; on streams that come and go."""
+
+    def body() -> None:
+        for turn, count in itertools.product(range(ROUNDS), (SMALL, LARGE)):
+            with library.on(library.stream()):
+                library.slow()
+                x = library.full(count, turn + comm.rank + 1)
+                assert comm.all_reduce(x) is x
+                check(library, library.copy(x), turn * comm.size + total(comm))
+                library.slow()
+                x = library.full(count, turn + comm.rank + 1)
+                work = comm.all_reduce(x, async_op=True)
+                assert work.wait() is x
+                check(library, library.copy(x), turn * comm.size + total(comm))
+            gc.collect()
+
+    on_all(body)
+
+
+def test_a_stream_that_is_given_wins(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+    def body() -> None:
+        stream, other = library.stream(), library.stream()
+        for given in (stream, library.handle(stream)):
+            with library.on(stream):
+                library.slow()
+                x = library.full(LARGE, comm.rank + 1)
+            with library.on(other):
+                comm.all_reduce(x, stream=given)
+                out = comm.all_gather(x, stream=given)
+            with library.on(stream):
+                check(library, library.copy(x), total(comm))
+                check(library, library.copy(out), total(comm))
+
+    on_all(body)
+
+
+def test_streams_that_are_gone_are_not_asked(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+    def body() -> None:
+        for given in ("current", "handle"):
+            for end in (comm.barrier, comm.synchronize, lambda: comm.all_reduce(library.full(LARGE, 1.0))):
+                stream = library.stream()
+                with library.on(stream):
+                    library.slow()
+                    x = library.full(LARGE, comm.rank + 1)
+                    comm.all_reduce(x, stream=library.handle(stream) if given == "handle" else None)
+                    check(library, library.copy(x), total(comm))
+                del stream
+                gc.collect()
+                end()
+        for _ in range(50):
+            with library.on(library.stream()):
+                comm.all_reduce(x)
+            gc.collect()
+        comm.synchronize()
+
+    on_all(body)
+
+
+def test_captured_as_the_first_call_of_its_kind(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+    """In torch.cuda.graph's default mode no thread may do what could disturb the capture."""
+    count = next(_sizes)
+
+    def body() -> None:
+        x = library.full(count, 1.0)
+        outs: list[Any] = []
+
+        def calls() -> None:
+            comm.all_reduce(x)
+            outs.append(comm.all_gather(x))
+            outs.append(comm.reduce_scatter(library.copy(outs[0])))
+            work = comm.broadcast(outs[1], 0, async_op=True)
+            work.wait()
+            outs.append(library.copy(outs[1]))
+
+        replay = library.capture(calls)
+        stream = getattr(replay, "stream", None) or library.stream()
+        for turn in range(4):
+            with library.on(stream):
+                library.slow()
+                x[:] = turn + comm.rank + 1
+                replay()
+                summed = turn * comm.size + total(comm)
+                check(library, library.copy(x), summed)
+                check(library, library.copy(outs[0]), summed)
+                check(library, library.copy(outs[2]), summed * comm.size)
+        comm.synchronize()
+        outs.clear()
+
+    on_all(body)
+
+
+def test_order_is_kept_across_a_capture(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+    """Eager on one stream behind a slow kernel, captured on a second, eager on a third."""
+
+    def body() -> None:
+        comm.all_reduce(library.full(SMALL, 0.0))
+        comm.all_reduce(captured)
+        comm.synchronize()
+        for _ in range(ROUNDS):
+            first, third = library.stream(), library.stream()
+            xs = [library.full(count, comm.rank + 1) for count in (SMALL, LARGE, SMALL, LARGE)]
+            comm.barrier()
+            cuda.synchronize(comm.device)
+            with library.on(first):
+                for _ in range(1 + comm.rank):
+                    library.slow()
+                for x in xs[:2]:
+                    comm.all_reduce(x)
+            stream = cuda.create_stream(comm.device)  # torch.cuda.graph would wait for the whole GPU first
+            with cuda.capture(stream, keep=[captured]) as graph:
+                comm.all_reduce(captured, stream=stream)
+            with library.on(third):
+                for x in xs[2:]:
+                    comm.all_reduce(x)
+                for x in xs[2:]:
+                    check(library, library.copy(x), total(comm))
+            with library.on(first):
+                for x in xs[:2]:
+                    check(library, library.copy(x), total(comm))
+            comm.synchronize()
+            graph.close()
+
+    captured = Array.zeros(SMALL, np.float32, comm.device)
+    on_all(body)
+
+
+def test_what_is_made_has_the_type_of_the_input(comm: kos.Communicator, library: Any, on_all: Any) -> None:
+    def body() -> None:
+        n, x = comm.size, library.full(6 * comm.size, 1.0)
+        calls = {
+            "reduce_scatter": (lambda: comm.reduce_scatter(x), (6,)),
+            "all_gather": (lambda: comm.all_gather(x), (n, 6 * n)),
+            "all_to_all": (lambda: comm.all_to_all(x), (6 * n,)),
+            "async": (lambda: comm.all_gather(x, async_op=True).wait(), (n, 6 * n)),
+            "persistent": (lambda: comm.all_gather_init(x).start().wait(), (n, 6 * n)),
+        }
+        for name, (call, shape) in calls.items():
+            out = call()
+            assert isinstance(out, library.array) and tuple(out.shape) == shape and out.dtype == x.dtype, name
+            check(library, out, n if name == "reduce_scatter" else 1)
+
+    on_all(body)
+
+
+def test_jax(comm: kos.Communicator, on_all: Any) -> None:
+    """Its arrays are read as soon as JAX has made them, and results are JAX's."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = pytest.importorskip("jax")
+    device = jax.devices("gpu")[comm.device]
+
+    def body() -> None:
+        make = jax.jit(lambda x, k: jax.lax.fori_loop(0, 300, lambda i, y: y * 1.0 + 0.0, x) + k)
+        with jax.default_device(device):
+            zeros = jax.device_put(np.zeros(LARGE, np.float32), device)
+            for turn in range(ROUNDS):
+                out = comm.all_gather(make(zeros, turn + comm.rank))  # whose memory JAX may use again at once
+                again = [make(zeros, 1e6) for _ in range(3)]
+                assert isinstance(out, jax.Array)
+                doubled = np.asarray(jax.jit(lambda x: 2 * x)(out))
+                assert (doubled == 2 * (turn + np.arange(comm.size))[:, None]).all(), doubled[:, :3]
+                del again
+            mine = comm.reduce_scatter(jax.numpy.ones(comm.size * 8))
+            assert isinstance(mine, jax.Array) and (np.asarray(mine) == comm.size).all()
+
+    on_all(body)

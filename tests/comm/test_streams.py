@@ -1,0 +1,576 @@
+"""Callers' streams, without a GPU: what follows what, in and out of captures, where streams end after the call.
+
+A stand-in for the driver knows of each stream what its work comes after, refuses what CUDA refuses, and fails the test
+where a stream is asked anything that is gone.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.gpu.peer import engine
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver, streams
+from kos.errors import CollectiveMismatch, KosError
+from kos.memory import as_buffer
+from kos.memory.array import Array
+from kos.testing import spawn
+from tests.comm import fake_peer, test_auto
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, communicator, no_gpu
+from tests.comm.shared_ranks import SharedOnly
+from tests.host_compiler import COMPILER
+
+SIDE = 99  # the stand-ins' stream of the communicator
+
+
+class Device:
+    """Streams and events: of each the calls that it comes after, apart for what runs and for each capture."""
+
+    def __init__(self) -> None:
+        self.alive = {0, streams.LEGACY, SIDE}
+        self.busy: set[int] = set()
+        self._capture: dict[int, int] = {}
+        self._behind: dict[tuple[int, int], set[Any]] = {}
+        self._events: dict[Any, tuple[int, set[Any]]] = {}
+        self._calls: dict[tuple[int, int], list[tuple[Any, Any]]] = {}
+        self._last: dict[Any, set[Any]] = {}
+        self.over: set[Any] = set()  # as the host was told
+        self._lock = threading.RLock()
+        self._made = 0
+
+    def install(self, cu: Any) -> None:
+        cu.cuStreamIsCapturing = lambda stream: (0, int(self._asked(stream)[0] > 0))
+        cu.cuStreamGetCaptureInfo = lambda stream: (0, 1, self._asked(stream)[0], None)
+        cu.cuStreamQuery, cu.cuEventQuery = self._query, self._event_query
+        cu.cuEventRecord, cu.cuStreamWaitEvent = self._record, self._wait
+
+    def _asked(self, stream: int) -> tuple[int, int]:
+        assert stream in self.alive, f"a stream that is gone was asked: {stream}"
+        return self._capture.get(stream, 0), stream
+
+    def _query(self, stream: int) -> tuple[int]:
+        assert not self._asked(stream)[0], "queried amid a capture"
+        if stream in self.busy:
+            return (600,)
+        self.over |= self._behind.get((0, stream), set())
+        return (0,)
+
+    def _event_query(self, event: Any) -> tuple[int]:
+        capture, behind = self._events.get(event, (0, set()))
+        assert not capture, "a captured event was queried"
+        self.over |= behind
+        return (0,)
+
+    def _record(self, event: Any, stream: int) -> tuple[int]:
+        with self._lock:
+            place = self._asked(stream)
+            self._events[event] = place[0], set(self._behind.get(place, ()))
+        return (0,)
+
+    def _wait(self, stream: int, event: Any, flags: int) -> tuple[int]:
+        with self._lock:
+            capture, behind = self._events.get(event, (0, set()))
+            if capture and not self._asked(stream)[0]:
+                self._capture[stream] = capture  # it joins
+            place = self._asked(stream)
+            assert place[0] == capture, "what is captured and what runs wait for each other"
+            self._behind.setdefault(place, set()).update(behind)
+        return (0,)
+
+    def launched(self, stream: int, party: Any) -> None:
+        """Fail unless the launch comes after all those of other parties of this rank; a party orders its own."""
+        with self._lock:
+            place, rank = self._asked(stream), threading.get_ident()
+            behind = self._behind.setdefault(place, set())
+            if party is not None:
+                behind |= self._last.get((party, place[0]), set())
+            calls = self._calls.setdefault((rank, place[0]), [])
+            others = {call for call, other in calls if party is None or other != party}
+            missed = others - behind - self.over
+            assert not missed, f"call {len(calls)} on stream {stream} does not follow call {missed}"
+            call = (rank, place[0], len(calls))
+            calls.append((call, party))
+            behind.add(call)
+            self._last[party, place[0]] = set(behind)
+
+    @contextmanager
+    def capturing(self, stream: int) -> Iterator[None]:
+        with self._lock:
+            self._made += 1
+            capture = self._capture[stream] = self._made
+        yield
+        with self._lock:
+            for each in [each for each, of in self._capture.items() if of == capture]:
+                del self._capture[each]
+
+
+class Stream:
+    """A stream that is destroyed with its last reference."""
+
+    def __init__(self, device: Device, handle: int) -> None:
+        assert handle not in device.alive
+        self.handle, self._device = handle, device
+        device.alive.add(handle)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+    def __del__(self) -> None:
+        self._device.alive.discard(self.handle)
+        self._device._behind.pop((0, self.handle), None)
+
+
+Body = Callable[[kos.Communicator, Device, Callable[..., None]], None]
+"""Gets a function that makes two all_reduces on a stream, by different parts of ``auto``."""
+
+
+@pytest.fixture(params=["nccl", "peer", "auto"])
+def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Body], None]]:
+    device = Device()
+    if request.param == "peer":
+        if COMPILER is None:
+            pytest.skip("needs a C++ compiler")
+        with fake_peer.no_gpus(monkeypatch, 1):
+            device.install(driver.cu)
+            monkeypatch.setattr(engine, "load_kernel", lambda *a, **b: Noted(device, fake_peer.HostKernel(*a, **b)))
+            comm = fake_peer.communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0))
+            yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
+        return
+    with no_gpu(monkeypatch) as fake:
+        device.install(driver.cu)
+        note(fake, device, alone=request.param == "nccl")
+        if request.param == "nccl":
+            comm = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
+            yield lambda body: body(comm, device, lambda stream: reduce(comm, stream, 40))
+        else:
+            monkeypatch.setattr(test_auto, "SIZE", 1)
+            yield lambda body: test_auto.run(
+                lambda comm, log: body(comm, device, lambda stream: reduce(comm, stream, 40, 20_000))
+            )
+
+
+class Noted:
+    """A kernel that tells of its launches."""
+
+    def __init__(self, device: Device, kernel: Any) -> None:
+        self._device, self._kernel = device, kernel
+
+    def bind(self, *arguments: Any, **options: Any) -> Callable[[Any], None]:
+        run = self._kernel.bind(*arguments, **options)
+
+        def launch(stream: Any) -> None:
+            self._device.launched(streams.handle(stream), None)
+            run(stream)
+
+        return launch
+
+
+def note(fake: FakeNCCL, device: Device, alone: bool) -> None:
+    all_reduce = fake.all_reduce
+
+    def noting(send: int, recv: int, count: int, code: int, op: int, comm: Comm, stream: int) -> None:
+        device.launched(stream, "nccl" if alone else comm.group)
+        all_reduce(send, recv, count, code, op, comm, stream)
+
+    fake.all_reduce = noting  # type: ignore[method-assign]
+
+
+def reduce(comm: kos.Communicator, stream: Any, *counts: int) -> None:
+    for count in counts:
+        comm.all_reduce(Array.zeros(count, np.float16, 0), stream=stream)
+
+
+KINDS = pytest.mark.parametrize("given", ["object", "handle"])
+
+
+def named(stream: Stream, given: str) -> Any:
+    return stream if given == "object" else stream.handle
+
+
+@KINDS
+def test_a_stream_may_be_gone_after_the_call(run: Callable[[Body], None], given: str) -> None:
+    """An object is kept; of a bare handle nothing is asked any more.  What comes later still follows."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        def on_a_new_one(handle: int) -> None:
+            stream = Stream(device, handle)
+            call(named(stream, given))
+
+        for turn in range(4):
+            on_a_new_one(1000 + turn)
+        gc.collect()
+        call(None)
+        on_a_new_one(2000)
+        on_a_new_one(2000 if given == "handle" else 2001)  # CUDA gives handles again
+        comm.barrier()
+        on_a_new_one(3000)
+        comm.synchronize()
+        gc.collect()
+        assert not [each for each in device.alive if each in range(1000, 3000)], "kept for ever"
+        call(None)
+        comm.close()
+
+    run(body)
+
+
+def test_a_persistent_call_is_over_after_its_stream(run: Callable[[Body], None]) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        stream = Stream(device, 1000)
+        persistent = comm.all_reduce_init(Array.zeros(40, np.float16, 0), stream=stream.handle)
+        work = persistent.start()
+        del stream
+        assert work.done()
+        comm.synchronize()
+        assert work.done()
+
+    run(body)
+
+
+def test_many_streams_are_not_all_kept(run: Callable[[Body], None]) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        for turn in range(100):
+            call(Stream(device, 1000 + turn))
+        gc.collect()
+        assert len(device.alive) < 50
+        device.busy.update(range(2000, 2100))
+        for turn in range(100):  # whose work goes on
+            call(Stream(device, 2000 + turn))
+        assert len(device.alive) > 100
+
+    run(body)
+
+
+@KINDS
+def test_what_runs_follows_what_ran_whatever_was_captured_between(run: Callable[[Body], None], given: str) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        first, second, third = (Stream(device, 1000 + k) for k in range(3))
+        call(named(first, given))
+        with device.capturing(second.handle):
+            call(named(second, given))
+            call(named(second, given))
+        call(named(third, given))
+        with device.capturing(first.handle):
+            call(named(first, given))
+        call(named(first, given))
+        call(named(second, given))
+        comm.synchronize()
+
+    run(body)
+
+
+@KINDS
+def test_calls_of_one_capture_follow_each_other(run: Callable[[Body], None], given: str) -> None:
+    """On streams that have joined it; also after eager calls on the first of them."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        first, second = (Stream(device, 1000 + k) for k in range(2))
+        for _ in range(3):
+            call(named(first, given))
+        with device.capturing(first.handle):
+            call(named(first, given))
+            device._record("fork", first.handle)
+            device._wait(second.handle, "fork", 0)
+            call(named(second, given))
+            call(named(first, given))
+            call(named(second, given))
+        call(named(second, given))
+        call(named(first, given))
+
+    run(body)
+
+
+def test_what_overlaps_is_captured_with_the_rest(run: Callable[[Body], None]) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        stream, other = Stream(device, 1000), Stream(device, 1001)
+        x = Array.zeros(40, np.float16, 0)
+        call(stream)
+        comm.all_reduce(x, stream=stream, async_op=True).wait()
+        with device.capturing(stream.handle):
+            call(stream)
+            comm.all_reduce(x, stream=stream, async_op=True).wait()
+            call(stream)
+        comm.all_reduce(x, stream=other, async_op=True).wait()
+        call(stream)
+
+    run(body)
+
+
+def test_batches_and_what_overlaps_follow_the_rest(run: Callable[[Body], None]) -> None:
+    """Parts of ``auto`` do not fill the GPU at once: ranks might begin with different ones."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        several = [Stream(device, 1000 + k) for k in range(4)]
+        arrays = [Array.zeros(count, np.float16, 0) for count in (20_000, 20_001, 40, 41)]
+        for _ in range(2):
+            with comm.batch():
+                for x, stream in zip(arrays, several, strict=True):
+                    comm.all_reduce(x, stream=stream)
+            call(several[0])
+            for x in arrays:
+                comm.all_reduce(x, stream=several[1], async_op=True)
+            call(several[2])
+
+    run(body)
+
+
+@pytest.mark.parametrize("counts", [(8, 9), (9000, 9001), (8, 9000)])
+def test_a_wait_compares_the_calls_of_all_parts(monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int]) -> None:
+    """Whichever part of ``auto`` has carried them."""
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        x = Array.zeros(counts[comm.rank], np.float16, 0)
+        with pytest.raises(CollectiveMismatch, match=f"{counts[0]} against {counts[1]}"):  # noqa: PT012
+            comm.all_reduce(x)  # where NCCL connects
+            comm.synchronize()
+
+    with no_gpu(monkeypatch) as fake:
+        monkeypatch.setattr(fake, "all_reduce", lambda *arguments: None)
+        test_auto.run(body, host=SharedOnly)
+
+
+def test_what_cannot_follow_is_refused(run: Callable[[Body], None]) -> None:
+    """A call that runs after another one whose stream is being captured now: neither can wait for the other."""
+
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        if comm.backend_name == "nccl":
+            return  # which orders its own
+        first, second = (Stream(device, 1000 + k) for k in range(2))
+        call(first)
+        with device.capturing(first.handle), pytest.raises(KosError, match="is being captured now"):
+            call(second)
+
+    run(body)
+
+
+def test_a_stream_that_its_owner_closed(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: kos.Communicator, device: Device, call: Callable[..., None]) -> None:
+        stream = Stream(device, 1000)
+        call(stream)
+        device.alive.discard(stream.handle)
+        stream.handle = 0
+        monkeypatch.setattr(driver, "synchronize", lambda index: device.over.update(*device._behind.values()))
+        call(None)
+
+    run(body)
+
+
+class Tensor:
+    """A torch tensor on a GPU, as far as kos looks at one."""
+
+    __module__ = "torch"
+    is_cuda = True
+    device = "cuda:0"
+
+    def __init__(self, memory: Array) -> None:
+        self.memory = memory
+        self.asked: list[Any] = []
+
+    def get_device(self) -> int:
+        return 0
+
+    def new_empty(self, shape: tuple[int, ...]) -> Tensor:
+        return type(self)(Array.empty(shape, self.memory.dtype, 0))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.memory.__dlpack_device__()
+
+    def __dlpack__(self, *, stream: Any, max_version: Any = None) -> Any:
+        self.asked.append(stream)
+        return self.memory.__dlpack__(stream=-1, max_version=max_version)
+
+
+class Torch:
+    """torch's current stream: of its pool, the legacy default stream, or somebody else's."""
+
+    Tensor, strided = None, "strided"
+
+    def __init__(self) -> None:
+        self.handle = self.stream_id = 0
+        self._C = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: self.handle)
+        self.cuda = SimpleNamespace(
+            current_stream=lambda device: SimpleNamespace(stream_id=self.stream_id),
+            stream=self._inside, ExternalStream=lambda handle, device: handle,
+        )  # fmt: skip
+
+    @contextmanager
+    def _inside(self, handle: int) -> Iterator[None]:
+        former, self.handle = self.handle, handle
+        yield
+        self.handle = former
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Torch]:
+    torch = Torch()
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(driver, "unavailable", lambda: None)
+        monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+        yield torch
+
+
+def tensor(count: int = 6) -> Tensor:
+    return Tensor(Array.zeros(count, np.float32, 0))
+
+
+def test_torchs_current_stream_is_followed(torch: Torch) -> None:
+    x = tensor()
+    buffer = as_buffer(x, "x", True)
+    assert (buffer.stream, buffer.queue, buffer.array) == (streams.LEGACY, None, x)
+    torch.handle, torch.stream_id = 5000, 35  # of its pool, which keeps it
+    for _ in range(2):
+        buffer = as_buffer(x, "x", True)
+        assert buffer.stream == 5000 and not isinstance(buffer.queue, int)
+    torch.handle = torch.stream_id = 6000  # somebody else's
+    buffer = as_buffer(x, "x", True)
+    assert (buffer.stream, buffer.queue) == (6000, 6000)
+    assert as_buffer(x, "x", True, 7).stream == 7, "stream= wins"
+    assert set(x.asked) == {-1}, "nothing has to wait: it is the stream on which torch works"
+
+
+def test_a_tensor_in_gives_a_tensor_back(torch: Torch) -> None:
+    comm, torch.handle, torch.stream_id = alone(), 5000, 35
+    x = tensor()
+    for call in (comm.reduce_scatter, comm.all_gather, comm.all_to_all, comm.gather):
+        out: Any = call(x)
+        assert type(out) is Tensor and out.memory.size == 6
+    assert comm.all_reduce(x) is x
+    made = list[int]()
+    torch.cuda.stream = lambda handle: (made.append(handle), torch._inside(handle))[1]
+    assert type(comm.all_gather(x, stream=8)) is Tensor and made == [8], "of its allocator's memory for that stream"
+    assert type(comm.all_gather_init(x).start().wait()) is Tensor
+    comm.close()
+
+
+def test_a_plain_tensor_is_taken_without_dlpack(torch: Torch) -> None:
+    """Which refuses what is not plain: complex numbers that may be conjugated, strides, gradients."""
+
+    class Plain(Tensor):
+        layout, dtype, requires_grad, contiguous, shape = "strided", "torch.float32", False, True, (2, 3)
+
+        def data_ptr(self) -> int:
+            return self.memory.pointer
+
+        def is_contiguous(self) -> bool:
+            return self.contiguous
+
+    torch.Tensor, torch.handle, torch.stream_id = Plain, 5000, 35  # type: ignore[assignment]
+    x = Plain(Array.zeros(6, np.float32, 0))
+    buffer = as_buffer(x, "x", True)
+    assert (buffer.pointer, buffer.shape, buffer.dtype.name) == (x.memory.pointer, (2, 3), "float32")
+    assert (buffer.stream, buffer.array, x.asked) == (5000, x, [])
+    odd = {"dtype": "torch.complex64", "contiguous": False, "requires_grad": True, "layout": "csr"}
+    for name, value in odd.items():
+        other = Plain(Array.zeros(6, np.float32, 0))
+        setattr(other, name, value)
+        as_buffer(other, "x", True)
+        assert other.asked == [-1], name
+
+
+def test_cupys_current_stream_is_kept(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+    device = Device()
+    device.install(driver.cu)
+
+    class Owned(Stream):
+        @property
+        def ptr(self) -> int:
+            return self.handle
+
+    class CuPyArray(Tensor):
+        __module__ = "cupy"
+        device = SimpleNamespace(id=0)
+
+    current = [Owned(device, 1000)]
+    cupy = SimpleNamespace(ndarray=None, cuda=SimpleNamespace(get_current_stream=lambda index: current[0]))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)  # type: ignore[arg-type]
+    comm, x = alone(), CuPyArray(Array.zeros(6, np.float32, 0))
+    comm.all_reduce(x)
+    current[0] = Owned(device, 1001)
+    gc.collect()
+    assert 1000 in device.alive
+    comm.all_reduce(x)
+    comm.synchronize()
+    comm.close()
+
+
+def test_a_jax_array_in_gives_a_jax_array_back(monkeypatch: pytest.MonkeyPatch, torch: Torch) -> None:
+    """Its memory is held until the GPU is done with it, for JAX knows nothing of the stream."""
+    over = [0]
+    monkeypatch.setattr(driver.cu, "cuEventQuery", lambda event: (over[0],))
+
+    class ArrayImpl(Tensor):
+        __module__ = "jaxlib"
+
+    def of(memory: Any) -> tuple[str, Any]:
+        return "jax", memory
+
+    jax = SimpleNamespace(dlpack=SimpleNamespace(from_dlpack=of), numpy=SimpleNamespace(asarray=of))
+    monkeypatch.setitem(sys.modules, "jax", jax)  # type: ignore[arg-type]
+    comm, x = alone(), ArrayImpl(Array.zeros(6, np.float32, 0))
+    over[0] = driver.cu.CUresult.CUDA_ERROR_NOT_READY
+    kind, out = comm.all_gather(x)
+    assert kind == "jax" and type(out) is Array and x.asked == [streams.LEGACY], "the stream waits for JAX's work"
+    left = weakref.ref(x)
+    del x
+    gc.collect()
+    assert left() is not None
+    over[0] = 0
+    comm.synchronize()
+    gc.collect()
+    assert left() is None or comm.backend._last is not None
+    comm.close()
+
+
+def test_host_memory_of_torch_gives_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class HostTensor:
+        __module__ = "torch"
+        is_cuda = False
+
+        def __init__(self, memory: np.ndarray) -> None:
+            self.memory = memory
+
+        def new_empty(self, shape: tuple[int, ...]) -> HostTensor:
+            return HostTensor(np.empty(shape, self.memory.dtype))
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.memory.__dlpack_device__()
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.memory.__dlpack__(**options)
+
+    monkeypatch.setitem(sys.modules, "torch", Torch())  # type: ignore[arg-type]
+
+    def body(comm: kos.Communicator) -> None:
+        x = HostTensor(np.full(2, comm.rank + 1.0))
+        out = comm.all_gather(x)
+        assert type(out) is HostTensor and out.memory.tolist() == [[1, 1], [2, 2]]
+        assert comm.all_reduce(x) is x and x.memory.tolist() == [3, 3]
+        assert comm.all_gather(x, async_op=True).wait().memory.shape == (2, 2)
+
+    spawn(body, 2)
+
+
+def test_managed_memory_is_a_gpus(torch: Torch) -> None:
+    """By one rule, through every door."""
+
+    class Managed(Tensor):
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 13, 0
+
+    x = Managed(Array.zeros(6, np.float32, 0))
+    assert as_buffer(x, "x", True).device == Array.from_dlpack(x).device == 0
+
+
+def alone() -> kos.Communicator:
+    """A group of one over the stand-in of NCCL."""
+    return communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0), Group(1))
