@@ -60,6 +60,7 @@ for memory in (shared, lambda _: (None, "switched off by the test")):
     host.open_segment = memory
     comm = kos.init(timeout=60)
     native, request = [], MPIBackend._native_request
+    assert (comm.all_reduce(np.full(4, comm.rank + 1, np.float32), kos.ReduceOp.AVG) == 1.5).all()
     comm.backend._native_request = lambda o, *rest: (native.append(o.name), request(comm.backend, o, *rest))[1]
     header, *rows = [line.split("  ") for line in comm.explain().splitlines()[-6:]]
     assert header[0].strip() == "float32"
