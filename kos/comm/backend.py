@@ -176,6 +176,8 @@ class Backend(ABC):
         """Launch a prepared call; None where it is queued in the order of its stream, so that nobody waits."""
         if self.broken is not None:
             self.refuse(call)
+        if self.ledger.board.last is not None:
+            self.ledger.board.go_on()
         work: Work[Any] = Work(call, self._steps(call), self)
         self.engine.launch(work)
         return work

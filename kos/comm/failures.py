@@ -95,6 +95,10 @@ class Board:
         if error.ranks:
             self.last = error
 
+    def go_on(self) -> None:
+        """This rank makes another call: what it failed of is dealt with, and not why it is late or leaves later."""
+        self.last = None
+
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """This rank waits for those ranks, or no longer."""
 

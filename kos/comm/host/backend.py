@@ -165,7 +165,7 @@ class HostBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self.part(reason)
-        self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
+        self.broken, self._told = self.broken or CollectiveError(reason), -1  # what is given up next is not reported
         self._leave()
 
     def close(self) -> None:

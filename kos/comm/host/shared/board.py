@@ -41,6 +41,11 @@ class SharedBoard(Board):
             words[at + FAILED_AT] = int(now() * 1e6)
             words[at + FAILED] = len(data)
 
+    def go_on(self) -> None:
+        super().go_on()
+        if self._mine is not None:
+            self._words[self._mine + FAILED] = 0
+
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         flag = 0
         if ranks is not None:
