@@ -62,8 +62,9 @@ class CallCache:
 
     def add(self, call: Call) -> None:
         """Cache a call that was launched, where its arrays and arguments allow it."""
-        name, _, _, send, recv, reduction, root, _, _, _ = call.operation
-        if name not in CACHED or send is None or recv is None:
+        o = call.operation
+        send, recv, reduction = o.send, o.recv, o.reduction
+        if o.name not in CACHED or send is None or recv is None:
             return
         x, out = send.array, recv.array
         if not type(x) is type(out) is Array:
@@ -75,7 +76,7 @@ class CallCache:
                 return
             key, entries = id(x), self._entries
             array = weakref.ref(x, lambda _: entries.pop(key, None))
-            parameter = root if reduction is None else reduction.op
+            parameter = o.root if reduction is None else reduction.op
             entries[key] = _Entry(call, parameter, array, None if out is x else weakref.ref(out))
             send.array = recv.array = None
 

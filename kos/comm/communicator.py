@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ class Communicator(Operations):
                 return self.rendezvous.allgather(bytes(data))
         x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
         send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
-        options = self._options("all_gather", None, False, timeout)._replace(purpose="all_gather_bytes")
+        options = replace(self._options("all_gather", None, False, timeout), purpose="all_gather_bytes")
         self._go(Operation("all_gather", self.rank, options, send, recv))
         counts = sizes.tolist()
         send, recv = as_buffer(x, "data", False), as_buffer(np.empty(sum(counts), np.uint8), "data", True)

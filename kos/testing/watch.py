@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,7 +104,7 @@ class Watch:
         send = _copy(o.send)
         recv = send if o.recv is o.send else _copy(o.recv)
         before, at_launch, carried = _checksums(o), True, copy(call)
-        carried.operation = o._replace(send=send, recv=recv)
+        carried.operation = replace(o, send=send, recv=recv)
         for _ in run(carried):
             at_launch = False
             yield

@@ -8,12 +8,13 @@ import numpy as np
 
 import kos
 from kos.comm import Persistent
+from kos.comm.operation import Operation
 from kos.memory.array import Array
 
 Host = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def calls(comm: kos.Communicator, x: Host, g: Array) -> None:
+def calls(comm: kos.Communicator, x: Host, g: Array, operation: Operation) -> None:
     assert_type(comm.all_reduce(x), Host)
     assert_type(comm.all_reduce(g, kos.ReduceOp.MAX, stream=7), Array)
     assert_type(comm.all_reduce(x, async_op=True), kos.Work[Host])
@@ -26,5 +27,6 @@ def calls(comm: kos.Communicator, x: Host, g: Array) -> None:
     assert_type(comm.recv(x, 1, async_op=True), kos.Work[Host])
     assert_type(comm.all_reduce_init(x), Persistent[Host])
     assert_type(comm.all_reduce_init(x).start().wait(), Host)
+    operation.name = "broadcast"  # type: ignore[misc]  # it is frozen
     comm.all_reduce(x, deterministc=True)  # type: ignore[call-overload]
     comm.broadcast(x, deterministic=True)  # type: ignore[call-overload]

@@ -35,13 +35,12 @@ class Fingerprints:
 
     def mark(self, call: Call) -> int:
         """The fingerprint of ``call``, which it keeps."""
-        name, _, options, send, recv, reduction, root, _, send_counts, recv_counts = call.operation
-        _, algorithm, deterministic, _, _, purpose = options
-        buffer, route = send or recv, call.route
+        o, options, route = call.operation, call.operation.options, call.route
+        buffer, reduction, counts = o.send or o.recv, o.reduction, o.send_counts or o.recv_counts
         key = (
-            name, buffer and buffer.shape, buffer and buffer.dtype, reduction and reduction.op, root,
-            algorithm, deterministic, purpose, route and route.backend, route and route.kernel,
-            (send_counts or recv_counts) and (tuple(send_counts or ()), tuple(recv_counts or ())),
+            o.name, buffer and buffer.shape, buffer and buffer.dtype, reduction and reduction.op, o.root,
+            options.algorithm, options.deterministic, options.purpose, route and route.backend, route and route.kernel,
+            counts and (tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
         call.mark = self._known.get(key) or self._learn(key, call)
         return call.mark

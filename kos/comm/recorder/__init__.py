@@ -70,11 +70,12 @@ class Group:
         """Note that ``call`` is launched now, by the caller ``depth`` frames up."""
         description = call.description
         if description is None:
-            name, _, options, send, recv, reduction, root, message, _, _ = call.operation
+            o = call.operation
+            send, recv = o.send, o.recv
             call.description = description = (  # a _Description: as a plain tuple it takes a fifth of the time
-                self, None if call.collective else message, options.timeout, name,
+                self, None if call.collective else o.message, o.options.timeout, o.name,
                 send and send.shape, recv is not send and recv and recv.shape,
-                send.dtype if send else recv and recv.dtype, reduction, root,
+                send.dtype if send else recv and recv.dtype, o.reduction, o.root,
             )  # fmt: skip
         try:
             frame = _getframe(depth)
