@@ -203,17 +203,34 @@ class Profiler:
 
     def _watch(self, part: Any) -> None:
         """On the caller's stream an operation goes by ``start``, on the communicator's own by ``queue``."""
+        noted = False  # whether what is queued now is noted already
 
-        def note(function: Callable[[], Any], operations: Any, stream: int) -> Any:
+        def note(function: Callable[[], Any], calls: Any, stream: int) -> Any:
+            nonlocal noted
+            if noted:
+                return function()
+            noted = True
             begin = self.marks.mark(stream)
-            result = function()
-            nbytes = sum(max(b.nbytes for b in (o.send, o.recv) if b is not None) for o in operations)
-            self.spans.append(Span(operations[0].name, COMMUNICATION, begin, self.marks.mark(stream), nbytes))
+            try:
+                result = function()
+            finally:
+                noted = False
+            ends = [(call.operation.send, call.operation.recv) for call in calls]
+            nbytes = sum(max(buffer.nbytes for buffer in pair if buffer is not None) for pair in ends)
+            self.spans.append(Span(calls[0].name, COMMUNICATION, begin, self.marks.mark(stream), nbytes))
             return result
 
         start, queue = part.start, part.queue
-        part.start = lambda o: start(o) if o.overlap else note(lambda: start(o), [o], o.stream)
-        part.queue = lambda os, stream: note(lambda: queue(os, stream), os, os[0].stream if stream is None else stream)
+
+        def watched_start(call: Any) -> Any:
+            if call.operation.options.overlap:
+                return start(call)
+            return note(lambda: start(call), [call], call.stream)
+
+        def watched_queue(calls: Any, stream: int | None) -> Any:
+            return note(lambda: queue(calls, stream), calls, calls[0].stream if stream is None else stream)
+
+        part.start, part.queue = watched_start, watched_queue
 
     def _limits(self) -> tuple[float, float]:
         """Bytes and flops a second that this device reaches, or could."""

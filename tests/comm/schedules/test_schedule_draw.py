@@ -51,7 +51,7 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
     with pytest.raises(InvalidArgument, match="8064 messages, too many to draw"):
         draw(build("all_reduce", "ring", 64), tmp_path / "x.svg")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'kos\[plot\]'"):
+    with pytest.raises(BackendUnavailable, match=r"pip install -e '.*\[plot\]'"):
         draw(ring, tmp_path / "ring.png")
 
 
