@@ -94,7 +94,7 @@ class Engine:
 class Work(Generic[T]):
     """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
 
-    __slots__ = ("_error", "_steps", "asked", "backend", "call", "told")
+    __slots__ = ("_error", "_report_at", "_steps", "asked", "backend", "call", "told")
 
     def __init__(self, call: Call, steps: Steps, backend: Carrier) -> None:
         self.call = call
@@ -102,6 +102,7 @@ class Work(Generic[T]):
         self._steps: Steps | None = steps
         self._error: KosError | None = None
         self.asked: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
+        self._report_at: float | None = None  # when ``done`` shows next for whom it waits
         self.told = False  # whether ``wait`` or ``done`` said that it is over
 
     def advance(self) -> bool:
@@ -139,8 +140,14 @@ class Work(Generic[T]):
             self.asked = self.asked or now
             if self._steps is not None and timeout is not None and now - self.asked > timeout:
                 self.expire(timeout)
+            if self._steps is not None and now > (self._report_at or self.asked + _REPORT_EVERY):
+                self.backend.report(self.call)  # to ask again and again is to wait
+                self._report_at = now + _REPORT_EVERY
         if self._steps is not None:
             return False
+        if self._report_at is not None:
+            self.backend.report(None)
+            self._report_at = None
         self.told = True
         if self._error is not None:
             self._raise(self._error)
