@@ -114,6 +114,10 @@ class Board:
         """Whether that rank is known to be gone."""
         return False
 
+    def runs(self, rank: int) -> bool:
+        """Whether that rank is known to be neither gone nor stopped."""
+        return False
+
 
 class Ledger:
     """The failures of one group, whose rank r is rank ``world[r]`` of the world."""
@@ -165,17 +169,18 @@ class Ledger:
 
     def overdue(
         self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
-        kind: type[KosError] = CollectiveTimeout,
+        kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (),
     ) -> KosError:  # fmt: skip
         """The error of ``what``, in which those ranks are late: names the ranks that hold them up.
 
-        ``words`` say, of exactly those ranks, how they are late.
+        ``words`` say, of exactly those ranks, how they are late.  ``arrived`` are ranks that wait for them in ``what``,
+        though their programs may not show it: they wait for a stream of a GPU.
         """
         world = [self.world[rank] for rank in late]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return _consequence(cause, f"{cause}; {self._names([rank])} failed because of it", what)
-        culprits = self._blocking(world)
+        culprits = self._blocking(world, [self.world[rank] for rank in arrived])
         waiting = [rank for rank in world if rank not in culprits]
         if culprits == world and words is not None:
             absent = words
@@ -245,7 +250,7 @@ class Ledger:
         window = self.timeout + RECENT_SECONDS if window is None else window
         return None if known is None or known[1] > window else known[0]
 
-    def _blocking(self, late: list[int]) -> list[int]:
+    def _blocking(self, late: list[int], arrived: Sequence[int]) -> list[int]:
         """The ranks that do not wait themselves, of those that the ``late`` ones wait for, and so on."""
         seen, todo, culprits = {self.world[self.rank]}, list(late), list[int]()
         while todo:
@@ -253,9 +258,13 @@ class Ledger:
             if rank in seen:
                 continue
             seen.add(rank)
-            awaited = self.board.awaited(rank)
-            if awaited is None:
+            awaited: Iterable[int] | None = self.board.awaited(rank)
+            if awaited is None and (failure := self._failure_of(rank)) is not None:
+                awaited = None if rank in failure.ranks else failure.ranks  # it failed because of those
+            if awaited is None and not (rank in arrived and self.board.runs(rank)):
                 culprits.append(rank)
+            elif awaited is None:
+                todo += late
             else:
                 todo += awaited
         return sorted(culprits) or list(late)

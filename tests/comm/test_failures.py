@@ -13,6 +13,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
+from kos.comm.failures import Board, Ledger, blaming
 from kos.comm.host import mock
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import ScheduleError, registry
@@ -535,3 +536,37 @@ def test_nothing_is_kept_of_finished_operations() -> None:
         assert comm.backend.engine.outstanding() == []
 
     spawn(body, 3, timeout=60)
+
+
+class _Waits(Board):
+    """What ranks show of their waits and failures; all of them run."""
+
+    def __init__(self, waits: dict[int, tuple[int, ...]], failures: dict[int, KosError]) -> None:
+        super().__init__()
+        self._waits, self._failures = waits, failures
+
+    def awaited(self, rank: int) -> tuple[int, ...] | None:
+        return self._waits.get(rank)
+
+    def failure(self, rank: int) -> tuple[KosError, float] | None:
+        return (self._failures[rank], 0.1) if rank in self._failures else None
+
+    def runs(self, rank: int) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("failures", "arrived", "named"),
+    [
+        ({}, (), "ranks [1, 2] did not arrive"),
+        ({}, (1, 2), "ranks [3] did not arrive"),  # they wait for a stream, which nobody shows
+        ({1: (3,), 2: (3,)}, (), "ranks [3] did not arrive"),  # their time was up first
+        ({1: (1,)}, (2,), "ranks [1] did not arrive"),
+    ],
+)
+def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
+    failures: dict[int, tuple[int, ...]], arrived: tuple[int, ...], named: str
+) -> None:
+    errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
+    ledger = Ledger(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
+    assert named in str(ledger.overdue([3], "all_reduce #1", 1.0, "ranks [3] did not arrive", arrived=arrived))

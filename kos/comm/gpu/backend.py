@@ -532,7 +532,8 @@ class DeviceBackend(Backend):
             self._seen = o.sequence, now
         elif timeout is not None and now - self._seen[1] > timeout and (absent := calls.missing(o)):
             words = f"{self.ledger.names(absent)} did not arrive"
-            raise self.ledger.overdue(absent, o, timeout, words)
+            arrived = [rank for rank in range(self.size) if rank not in absent]
+            raise self.ledger.overdue(absent, o, timeout, words, arrived=arrived)
 
     def _give_up(self, o: Call, error: Exception) -> NoReturn:
         raise self.failed(o, error)

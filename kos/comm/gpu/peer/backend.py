@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
-from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Piece, Run
+from kos.comm.gpu.peer.engine import MAX_RANKS, GaveUp, PeerEngine, Piece, Run
 from kos.comm.gpu.peer.launches import PACKETS, Launch, Launches
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp
@@ -38,7 +39,7 @@ from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
+from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RankLost
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.buffer import Buffer
 from kos.memory.symmetric import SymmetricMemory
@@ -47,6 +48,8 @@ from kos.memory.windows import Window
 log = logging.getLogger(__name__)
 
 _HALT_SECONDS = 20.0
+_REPORT_SECONDS = 1.0
+"""In which a rank whose kernel gave up reports why: four ticks of its watchdog."""
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 256 << 10
 """Bytes from which a broadcast goes to every rank in parts, which then go to all."""
@@ -216,6 +219,14 @@ class PeerBackend(DeviceBackend):
     def inspect(self, o: Call) -> None:
         if self._engine.failed:
             self._engine.check(str(o))
+
+    def _cause(self, o: Call, error: Exception) -> Exception:
+        """Of a rank that gave up, what its host or its watchdog reports: that names the rank that failed first."""
+        known, deadline = super()._cause(o, error), time.monotonic() + _REPORT_SECONDS
+        while isinstance(known, GaveUp) and self._calls is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+            known = super()._cause(o, error)
+        return RankLost(str(known)) if isinstance(known, GaveUp) else known
 
     def missing(self, call: Call) -> str:
         """Ends the wait on the GPU, so that the kernel says what it waited for."""

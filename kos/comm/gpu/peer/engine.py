@@ -72,6 +72,10 @@ Piece = tuple[int, int]
 """Address and bytes."""
 
 
+class GaveUp(RankLost):
+    """A kernel ended because another rank's did, which says why."""
+
+
 class PeerEngine:
     """The kernels of one group of ranks, one of them on ``device``.
 
@@ -421,7 +425,7 @@ class PeerEngine:
             wanted, seen = (_piece(int(self._record[word])) for word in (_Word.WANTED, _Word.SEEN))
             raise CollectiveMismatch(f"{what}: expected {wanted} from rank {peer}, got {seen}")
         if cause == _TOLD:
-            raise RankLost(f"{what}: rank {peer} has given up")
+            raise GaveUp(f"{what}: rank {peer} has given up")
         limit = float(self._record[_Word.LIMIT]) / 1e9
         raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {limit:g} s ({self._where()})")
 

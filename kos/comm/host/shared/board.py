@@ -73,6 +73,10 @@ class SharedBoard(Board):
         named = (flag >> _BITS * place & (1 << _BITS) - 1 for place in range(_NAMED))
         return tuple(each - 1 for each in named if each)
 
+    def runs(self, rank: int) -> bool:
+        line = self._lines.get(rank)
+        return line is not None and self._state(line) not in "TtZX"
+
     def ended(self, rank: int) -> bool:
         line = self._lines.get(rank)
         return line is not None and self._state(line) in "ZX"
