@@ -24,6 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -123,7 +125,7 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     model = model_of(config)
     training: Any
     if options.worker == "kos":
-        head_start.begin(config, model)
+        head_start.begin(config, model, partial(import_module, "kos.train.engines.cuda"))
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
     else:
         from benchmarks.torch_llama import TorchTraining
