@@ -68,8 +68,8 @@ class HostBackend(Backend):
         steps = self._shared.start(call) if self._shared is not None else None
         return super()._steps(call) if steps is None else steps
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return f"{self.name} shared memory" if self._shared is not None else super().route_of(name, nbytes)
 
     def late(self, o: Call) -> tuple[list[int], str | None]:
         """The ranks that ``o`` waits for, as far as known, and the words for how they are late."""
@@ -106,7 +106,7 @@ class HostBackend(Backend):
             return super().timed_out(call, seconds)
         return self.ledger.overdue(late, call, seconds, words)
 
-    def report(self, call: Call | None) -> None:
+    def report_wait(self, call: Call | None) -> None:
         """Show the ranks of this host for whom this one waits, or that it does so no longer."""
         late = None if call is None else self.late(call)[0]
         self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
