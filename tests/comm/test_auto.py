@@ -21,7 +21,7 @@ from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mock import MockBackend
-from kos.comm.operation import AUTO, Call, Operation, Options, Route
+from kos.comm.operation import Call, Operation, Options, Route
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
 from kos.cuda import driver, streams
@@ -61,9 +61,6 @@ class Peer(NCCLBackend):
 
     def is_symmetric(self, o: Operation) -> bool:
         return self.symmetric
-
-    def has_algorithm(self, o: Operation) -> bool:
-        return o.options.algorithm in (AUTO, "ring")
 
     def resolve(self, o: Operation, route: Route) -> bool:
         route.kernel = "a kernel"
@@ -168,7 +165,7 @@ def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
             return backend.choose_part(o)[0].name
 
         assert (way(), way(deterministic=True)) == ("nccl", "peer")
-        assert (way(algorithm="ring"), way(algorithm="halving_doubling")) == ("peer", "nccl")
+        assert way(algorithm="ring") == "peer"
 
     run(body)
 
@@ -183,7 +180,6 @@ def test_the_tests_on_gpus_know_who_added(fake: FakeNCCL) -> None:
 
         with noting_who_adds(comm):
             assert (bound(8), bound(5000), bound(5000, deterministic=True)) == (False, True, False)
-            assert bound(5000) and not bound(5000, algorithm="halving_doubling")
             assert bound(5000) and bound(8, op=kos.ReduceOp.MAX)  # which rounds nothing
         assert not SUMS_IN_16_BITS.get()
 
@@ -257,7 +253,7 @@ def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
 
     def body(comm: kos.Communicator, log: Log) -> None:
         calls = comm.backend.host._calls  # type: ignore[attr-defined]
-        assert all(gpu._calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
+        assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
         begun: list[int] = []
         announce = calls.announce
         calls.announce = lambda o: (begun.append(o.sequence), announce(o))
@@ -379,8 +375,8 @@ def test_splits_keep_both(fake: FakeNCCL) -> None:
 def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
-    monkeypatch.setattr(NCCLBackend, "let_go", lambda self: ended.append(f"waits of {self.name}"))
-    monkeypatch.setattr(NCCLBackend, "halt", lambda self: ended.append(self.name))
+    monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
+    monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
 
     def body(comm: kos.Communicator, log: Log) -> None:
         if comm.rank:
@@ -443,7 +439,7 @@ def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str
         for part in (*backend.gpus, backend.host):
             setattr(part, how, lambda reason, name=part.name: log.append(f"{name}: {reason}"))
         for gpu in backend.gpus:
-            gpu.let_go = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
+            gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
         getattr(backend, how)("enough")
         assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 

@@ -340,7 +340,7 @@ def test_windows_are_freed_when_all_ranks_let_go(ranks: GPURanks) -> None:
             assert (comm.all_reduce(x).numpy() == turn * comm.size).all()
             if turn != 2 or comm.rank:
                 del x
-        assert len(backend._windows) == 3  # kept, the one that rank 0 held on to, and the last
+        assert len(backend._windows.memories) == 3  # kept, the one that rank 0 held on to, and the last
         comm.close()
         kept.fill_bytes(0)  # outlives the communicator
         assert (kept.numpy() == 0).all()

@@ -29,7 +29,7 @@ LARGEST = 4 << 20  # bytes of a buffer
 TYPES = ["float32", "bfloat16", "float64", "int8", "float8_e4m3fn"]
 LAUNCHES = [
     Launch("one_shot", threads=128), Launch("two_shot", threads=128), Launch("ring", threads=128),
-    Launch("tree", threads=128), Launch("direct", 32), Launch("bulk", 16, 256, tile=4096, stages=3),
+    Launch("tree", threads=128), Launch("direct", 32),
     Launch("push", 64), Launch("copies", pieces=2), Launch("specialized", tile=16384),
 ]  # fmt: skip
 

@@ -12,8 +12,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm import watchdog
-from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl_binding
+from kos.comm.gpu import nccl_binding, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.comm.operation import Operation, Route
@@ -30,7 +29,7 @@ Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(device, "_DEAD_SECONDS", 0.05)
+    monkeypatch.setattr(shared, "DEAD_SECONDS", 0.05)
     monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
 
@@ -44,7 +43,7 @@ def _nothing(self: NCCLBackend, o: Operation, route: Route) -> bool:
 def quiet(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Calls queue nothing, and the GPU ends nothing of it."""
     monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
-    monkeypatch.setattr(device._Mark, "ended", lambda mark: False)
+    monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
 
 
 class Heard:
@@ -117,7 +116,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(quiet: None, monkeypa
     def body(comm: kos.Communicator, log: Any) -> None:
         if comm.rank == 0:
             heard = Heard(comm)
-            comm.backend.gpus[0]._free_marks.clear()  # type: ignore[attr-defined]
+            comm.backend.gpus[0]._marks._free.clear()  # type: ignore[attr-defined]
             comm.all_reduce(on_gpu(), timeout=0.1)
             assert "ranks [1] did not arrive" in str(heard.wait())
         comm.rendezvous.barrier()

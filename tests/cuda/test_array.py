@@ -9,7 +9,7 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
-from kos.comm.gpu.backend import _Event
+from kos.comm.gpu.works import PooledEvent
 from kos.cuda import streams
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, InvalidArgument, KosError, OutOfMemory
@@ -98,7 +98,7 @@ def test_dtypes_by_any_name() -> None:
 def test_without_a_gpu() -> None:
     for use in (
         lambda: Array.zeros(3, np.float32, 0), lambda: MemoryPool(0), lambda: pinned_empty(3, np.float32, 0),
-        lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: _Event([]),
+        lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: PooledEvent([]),
         lambda: cuda.capture(5).__enter__(), lambda: ipc.DeviceMemory(1, 0), lambda: ipc.export(1, 1, 0),
     ):  # fmt: skip
         with pytest.raises(BackendUnavailable, match="CUDA: "):

@@ -38,7 +38,7 @@ class AutoBackend(Backend):
     """One backend for host memory and one or two for GPUs, over the same ranks."""
 
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
-        # nccl is ended first: peer, whose kernels have given up by then (``let_go``), waits for the whole GPU.
+        # nccl is ended first: peer, whose kernels have ended by then (``signal_abort``), waits for the whole GPU.
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
         self.name = "+".join(part.name for part in (*self.gpus, host))
@@ -91,7 +91,7 @@ class AutoBackend(Backend):
         if self._only is not None:
             return self._only, True
         if o.options.deterministic or o.options.algorithm != AUTO:
-            return self._ordered if self._ordered.has_algorithm(o) else self.gpus[0], True
+            return self._ordered, True
         if o.options.overlap and self._ordered.beside(o):
             return self._ordered, True
         limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
@@ -151,8 +151,7 @@ class AutoBackend(Backend):
 
     def _compare(self, o: Call) -> None:
         """Compare the calls on GPUs before one in host memory: of two ranks that differ the later one finds it."""
-        for gpu in self.gpus:
-            gpu.confirm(o)
+        self.gpus[0].confirm(o)
 
     def _take_turn(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
         """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
@@ -223,9 +222,13 @@ class AutoBackend(Backend):
             part.revoke(reason)
 
     def _leave(self, reason: str) -> None:
+        """Before the parts end: report to the other ranks, and let kernels that wait for them end."""
         for gpu in self.gpus:
-            gpu.leave(reason)
-            gpu.let_go()
+            gpu.unwatch()
+        if self.gpus[0].streams.keepers:
+            self.gpus[0].shared.report_end(reason)
+        for gpu in self.gpus:
+            gpu.signal_abort()
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         part = self._only

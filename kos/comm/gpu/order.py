@@ -22,7 +22,12 @@ _MANY = 16
 class Streams:
     """Streams with work that the host has not waited for, by handle."""
 
+    NONE = object()
+    """The value of ``current`` that is no stream's keeper."""
+
     def __init__(self, device: int) -> None:
+        self.current: Any = self.NONE
+        """The keeper of the stream that was held last: the next call there holds nothing anew."""
         self.keepers: dict[int, Any] = {}
         """What keeps the stream: None for the legacy default stream, the handle itself where nothing is known to."""
         self._device = device
@@ -32,6 +37,7 @@ class Streams:
 
     def hold(self, stream: int, keeper: Any) -> None:
         """Work is about to be queued on ``stream``."""
+        self.current = self.NONE
         if stream not in self.keepers:
             if len(self.keepers) >= _MANY:
                 self._forget_idle()
@@ -92,6 +98,7 @@ class Streams:
 
     def forget(self, stream: int) -> None:
         """The host has waited for what was queued on ``stream``."""
+        self.current = self.NONE
         self.keepers.pop(stream, None)
         for place in [place for place in self._ends if place[1] == stream]:
             self._spare.append(self._ends.pop(place))

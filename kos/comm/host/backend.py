@@ -181,8 +181,6 @@ class HostBackend(Backend):
 class Leaving(Protocol):
     """A backend that reports the end of its process to the other ranks."""
 
-    _calls: Calls | None
-
     def part(self, reason: str) -> None: ...
 
 
