@@ -160,14 +160,7 @@ class Communicator(Operations):
         self._check_open()
         self.synchronize()
         call = "duplicate" if label == "duplicate" else "split"
-        if self.backend.carries_host:  # a call like others: compared with theirs before it waits elsewhere
-            control = Call(Operation(call, self.rank, self._defaults), self.name)
-            self.backend.prepare(control)
-            if (work := self._launch(control, 3)) is not None:
-                work.wait()
-        else:
-            with self._meeting(call):
-                self.rendezvous.barrier()
+        self._agree(Operation(call, self.rank, self._defaults), call, 4)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks: all of them split
         with self._meeting(call):
             rendezvous = self.rendezvous.split(color, key)
@@ -175,6 +168,17 @@ class Communicator(Operations):
             if rendezvous is None or backend is None:
                 return None
             return self._descendant(f"{name}:{label}", rendezvous, backend)
+
+    def _agree(self, control: Operation, call: str, depth: int) -> None:
+        """Compare a call of the control plane, made ``depth`` frames up, with the other ranks' calls of any kind."""
+        if self.backend.carries_host:
+            numbered = Call(control, self.name)
+            self.backend.prepare(numbered)
+            if (work := self._launch(numbered, depth)) is not None:
+                work.wait()
+        else:
+            with self._meeting(call):
+                self.rendezvous.barrier()
 
     def shrink(self) -> Communicator:
         """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
@@ -248,8 +252,8 @@ class Communicator(Operations):
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
         if self.device is not None:
-            with self._meeting(f"allocate of {kind.name}{list(shape)}"):
-                self.rendezvous.barrier()
+            call = f"allocate of {kind.name}{list(shape)}"
+            self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call, 3)
         return self.backend.allocate(shape, kind.numpy)
 
     def on_failure(self, callback: Callable[[KosError], None]) -> None:

@@ -236,6 +236,9 @@ DIFFERENCES: dict[str, tuple[Call, Call]] = {
     "scatter dtype": (lambda c, x: c.scatter(x(20, f), x(10, f), 0), lambda c, x: c.scatter(None, x(10, i), 0)),
     "scatter root": (lambda c, x: c.scatter(x(20), x(10), 0), lambda c, x: c.scatter(x(20), x(10), 1)),
     "operation": (lambda c, x: c.all_reduce(x(10)), lambda c, x: c.broadcast(x(10))),
+    "allocate against a call on GPUs": (lambda c, x: c.allocate(4, f), lambda c, x: c.all_reduce(x(10))),
+    "allocate against a call on hosts": (lambda c, x: c.allocate(4, f), lambda c, x: c.all_reduce(np.zeros(3))),
+    "allocate count": (lambda c, x: c.allocate(4, f), lambda c, x: c.allocate(5, f)),
     "where it lies": (lambda c, x: c.all_reduce(x(10)), lambda c, x: c.all_reduce(np.zeros(10, f))),
 }  # fmt: skip
 """Calls of ranks 0 and 1 that do not belong together."""
