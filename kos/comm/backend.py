@@ -145,6 +145,9 @@ class Backend(ABC):
         if options.algorithm != AUTO and self.size > 1:
             runnable(o.name, options.algorithm, self.size, root=o.root or 0)
 
+    def check_threads(self) -> None:  # noqa: B027
+        """Raise BackendUnavailable where operations may not be moved by another thread than the program's."""
+
     @property
     def carries_host(self) -> bool:
         """Whether it carries operations on memory of the host, those of ``split`` and ``all_gather_bytes`` included."""
@@ -178,9 +181,7 @@ class Backend(ABC):
             self.refuse(call)
         if self.ledger.board.last is not None:
             self.ledger.board.clear_failure()
-        work: Work[Any] = Work(call, self._steps(call), self)
-        self.engine.launch(work)
-        return work
+        return self.engine.launch(call, self._steps, self)
 
     def in_order(self, calls: Sequence[Call]) -> Sequence[Call]:
         """The calls of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
