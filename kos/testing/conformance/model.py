@@ -84,7 +84,7 @@ def arguments(comm: Communicator, step: Step, x: Any, out: Any) -> tuple[list[An
     if step.name in REDUCING[:3]:
         options = {"op": step.op, "deterministic": step.deterministic}
     if step.name in collectives() and step.algorithm:
-        known = algorithms(step.name, ordered=True if step.deterministic else None)
+        known = algorithms(step.name, ordered=True if options.get("deterministic") else None)
         options["algorithm"] = known[step.algorithm % len(known)]
     if step.name in ("all_reduce", "reduce", "broadcast") and not step.in_place:
         options["out"] = out
