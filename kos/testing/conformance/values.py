@@ -121,12 +121,12 @@ def assert_same_on_all_ranks(comm: Communicator, got: Array, what: str = "") -> 
 
 
 @contextmanager
-def raises(kind: type[KosError] | tuple[type[KosError], ...], pattern: str) -> Iterator[None]:
-    """The block raises an error of that kind whose text has the pattern."""
-    raised: KosError | None = None
+def raises(kind: type[KosError] | tuple[type[KosError], ...], pattern: str) -> Iterator[list[KosError]]:
+    """The block raises an error of that kind whose text has the pattern; it is put into the list."""
+    raised: list[KosError] = []
     try:
-        yield
+        yield raised
     except kind as error:
-        raised = error
-    assert raised is not None, f"expected {kind} with {pattern!r}, got no error"
-    assert re.search(pattern, str(raised)), f"expected {pattern!r} in the error, got {raised}"
+        raised.append(error)
+    assert raised, f"expected {kind} with {pattern!r}, got no error"
+    assert re.search(pattern, str(raised[0])), f"expected {pattern!r} in the error, got {raised[0]}"
