@@ -19,7 +19,7 @@ from kos.comm.registry import BACKENDS, probe_all, register_backend, register_in
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.choose import default_rendezvous
 from kos.comm.tuning import for_group
-from kos.comm.work import Work
+from kos.comm.work import ProgressThread, Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
 
 __all__ = [
@@ -36,6 +36,7 @@ def init(
     timeout: float = 120.0,
     device: int | None = None,
     process_hooks: bool = True,
+    progress_thread: bool = False,
 ) -> Communicator:
     """The communicator of all ranks of this program.  Collective.
 
@@ -51,6 +52,15 @@ def init(
     ``process_hooks=False`` leaves the process as it is, for a framework that ends and reports its jobs itself: kos then
     sets no exception hooks, no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable
     or setting of Open MPI and mpi4py.
+
+    ``progress_thread=True`` moves operations on host memory while the program computes.  Without it, what
+    ``async_op=True`` started moves only while the program is in kos: in another call, or in ``Work.wait`` or ``done``.
+    The thread sleeps while nothing is in flight, and ends with the communicator that ``init`` returns; its groups use
+    it too.  It pays where ranks wait for a network, or have cores to spare: between ranks of one host that keep all
+    cores busy, copies and sums take the time that the computation lacks.  Computation overlaps where it frees
+    Python's lock, as NumPy's does on large arrays.  Works in flight have no timeout before ``wait``.  Operations on
+    GPUs run on a stream and need no thread.  With mpi, MPI must offer MPI_THREAD_MULTIPLE, else init raises
+    BackendUnavailable.
 
     Raises BackendUnavailable where the backend asked for cannot run, or none for the ``device`` that a rank was
     given, with the reason; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where
@@ -84,6 +94,8 @@ def init(
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     made = BACKENDS[chosen](rendezvous)
+    if progress_thread:
+        made.check_threads()
     if backend == "auto":
         if gpus := _for_gpus(rendezvous, probes, made):
             made = AutoBackend(rendezvous, made, gpus)
@@ -91,7 +103,10 @@ def init(
             made.close()
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
             raise BackendUnavailable(f"auto: expected a backend for GPU {told}, got none: {why}")
-    return Communicator(made, rendezvous, probes, timeout)
+    comm = Communicator(made, rendezvous, probes, timeout)
+    if progress_thread:
+        comm._progress = ProgressThread(made.engine)
+    return comm
 
 
 def _reasons(probes: dict[str, Probe]) -> str:

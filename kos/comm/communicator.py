@@ -21,7 +21,7 @@ from kos.comm.operation import Call, Operation, Options
 from kos.comm.persistent import Batch, Persistent
 from kos.comm.recorder import Group, Recorder, failed
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.work import Work
+from kos.comm.work import ProgressThread, Work
 from kos.errors import CollectiveError, InvalidArgument, KosError, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Shape, as_dtype
@@ -70,6 +70,7 @@ class Communicator(Operations):
         self._batch: Batch | None = None
         self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
         self._closed = False
+        self._progress: ProgressThread | None = None
         ranks = list(range(self.size))
         self._group = group or Group(
             Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
@@ -205,7 +206,8 @@ class Communicator(Operations):
         usual = rendezvous.call, rendezvous.timeout
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         try:
-            yield
+            with self.backend.engine.lock:
+                yield
         except (CollectiveError, RendezvousError) as error:
             rendezvous.ledger.board.post_failure(error)
             named = again(error, f"{self.name}: {error}")
@@ -290,8 +292,10 @@ class Communicator(Operations):
         self._cache.clear()
         self.synchronize()
         self._closed, self.rendezvous.call = True, "close"
+        self._end_thread()
         try:
-            self.backend.close()
+            with self.backend.engine.lock:
+                self.backend.close()
         finally:
             self.rendezvous.close()
 
@@ -309,12 +313,19 @@ class Communicator(Operations):
     def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
         self._closed = True
         self._cache.clear()
-        (end or self.backend.abort)(reason)  # first: what the others hear is the reason
+        self._end_thread()
         engine = self.backend.engine
-        for work in [*engine.unreported, *engine.outstanding()]:
-            if self.backend.owns(work):
-                work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
+        with engine.lock:
+            (end or self.backend.abort)(reason)  # first: the others get this as the reason
+            for work in [*engine.unreported, *engine.outstanding()]:
+                if self.backend.owns(work):
+                    work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"given up: {reason}")
+
+    def _end_thread(self) -> None:
+        thread, self._progress = self._progress, None
+        if thread is not None:
+            thread.close()
 
     def __enter__(self) -> Communicator:
         return self

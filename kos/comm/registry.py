@@ -13,8 +13,7 @@ from kos.comm.host.mock import MockBackend
 from kos.comm.host.mpi import MPIBackend
 from kos.comm.host.tcp import TCPBackend
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.work import Idle
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +74,6 @@ def _unusable(reason: str) -> type[Backend]:
         @classmethod
         def probe(cls, rendezvous: Rendezvous) -> Probe:
             return Probe(False, reason)
-
-        def idle(self) -> Idle:
-            raise BackendUnavailable(reason)
 
     return Unusable
 

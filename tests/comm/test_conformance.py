@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -27,64 +28,60 @@ def test_promise(ranks: Any, case: Any) -> None:
 
 @reductions
 def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    ranks.run(lambda comm: results.all_reduce(comm, seed, dtype, op))
+    ranks.run(lambda comm: results.reduces(comm, seed, "all_reduce", dtype, op))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int64], ids=["float32", "int64"])
-@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
-def test_all_reduce_by_algorithm(ranks: Any, seed: int, algorithm: str, dtype: Any) -> None:
-    ranks.run(lambda comm: results.all_reduce_by_algorithm(comm, seed, algorithm, dtype))
+@reductions
+def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    for deterministic in (False, True):
+        ranks.run(lambda comm, d=deterministic: results.reduces(comm, seed, "reduce_scatter", dtype, op, 0, d))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @every_dtype
 def test_reduce(ranks: Any, seed: int, dtype: np.dtype, deterministic: bool) -> None:
-    ranks.run(lambda comm: results.reduce(comm, seed, dtype, deterministic))
-
-
-@reductions
-def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    ranks.run(lambda comm: results.reduce_scatter(comm, seed, dtype, op))
-
-
-@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
-def test_reduce_scatter_by_algorithm(ranks: Any, seed: int, algorithm: str) -> None:
-    ranks.run(lambda comm: results.reduce_scatter_by_algorithm(comm, seed, algorithm))
+    op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
+    ranks.run(lambda comm: results.reduces(comm, seed, "reduce", dtype, op, 0, deterministic))
 
 
 @pytest.mark.parametrize("dtype", [d for d in ALL_DTYPES if d != np.bool_], ids=str)
 def test_reduce_scatter_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.reduce_scatter_v(comm, seed, dtype))
+    ranks.run(lambda comm: results.reduces(comm, seed, "reduce_scatter_v", dtype))
 
 
-@every_dtype
-def test_broadcast(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.broadcast(comm, seed, dtype))
+@pytest.mark.parametrize("dtype", [np.float32, np.int64], ids=["float32", "int64"])
+@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
+def test_all_reduce_by_algorithm(ranks: Any, seed: int, algorithm: str, dtype: Any) -> None:
+    by_algorithm(ranks, seed, "all_reduce", algorithm, dtype)
 
 
-@every_dtype
-def test_all_gather(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_gather(comm, seed, dtype))
+@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
+def test_reduce_scatter_by_algorithm(ranks: Any, seed: int, algorithm: str) -> None:
+    by_algorithm(ranks, seed, "reduce_scatter", algorithm, np.float32)
 
 
-@every_dtype
-def test_all_gather_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_gather_v(comm, seed, dtype))
+def by_algorithm(ranks: Any, seed: int, name: str, algorithm: str, dtype: Any) -> None:
+    known = algorithms(name)
+    number = known.index(algorithm) + len(known)  # 0 is auto
+    sizes = (*SIZES, LARGE)
+    ranks.run(lambda comm: results.reduces(comm, seed, name, np.dtype(dtype), algorithm=number, sizes=sizes))
 
 
-@every_dtype
-def test_all_to_all(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_to_all(comm, seed, dtype))
+def moving(*names: str) -> Callable[..., None]:
+    @every_dtype
+    def test(ranks: Any, seed: int, dtype: np.dtype) -> None:
+        for name in names:
+            ranks.run(lambda comm, name=name: results.moves(comm, seed, name, dtype))
+
+    return test
 
 
-@every_dtype
-def test_all_to_all_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_to_all_v(comm, seed, dtype))
-
-
-@every_dtype
-def test_gather_and_scatter(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.gather_and_scatter(comm, seed, dtype))
+test_broadcast = moving("broadcast")
+test_all_gather = moving("all_gather")
+test_all_gather_v = moving("all_gather_v")
+test_all_to_all = moving("all_to_all")
+test_all_to_all_v = moving("all_to_all_v")
+test_gather_and_scatter = moving("gather", "scatter")
 
 
 @every_dtype

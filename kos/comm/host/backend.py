@@ -13,16 +13,17 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from kos.comm.backend import Backend, ends_group
+from kos.comm.backend import ends_group
 from kos.comm.host.shared import LEFT, Calls, SharedCollectives, open_segment
 from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
+from kos.comm.scheduled import ScheduledBackend
 from kos.comm.work import Engine, Idle, Steps
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 
-class HostBackend(Backend):
+class HostBackend(ScheduledBackend):
     """Adds shared memory to a Backend that has a transport."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Backend, Probe, drop, ends_group, take, wrong_message
+from kos.comm.backend import Probe, ends_group
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
+from kos.comm.scheduled import ScheduledBackend, drop, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
@@ -34,7 +35,7 @@ class _Room:
         self.calls: dict[int, dict[int, tuple[str, dict[str, Any]]]] = {}
 
 
-class MockBackend(Backend):
+class MockBackend(ScheduledBackend):
     """Carries a group whose ranks are threads of this process, or a group of one."""
 
     name = "mock"

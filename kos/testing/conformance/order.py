@@ -128,3 +128,9 @@ def persistent(comm: Communicator) -> None:
 def bytes_of_any_length(comm: Communicator) -> None:
     given = [bytes(range(rank)) * 100 for rank in range(comm.size)]
     assert comm.all_gather_bytes(given[comm.rank]) == given
+
+
+ALL = (
+    barrier_waits_for_everybody, waiting_for_one_moves_the_other_across_groups, a_part_of_a_part,
+    messages_of_duplicates_do_not_meet, batch, close, several_at_once, persistent, bytes_of_any_length,
+)  # fmt: skip
