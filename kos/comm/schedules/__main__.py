@@ -23,7 +23,7 @@ MAX_SHOWN = 256
 EXAMPLES = """examples:
   python -m kos.comm.schedules                                    lists all algorithms
   python -m kos.comm.schedules ring --ranks 8 --draw ring.png
-  python -m kos.comm.schedules bruck --collective all_to_all --ranks 6
+  python -m kos.comm.schedules pairwise --collective all_to_all --ranks 6
   python -m kos.comm.schedules --predict --scales 8,64,1024
   python -m kos.comm.schedules hierarchical --predict --scales 16384 --sizes 1M,1G
 """
