@@ -76,7 +76,8 @@ def draw(schedule: Schedule, path: str | Path) -> None:
         for rank, mine in enumerate(steps):
             sends = [s for s in mine if s.kind == "send"]
             for i, s in enumerate(sends):
-                _arrow(axes, schedule, rank, s, steps, number + 0.1 + 0.4 * i / len(sends), number + 0.9, len(sends) <= 4)
+                x = number + 0.1 + 0.4 * i / len(sends)
+                _arrow(axes, schedule, rank, s, steps, x, number + 0.9, len(sends) <= 4)
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(path)
 
