@@ -60,39 +60,40 @@ class Graph:
 def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
     """Record the work queued on ``stream`` in a ``with`` block as a Graph, without running it.
 
-    Only calls of this thread are recorded, so other ranks in this process may work on.  An exception
-    in the block ends the capture and is raised as it is.  Garbage is not collected meanwhile: what it frees may
-    belong to libraries that know nothing of captures.
+    Only calls of this thread are recorded, so other ranks in this process may go on.  An exception in the block
+    ends the capture and is raised as it is.  The garbage collector is off during a capture: it might free memory of a
+    library that knows nothing of captures.
     """
     handle = streams.handle(stream)
     if handle == streams.LEGACY:
         raise InvalidArgument("capture: expected a stream of its own, got the legacy default stream")
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with _no_collection():
         call(cu.cuStreamBeginCapture, handle, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-    except BaseException:
-        if collects:
-            gc.enable()
-        raise
-    try:
-        graph = Graph(int(call(cu.cuCtxGetDevice)))
-        graph.keep(stream, *keep)
-        yield graph
-    except BaseException:
-        status, recorded = cu.cuStreamEndCapture(handle)
-        if not status:
-            call(cu.cuGraphDestroy, recorded)
-        raise
-    else:
+        try:
+            graph = Graph(int(call(cu.cuCtxGetDevice)))
+            graph.keep(stream, *keep)
+            yield graph
+        except BaseException:
+            status, recorded = cu.cuStreamEndCapture(handle)
+            if not status:
+                call(cu.cuGraphDestroy, recorded)
+            raise
         recorded = call(cu.cuStreamEndCapture, handle)
-    finally:
-        if collects:
-            gc.enable()
     try:
         graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
     finally:
         call(cu.cuGraphDestroy, recorded)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class CapturedGraph:

@@ -56,9 +56,9 @@ def handle(stream: Any) -> int:
 
 
 def keeper(stream: Any) -> Any:
-    """What to hold so that ``stream`` stays; its handle where nothing is known to keep it; None for the legacy stream.
+    """The object that keeps ``stream`` alive; its handle where nothing is known to; None for the legacy stream.
 
-    What torch and CuPy call external belongs to somebody else.
+    A stream that torch or CuPy calls external belongs to another library, which may destroy it.
     """
     number = handle(stream)
     if number == LEGACY:
@@ -105,16 +105,14 @@ def synchronize(stream: Any, device: int) -> None:
 
 
 def milliseconds(run: Callable[[], object], stream: Any) -> float:
-    """How long the device takes for what ``run`` queues on ``stream``; waits for it."""
-    begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
-    call(cu.cuEventRecord, begin, handle(stream))
+    """How long the current device takes for the work that ``run`` queues on ``stream``; waits for it."""
+    device = int(call(cu.cuCtxGetDevice))
+    begin, end = Event(device, timed=True), Event(device, timed=True)
+    begin.record(stream)
     run()
-    call(cu.cuEventRecord, end, handle(stream))
-    call(cu.cuEventSynchronize, end)
-    elapsed = float(call(cu.cuEventElapsedTime, begin, end))
-    call(cu.cuEventDestroy, begin)
-    call(cu.cuEventDestroy, end)
-    return elapsed
+    end.record(stream)
+    end.synchronize()
+    return 1e3 * end.seconds_since(begin)
 
 
 class Event:

@@ -61,7 +61,7 @@ class Array:
         self.used = False  # by a communicator: calls on arrays that are used again are cached
 
     @classmethod
-    def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:
+    def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str = "") -> Array:
         """Uninitialised memory from the device's pool; ``label`` names its holder in errors."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in shape):
@@ -77,7 +77,7 @@ class Array:
         return array
 
     @classmethod
-    def from_numpy(cls, source: np.ndarray, device: int, *, stream: Any = None, label: str | None = None) -> Array:
+    def from_numpy(cls, source: np.ndarray, device: int, *, stream: Any = None, label: str = "") -> Array:
         """A copy of ``source`` on ``device``."""
         source = np.ascontiguousarray(source).reshape(source.shape)
         array = cls.empty(source.shape, source.dtype, device, stream=stream, label=label)

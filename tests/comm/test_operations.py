@@ -52,7 +52,7 @@ def test_keywords_that_are_none() -> None:
             comm.all_reduce(np.ones(2), algoritm="ring")  # type: ignore[call-arg]
         with pytest.raises(TypeError, match=r"broadcast\(\) got an unexpected keyword argument 'deterministic'"):
             comm.broadcast(np.ones(2), deterministic=True)  # type: ignore[call-arg]
-        with pytest.raises(InvalidArgument, match="expected 'auto' or one of pairwise, bruck for all_to_all"):
+        with pytest.raises(InvalidArgument, match="expected 'auto' or one of pairwise for all_to_all"):
             comm.all_to_all(np.ones(2), algorithm="ring")
         with pytest.raises(InvalidArgument, match="async_op: expected False in a batch and for a persistent operation"):
             comm.all_reduce_init(np.ones(2), async_op=True)  # type: ignore[call-arg]

@@ -61,7 +61,7 @@ class Topology:
 
 
 SMALL, KNOWN = 2048, 512
-"""Most ends of a round that are compared by value, not as arrays; most rounds whose time is remembered."""
+"""Most ends of a round that are compared by value, not as arrays; most rounds whose time is cached."""
 
 
 class Cost(NamedTuple):
