@@ -124,6 +124,26 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(quiet: None, monkeypa
     run(body, "nccl", host=SharedOnly)
 
 
+def test_a_call_that_waits_behind_one_without_a_mark(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU has not begun the marked call: it may hang in a collective that has no mark."""
+    monkeypatch.setattr(works._Mark, "ended", lambda mark: not mark.follows_unmarked)
+    monkeypatch.setattr(works.Event, "done", lambda event: False)
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        x = on_gpu()
+        for _ in range(3):
+            comm.all_reduce(x)
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            heard = Heard(comm)
+            comm.backend.gpus[0].watch()  # type: ignore[attr-defined]
+            comm.all_reduce(x, timeout=0.1)
+            assert "ranks [1] did not arrive" in str(heard.wait())
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
+
+
 def test_an_error_of_nccl_is_found_behind_our_back(
     quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:

@@ -411,7 +411,7 @@ class DeviceBackend(Backend):
         if (overdue := self._marks.overdue(now)) is not None:
             late = overdue[0] or self._last or Call(Operation("watchdog", self.rank))
             raise CollectiveTimeout(f"{late}: not complete after {overdue[1]:g} s; {self.missing(late)}")
-        if not self._marks.in_flight and not self._captures:
+        if not self._marks.running and not self._captures:
             self.shared.look_for_the_late(now)
         self.streams.current = self.streams.NONE  # the next call is marked again
 

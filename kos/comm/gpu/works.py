@@ -106,26 +106,34 @@ class Marks:
 
     def __init__(self, device: int, count: int) -> None:
         self._free = [_Mark(device) for _ in range(count)]
-        self.in_flight: deque[_Mark] = deque()
+        self._in_flight: deque[_Mark] = deque()
+        self._sequence = -1  # of the last call with a mark
+
+    @property
+    def running(self) -> bool:
+        """Whether what the GPU runs, as far as known, is no collective without a mark."""
+        first = self._in_flight[0] if self._in_flight else None
+        return first is not None and (first.begun is not None or not first.follows_unmarked)
 
     def begin(self, o: Call, stream: int) -> _Mark | None:
         """Record that ``o`` begins on ``stream``, which no graph captures; None if all marks are in flight."""
         if not self._free:
             return None
         mark = self._free.pop()
-        mark.begin(o, stream)
+        mark.begin(o, stream, o.sequence > self._sequence + 1)
+        self._sequence = o.sequence
         return mark
 
     def end(self, mark: _Mark, stream: int) -> None:
         """Record that what ``begin`` was called for has been queued."""
         mark.end(stream)
-        self.in_flight.append(mark)
+        self._in_flight.append(mark)
 
     def overdue(self, now: float) -> tuple[Call | None, float] | None:
         """A call that the GPU began longer ago than its timeout, and that; frees the marks that it has passed."""
-        for mark in list(self.in_flight):
+        for mark in list(self._in_flight):
             if mark.ended():
-                self.in_flight.remove(mark)
+                self._in_flight.remove(mark)
                 self._free.append(mark)
             elif (limit := mark.overdue(now)) is not None:
                 return mark.call(), limit
@@ -138,9 +146,10 @@ class _Mark:
     def __init__(self, device: int) -> None:
         self._begin, self._end = Event(device), Event(device)
 
-    def begin(self, o: Call, stream: int) -> None:
+    def begin(self, o: Call, stream: int, follows_unmarked: bool) -> None:
+        self.follows_unmarked = follows_unmarked
         self.call, self._timeout = weakref.ref(o), o.operation.options.timeout  # not ``o`` itself, which holds arrays
-        self._begun: float | None = None
+        self.begun: float | None = None
         self._begin.record(stream)
 
     def end(self, stream: int) -> None:
@@ -151,9 +160,9 @@ class _Mark:
 
     def overdue(self, now: float) -> float | None:
         """Its timeout, if the GPU was seen to have begun it longer ago than that."""
-        if self._begun is None and self._begin.done():
-            self._begun = now
-        late = self._begun is not None and self._timeout is not None and now - self._begun > self._timeout
+        if self.begun is None and self._begin.done():
+            self.begun = now
+        late = self.begun is not None and self._timeout is not None and now - self.begun > self._timeout
         return self._timeout if late else None
 
 
