@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kos
+from kos import cuda
 from tests.comm.ranks import MockRanks, MPIRanks
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
 from tests.run import RANK_VARIABLES
@@ -87,3 +88,42 @@ def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
     if mpi_world.size == 1:
         pytest.skip("needs mpirun with two ranks or more")
     return MPIRanks(mpi_world)
+
+
+# Ranks with a GPU each.
+
+
+@pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
+def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+    """The ranks of the mpirun that runs this pytest, on each backend for GPUs."""
+    probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
+    if mpi_world.size == 1 or not probe.usable:
+        pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
+    with kos.init(request.param, timeout=20.0) as world:
+        cuda.set_device(world.device)
+        yield world
+
+
+@pytest.fixture(scope="module")
+def worlds(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
+    """The communicators of the backend ``BACKEND`` of the test's module, of which the last one may be in use."""
+    probe = mpi_world.probes[request.module.BACKEND]
+    if not probe.usable:
+        pytest.skip(f"needs a GPU for each rank: {probe.reason}")
+    worlds: list[kos.Communicator] = []
+    yield worlds
+    worlds[-1].close()
+
+
+@pytest.fixture
+def gpu_world(
+    request: pytest.FixtureRequest, mpi_world: kos.Communicator, worlds: list[kos.Communicator]
+) -> kos.Communicator:
+    """The communicator of all ranks, shared by the tests until one of them breaks it."""
+    fit = bool(worlds) and worlds[-1].backend.broken is None
+    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
+        if worlds:
+            worlds[-1].abort()
+        worlds.append(kos.init(request.module.BACKEND, timeout=20.0))
+        cuda.set_device(worlds[-1].device)
+    return worlds[-1]

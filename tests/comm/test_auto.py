@@ -30,8 +30,6 @@ from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
-from tests.comm.gpu_ranks import noting_who_adds
-from tests.comm.ranks import SUMS_IN_16_BITS
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_nccl_logic import Stream
 from tests.comm.test_tuning import GPU, LINK, changed
@@ -170,22 +168,6 @@ def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
     run(body)
 
 
-def test_the_tests_on_gpus_know_who_added(fake: FakeNCCL) -> None:
-    """Which bound holds is known of each call: NCCL's own additions of 16-bit floats round at every rank."""
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        def bound(count: int, **options: Any) -> bool:
-            comm.all_reduce(zeros(count), **options)
-            return SUMS_IN_16_BITS.get()
-
-        with noting_who_adds(comm):
-            assert (bound(8), bound(5000), bound(5000, deterministic=True)) == (False, True, False)
-            assert bound(5000) and bound(8, op=kos.ReduceOp.MAX)  # which rounds nothing
-        assert not SUMS_IN_16_BITS.get()
-
-    run(body)
-
-
 def comm_buffer(x: Array) -> Any:
     return as_buffer(x, "x", writable=True)
 
@@ -267,23 +249,7 @@ def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
     run(body, host=SharedOnly)
 
 
-def test_what_is_persistent_is_routed_once(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        x = zeros(8)
-        operation = comm.all_reduce_init(x)
-        backend.of = None  # type: ignore[assignment,method-assign]
-        for _ in range(3):
-            operation.start().wait()
-        assert log == ["peer"] * 3
-
-    run(body)
-
-
-def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = False
     monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
 

@@ -6,7 +6,6 @@ mpirun -n 8 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_nccl.py
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
@@ -46,32 +45,11 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+BACKEND = "nccl"
 
 TIMEOUT = 20.0
 SHORT = 1.5  # seconds, where a timeout is to be seen
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-@pytest.fixture(scope="session")
-def worlds(mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
-    probe = mpi_world.probes["nccl"]
-    if not probe.usable:
-        pytest.skip(f"needs a GPU for each rank: {probe.reason}")
-    worlds: list[kos.Communicator] = []
-    yield worlds
-    worlds[-1].close()
-
-
-@pytest.fixture
-def gpu_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
-    """The communicator of all ranks, shared by the tests until one of them breaks it."""
-    fit = bool(worlds) and worlds[-1].backend.broken is None
-    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
-        if worlds:
-            worlds[-1].abort()
-        worlds.append(kos.init("nccl", timeout=TIMEOUT))
-        cuda.set_device(worlds[-1].device)
-    return worlds[-1]
 
 
 @pytest.fixture
@@ -131,6 +109,8 @@ REDUCTIONS = [
     (np.float32, ReduceOp.MAX), (np.int16, ReduceOp.SUM), (np.bool_, ReduceOp.BOR), (np.complex64, ReduceOp.SUM),
     (ml_dtypes.float8_e5m2, ReduceOp.SUM), (np.complex128, PremulSum(1.5)), (np.float16, ReduceOp.AVG),
 ]  # fmt: skip
+
+
 def test_minimum_keeps_nan(ranks: GPURanks) -> None:
     def body(gpu: Any) -> None:
         for dtype in (np.float32, BF16):

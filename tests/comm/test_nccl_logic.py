@@ -202,24 +202,6 @@ def test_the_first_message_to_each_peer_may_wait(fake: FakeNCCL) -> None:
     assert met == [2, 2, 2]
 
 
-def test_arrays_of_a_batch_are_not_compared(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of NumPy's kind would compare elements, and have no truth."""
-
-    def equal(self: Array, other: object) -> bool:
-        raise ValueError("the truth of an array with more than one element is ambiguous")
-
-    monkeypatch.setattr(Array, "__eq__", equal)
-
-    def body(gpu: Any) -> None:
-        xs = [Array.from_numpy(np.full(5, gpu.comm.rank, np.float32), 0) for _ in range(3)]
-        with gpu.comm.batch():
-            for k, x in enumerate(xs):
-                gpu.comm.all_reduce(x, deterministic=k == 1)
-        assert all((x.numpy() == 3).all() for x in xs)
-
-    FakeRanks(SIZE).run(body)
-
-
 def test_a_call_that_does_not_return_ends_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of its kind may wait inside NCCL; the abort lets it return."""
     aborted = threading.Event()

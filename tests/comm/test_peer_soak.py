@@ -19,9 +19,9 @@ from kos import ReduceOp, cuda
 from kos.comm.gpu.peer.launches import Launch
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
-from tests.comm.test_peer import gpu_world, worlds  # noqa: F401 -- fixtures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+BACKEND = "peer"
 
 TOTAL = int(os.environ.get("KOS_SOAK_OPERATIONS", 100_000))
 IN_A_GRAPH = 250
@@ -67,7 +67,7 @@ def plan(comm: kos.Communicator, rng: np.random.Generator, places: list[Any], st
     return f"{kind} {launch.algorithm if kind == 'launch' else ''} {count} {dtype}"
 
 
-def test_soak(gpu_world: kos.Communicator, mpi_world: kos.Communicator, seed: int) -> None:  # noqa: F811
+def test_soak(gpu_world: kos.Communicator, mpi_world: kos.Communicator, seed: int) -> None:
     comm, device = gpu_world, gpu_world.device
     stream = cuda.create_stream(device)
     turn, wrong = Array.zeros(1, np.uint32, device), Array.zeros(1, np.uint64, device)

@@ -29,7 +29,7 @@ Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(shared, "DEAD_SECONDS", 0.05)
+    monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
     monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
 

@@ -25,7 +25,7 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import KosError
 
 _UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
-"""Operations whose bytes differ between ranks: these all go one way, that of ``_UNEVEN_BYTES``."""
+"""Operations whose bytes differ between ranks: these all take one route, that of ``_UNEVEN_BYTES``."""
 _UNEVEN_BYTES = 1 << 20
 _BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
 """Operations whose outputs, not inputs, have one size on all ranks."""
@@ -52,7 +52,10 @@ class AutoBackend(Backend):
             gpu.cache = self.cache
             gpu.join(self.gpus)
         self._order = Order()
-        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()  # who queues where without asking again
+        self._turn: tuple[DeviceBackend, Collection[int]] = (
+            self.gpus[0],
+            (),
+        )  # the backend that may queue there without ordering it again
         self._by_host = Route(host)
 
     @classmethod
@@ -154,9 +157,11 @@ class AutoBackend(Backend):
         self.gpus[0].confirm(o)
 
     def _take_turn(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
-        """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
-        might begin with another.  Of its own calls, on whatever streams, each lets one follow the other; a batch is
-        in what order it likes."""
+        """Order the calls of the two GPU backends, one after the other.
+
+        Kernels of both may need a whole GPU and wait for other ranks, and each rank's GPU might begin with another one.
+        Each backend orders its own calls, those of a batch as it likes.
+        """
         keepers = {part.side: part._side} if overlap else {call.stream: call.queue for call in calls}
         with driver.on_device(self.device):
             for stream, keeper in keepers.items():
@@ -207,13 +212,15 @@ class AutoBackend(Backend):
         return AutoBackend(rendezvous, host, [gpu.shrink(rendezvous, host) for gpu in self.gpus])
 
     def close(self) -> None:
-        with ExitStack() as parts:  # each, whatever fails of another; the host last, which tells the other ranks
+        with (
+            ExitStack() as parts
+        ):  # each, whatever fails of another; the host last, which reports it to the other ranks
             for part in (self.host, *reversed(self.gpus)):
                 parts.callback(part.close)
 
     def abort(self, reason: str) -> None:
         self._leave(reason)
-        for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
+        for part in (self.host, *self.gpus):  # the host first: it reports to the other ranks, and takes no time
             part.abort(reason)
 
     def revoke(self, reason: str) -> None:

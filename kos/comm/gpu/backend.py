@@ -21,7 +21,7 @@ from kos.comm.backend import Backend
 from kos.comm.failures import again
 from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
-from kos.comm.gpu.shared import DEAD_SECONDS, Shared
+from kos.comm.gpu.shared import Shared
 from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, on_thread
 from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
 from kos.comm.recorder import completed
@@ -95,7 +95,7 @@ class DeviceBackend(Backend):
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
         self._marks = Marks(self.device, self.marks)
-        self._captures = False  # whether the last call that asked was captured
+        self._captures = False  # whether the last call that was to have a mark was captured
         self._scratch = ScratchPool(self.device)
         self._closing = False
 
@@ -336,17 +336,12 @@ class DeviceBackend(Backend):
     def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        idle, look_at, killed = self.idle(), time.monotonic() + DEAD_SECONDS, None
-        calls = self.shared.calls
+        idle = self.idle()
         try:
             while not over():
                 self.check(o)
-                if self.broken is not None:  # the watchdog was first
+                if self.broken is not None:  # the watchdog was first: of a rank that died it alone knows
                     raise again(self.broken)
-                if calls is not None and time.monotonic() > look_at:
-                    if killed is not None:  # before it died it began all that this rank has, but it has not ended
-                        raise self.ledger.lost(killed, "its process ended", o, None, 0.0)
-                    look_at, killed = time.monotonic() + DEAD_SECONDS, calls.killed()
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)

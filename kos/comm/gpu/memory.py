@@ -84,7 +84,7 @@ class ScratchPool:
         self._device = device
         self._pieces: dict[int, list[Scratch]] = {}  # by stream; the last of each is in use
         self._captured: set[int] = set()  # addresses of those that graphs may use
-        self._last = 0  # the stream that asked last
+        self._last = 0  # the stream of the last operation
 
     def address(self, nbytes: int, stream: int) -> int:
         """Address of at least so many bytes for the next operation on ``stream``."""

@@ -1,7 +1,7 @@
 """The streams of a communicator's callers: what keeps each, and how the work on one follows the work on another.
 
-A caller may destroy a stream as soon as the call returns.  So what keeps the stream is held while kos may ask it
-something.  Where nothing is known to keep it, an event is recorded within the call and stands for it from then on.
+A caller may destroy a stream as soon as the call returns.  So what keeps the stream is held while kos may query
+it.  Where nothing is known to keep it, an event is recorded within the call and stands for it from then on.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Streams:
         self.keepers[stream] = keeper
 
     def is_kept(self, stream: int) -> bool:
-        """Whether ``stream`` may be asked something after the call."""
+        """Whether ``stream`` may be queried after the call."""
         return stream <= LEGACY or type(self.keepers.get(stream, 0)) is not int
 
     def mark(self, stream: int) -> None:
@@ -135,7 +135,7 @@ class Order:
         return captures.keys() == {0} and all(map(held.is_kept, mine))
 
     def _follow_what_went_on(self, here: Collection[int], capture: int) -> None:
-        """Who does not ask again may have queued work on a stream that has begun to capture since."""
+        """A party that does not enter again may have queued work on a stream that has begun to capture since."""
         if 0 not in self._last:
             return
         _, last, holding = self._last[0]

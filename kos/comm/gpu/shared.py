@@ -21,7 +21,7 @@ from kos.errors import CollectiveTimeout, KosError, RankLost
 
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with the other ranks', as far as those have come."""
-DEAD_SECONDS = 0.5
+_DEAD_SECONDS = 0.5
 """What a GPU waits for may still end in so long after the end of a rank's process was found."""
 
 
@@ -74,7 +74,7 @@ class Shared:
         now = time.monotonic()
         if now < self._look_at:
             return
-        self._look_at, known = now + DEAD_SECONDS, self._lost
+        self._look_at, known = now + _DEAD_SECONDS, self._lost
         try:
             killed = calls.killed()
             self._lost = None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)

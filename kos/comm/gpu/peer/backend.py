@@ -86,7 +86,7 @@ class PeerBackend(DeviceBackend):
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """What costs nothing to find out; whether bytes move, ``__init__`` says."""
+        """What costs nothing to find out; ``__init__`` finds whether bytes move."""
         try:
             device = device_of(rendezvous)
         except KosError as error:
@@ -182,7 +182,7 @@ class PeerBackend(DeviceBackend):
         self._engine.close()
         super().close()
 
-    # How it ends early.
+    # How it is aborted.
 
     def signal_abort(self) -> None:
         """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
@@ -218,21 +218,12 @@ class PeerBackend(DeviceBackend):
         return f"{super().missing(call)}; {self._engine.last_wait(1.0)}"
 
     def start(self, call: Call) -> Work[Any] | None:
-        self._look(call)
-        return DeviceBackend.start(self, call)
-
-    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        for call in calls:
-            self._look(call)
-        return DeviceBackend.start_all(self, calls, overlap)
-
-    def _look(self, o: Call) -> None:
-        """Before an operation: raise what a kernel found."""
         if self._engine.failed and self.broken is None:
             try:
-                self._engine.check(str(o))
+                self._engine.check(str(call))
             except Exception as error:
-                self._raise(o, error)
+                self._raise(call, error)
+        return DeviceBackend.start(self, call)
 
     # How operations are carried.
 

@@ -2,7 +2,7 @@
 multiprocessors to what computes beside them.
 
 All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice.  The barriers are
-kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that has given up run
+kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that ended early run
 all the same: what they leave is undefined, as after any failure.
 """
 

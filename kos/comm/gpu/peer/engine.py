@@ -1,7 +1,7 @@
 """PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/gpu/kernels``).
 
 The engine owns the slab in which the kernels meet, chooses a kernel and its launch for a message, and reports
-what a kernel that gave up was waiting for.  It checks no arguments that ranks must agree on and stamps no
+what a kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
 
 ``exchange`` moves a piece to and from each rank; reduce-scatter and, between symmetric buffers, all-gather have
@@ -180,7 +180,7 @@ class PeerEngine:
         return f"{launch} at {places}"
 
     def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
-        """What is taken where nothing else is said, by size and by where the buffers lie."""
+        """The default launch, by size and by where the buffers lie."""
         return self.launches.pick(nbytes, self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes))
 
     def bind_all_reduce(
@@ -359,8 +359,8 @@ class PeerEngine:
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False) -> Run:
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
-        Bytes of any number and alignment, none where nothing goes.  Takes part who has something to send or
-        to receive; what one rank sends another comes in the order in which it was sent, in pieces of the
+        Bytes of any number and alignment, none where nothing goes.  Every rank that has something to send or
+        to receive takes part; what one rank sends another comes in the order in which it was sent, in pieces of the
         same sizes: a kernel raises CollectiveMismatch, by ``check``, where it is another one that comes, or one of the
         other kind (``messages``).
         """
@@ -400,11 +400,11 @@ class PeerEngine:
 
     @property
     def failed(self) -> bool:
-        """Whether a kernel has given up; the engine is then of no more use.  Reads host memory only."""
+        """Whether a kernel has ended early; the engine is then of no more use.  Reads host memory only."""
         return bool(self._failure[0])
 
     def check(self, what: str) -> None:
-        """Raise for a kernel that gave up, naming the rank it waited for; ``what`` names the operation."""
+        """Raise for a kernel that ended early, naming the rank it waited for; ``what`` names the operation."""
         if not self.failed:
             return
         peer, cause = int(self._record[_Word.PEER]), int(self._record[_Word.CAUSE])
@@ -449,8 +449,8 @@ class PeerEngine:
         self._copies.close()
 
 
-def _piece(said: int) -> str:
-    return f"{said % (1 << 31)} bytes of a {'message' if said >> 31 else 'collective'}"
+def _piece(word: int) -> str:
+    return f"{word % (1 << 31)} bytes of a {'message' if word >> 31 else 'collective'}"
 
 
 def _nothing(stream: Any) -> None:
