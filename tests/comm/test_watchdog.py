@@ -116,7 +116,7 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(quiet: None, monkeypa
     def body(comm: kos.Communicator, log: Any) -> None:
         if comm.rank == 0:
             heard = Heard(comm)
-            comm.backend.gpus[0]._marks._free.clear()  # type: ignore[attr-defined]
+            comm.backend.gpus[0]._marks.free.clear()  # type: ignore[attr-defined]
             comm.all_reduce(on_gpu(), timeout=0.1)
             assert "ranks [1] did not arrive" in str(heard.wait())
         comm.rendezvous.barrier()

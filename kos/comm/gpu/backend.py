@@ -245,22 +245,24 @@ class DeviceBackend(Backend):
         for each in calls:
             held.hold(each.stream, each.queue)
         alone = all(each.stream == first.stream for each in calls)
-        with driver.on_device(self.device):
-            self._queue_marked(calls, first.stream if alone else None)
+        if alone and self._marks.free:
+            with driver.on_device(self.device):
+                self._queue_marked(calls, first.stream)
+        else:
+            self.queue(calls, None)
         held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
         for each in calls:
             if type(each.queue) is int:
                 self._note_end(each)
 
-    def _queue_marked(self, calls: Sequence[Call], stream: int | None) -> None:
+    def _queue_marked(self, calls: Sequence[Call], stream: int) -> None:
         """Queue between two events, by which the watchdog knows when the GPU began and ended it."""
-        if stream is None or not self.marks:
+        self._captures = is_captured(stream)
+        if self._captures:  # it runs when the graph is replayed
             return self.queue(calls, stream)
-        self._captures = is_captured(stream)  # it runs when the graph is replayed
-        mark = None if self._captures else self._marks.begin(calls[-1], stream)
+        mark = self._marks.begin(calls[-1], stream)
         self.queue(calls, stream)
-        if mark is not None:
-            self._marks.end(mark, stream)
+        self._marks.end(mark, stream)
 
     def _note_end(self, o: Call) -> None:
         """Record where a call ends whose stream nothing keeps; hold an array that is not freed in stream order."""
@@ -301,7 +303,10 @@ class DeviceBackend(Backend):
             for stream in several:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            self._queue_marked(calls, side)
+            if self._marks.free:
+                self._queue_marked(calls, side)
+            else:
+                self.queue(calls, side)
             call(cu.cuEventRecord, event.handle, side)
         self._last = calls[-1]
         works = [DeviceWork(each, self, event) for each in calls]
@@ -407,7 +412,7 @@ class DeviceBackend(Backend):
             late = overdue[0] or self._last or Call(Operation("watchdog", self.rank))
             raise CollectiveTimeout(f"{late}: not complete after {overdue[1]:g} s; {self.missing(late)}")
         if not self._marks.running and not self._captures:
-            self.shared.look_for_the_late(now)
+            self.shared.look_for_the_late(now, self)
         self.streams.current = self.streams.NONE  # the next call is marked again
 
     def missing(self, call: Call) -> str:

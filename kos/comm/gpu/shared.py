@@ -86,10 +86,12 @@ class Shared:
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
 
-    def look_for_the_late(self, now: float) -> None:
-        """Raise CollectiveTimeout where ranks of this host did not begin the last call within its timeout."""
+    def look_for_the_late(self, now: float, backend: Backend) -> None:
+        """Raise CollectiveTimeout where ranks of this host did not begin the last call, one of ``backend``, in time."""
         o = self.last
-        if o is None or o.operation.root is not None:  # whose root may end before all have come
+        if o is None or o.route is None or o.route.backend is not backend:
+            return
+        if o.operation.root is not None:  # it may end before all have come
             return
         timeout = o.operation.options.timeout
         if self._seen[0] != o.sequence:

@@ -105,7 +105,7 @@ class Marks:
     """Pairs of events around some of the launches, by which the watchdog knows when the GPU began and ended them."""
 
     def __init__(self, device: int, count: int) -> None:
-        self._free = [_Mark(device) for _ in range(count)]
+        self.free = [_Mark(device) for _ in range(count)]
         self._in_flight: deque[_Mark] = deque()
         self._sequence = -1  # of the last call with a mark
 
@@ -115,11 +115,9 @@ class Marks:
         first = self._in_flight[0] if self._in_flight else None
         return first is not None and (first.begun is not None or not first.follows_unmarked)
 
-    def begin(self, o: Call, stream: int) -> _Mark | None:
-        """Record that ``o`` begins on ``stream``, which no graph captures; None if all marks are in flight."""
-        if not self._free:
-            return None
-        mark = self._free.pop()
+    def begin(self, o: Call, stream: int) -> _Mark:
+        """Record by a free mark that ``o`` begins on ``stream``, which no graph captures."""
+        mark = self.free.pop()
         mark.begin(o, stream, o.sequence > self._sequence + 1)
         self._sequence = o.sequence
         return mark
@@ -134,7 +132,7 @@ class Marks:
         for mark in list(self._in_flight):
             if mark.ended():
                 self._in_flight.remove(mark)
-                self._free.append(mark)
+                self.free.append(mark)
             elif (limit := mark.overdue(now)) is not None:
                 return mark.call(), limit
         return None
