@@ -43,7 +43,7 @@ def init(
     ``backend`` is a name: one of kos's own, of ``kos.register_backend``, or of an installed package.  "auto" takes for
     host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster at
     (``Communicator.explain`` says what and why).  ``rendezvous`` is how the ranks find each other.  Without one it is
-    MPI under mpirun, else the environment where torchrun, srun or a shell says which rank this is, else a group of
+    MPI under mpirun, else the environment where torchrun, srun or a shell sets the rank, else a group of
     one; with ``backend="mpi"`` it is MPI, which makes a group of one of a process that no mpirun started.  ``timeout``
     in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where it uses one
     (default: by its place among the ranks of the machine).  NCCL's ranks join on a thread: its first call waits for
@@ -81,15 +81,15 @@ def init(
     if device is not None:
         rendezvous.device = device
     rendezvous.call = "init"
-    probes, told = _agree(backend, device, rendezvous)
+    probes, requested = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
         usable = [name for name, probe in probes.items() if probe.usable]
         chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
         if not chosen:
             raise BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}")
-    elif told is not None and not BACKENDS[backend].on_gpu:
-        raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {told}")
+    elif requested is not None and not BACKENDS[backend].on_gpu:
+        raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {requested}")
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
     log.info("backend %s: %s", chosen, probes[chosen].reason)
@@ -99,10 +99,10 @@ def init(
     if backend == "auto":
         if gpus := _for_gpus(rendezvous, probes, made):
             made = AutoBackend(rendezvous, made, gpus)
-        elif told is not None:
+        elif requested is not None:
             made.close()
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
-            raise BackendUnavailable(f"auto: expected a backend for GPU {told}, got none: {why}")
+            raise BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}")
     comm = Communicator(made, rendezvous, probes, timeout)
     if progress_thread:
         comm._progress = ProgressThread(made.engine)
@@ -135,13 +135,13 @@ def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend) -
 def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dict[str, Probe], str | None]:
     """What all ranks together can use: a backend that one rank cannot use is usable on none.
 
-    Beside it the first device that a rank was told to use, and that rank.
+    Beside it the first device that a rank requested, and that rank.
     """
     mine = probe_all(BACKENDS, rendezvous)
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
     job = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}"  # begins with the time: folders are sorted
-    said = [wanted, ballot, job, device]
-    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(said).encode())]
+    mine_ballot = [wanted, ballot, job, device]
+    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(mine_ballot).encode())]
     rendezvous.job = ballots[0][2]
     for rank, (theirs, *_) in enumerate(ballots):
         if theirs != wanted:
