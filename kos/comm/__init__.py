@@ -7,7 +7,7 @@ import logging
 import os
 from datetime import datetime
 
-from kos.comm.arguments import check_timeout, number_in
+from kos.comm.arguments import check_timeout, number_in, truth
 from kos.comm.backend import Backend, Probe
 from kos.comm.communicator import Communicator
 from kos.comm.gpu.auto import AutoBackend
@@ -75,6 +75,7 @@ def init(
     if not isinstance(rendezvous, Rendezvous | None):
         raise InvalidArgument(f"rendezvous: expected a Rendezvous or None, got {rendezvous!r}")
     device = None if device is None else number_in("device", device, 0, 1 << 16)
+    progress_thread = truth("progress_thread", progress_thread)
     listen()
     if rendezvous is None:
         rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)

@@ -347,7 +347,7 @@ class Communicator(Operations):
             return self._batch.add(call)
         if self._closed:
             self._check_open()
-        # ``Persistent.start`` and ``CallCache.repeat`` have these lines too: a function for them would be 6% of their time.
+        # ``Persistent.start`` and ``CallCache.repeat`` repeat these lines: a function would be 6% of their time.
         call.sequence = next(self._collectives if call.collective else self._messages)
         self._group.note(call, 3)  # frames up to the caller of the operation
         work = self.backend.start(call)
