@@ -53,14 +53,11 @@ def init(
     sets no exception hooks, no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable
     or setting of Open MPI and mpi4py.
 
-    ``progress_thread=True`` moves operations on host memory while the program computes.  Without it, what
-    ``async_op=True`` started moves only while the program is in kos: in another call, or in ``Work.wait`` or ``done``.
-    The thread sleeps while nothing is in flight, and ends with the communicator that ``init`` returns; its groups use
-    it too.  It pays where ranks wait for a network, or have cores to spare: between ranks of one host that keep all
-    cores busy, copies and sums take the time that the computation lacks.  Computation overlaps where it frees
-    Python's lock, as NumPy's does on large arrays.  Works in flight have no timeout before ``wait``.  Operations on
-    GPUs run on a stream and need no thread.  With mpi, MPI must offer MPI_THREAD_MULTIPLE, else init raises
-    BackendUnavailable.
+    ``progress_thread=True`` moves operations with ``async_op=True`` on host memory while the program computes; without
+    it they move only while the program is in kos (``Work.wait``, ``done``, another call).  What overlaps is computation
+    that frees Python's lock, as NumPy's does on large arrays.  It pays where ranks wait for a network or have idle
+    cores, not between ranks of one host that keep all cores busy.  The thread sleeps while nothing is in flight, and
+    ends with the communicator that ``init`` returns.  Raises BackendUnavailable for an MPI without THREAD_MULTIPLE.
 
     Raises BackendUnavailable where the backend asked for cannot run, or none for the ``device`` that a rank was
     given, with the reason; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where

@@ -112,7 +112,7 @@ def persistent(comm: Communicator) -> None:
     gather = comm.all_gather_init(x, rows)
     scatter = comm.scatter_init(np.arange(3.0 * n) if me == n - 1 else None, part, n - 1)
     maximum, token = comm.all_reduce_init(x, ReduceOp.MAX), np.empty(2)
-    ends = {0: lambda: comm.send_init(token, n - 1, 5), n - 1: lambda: comm.recv_init(token, 0, 5)}
+    ends: dict[int, Any] = {0: lambda: comm.send_init(token, n - 1, 5), n - 1: lambda: comm.recv_init(token, 0, 5)}
     message = ends[me]() if n > 1 and me in ends else None
     for turn in range(3):
         x[:], part[:] = 10 * turn + me, -1
