@@ -30,7 +30,7 @@ from kos.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can carry a group; ``reason`` says why not (or with what)."""
+    """Whether a backend can carry a group; ``reason`` is why not, or what it uses."""
 
     usable: bool
     reason: str
@@ -40,7 +40,7 @@ class Probe:
 
 _UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # raised where the call is not known, by a transport
 
-SHRINKS = "it shrinks the communicator"  # how a rank that goes on without the lost ones is gone
+SHRINKS = "it shrinks the communicator"  # why a survivor has closed the old one
 
 _SHOWN = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 _SHOWN_BYTES = {"1 KB": 1 << 10, "32 KB": 1 << 15, "1 MB": 1 << 20, "32 MB": 1 << 25, "1 GB": 1 << 30}
@@ -58,7 +58,7 @@ class Backend(ABC):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
-        self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
+        self.timeout = rendezvous.timeout  # seconds, where no operation has one; follows the communicator's
         self.engine = engine or Engine()
         self.cache = CallCache()
         self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
@@ -84,7 +84,7 @@ class Backend(ABC):
         self.abort(reason)
 
     def shrink(self, rendezvous: Rendezvous) -> Backend:
-        """The backend of the ranks of ``rendezvous``, which are left of this one's.  Collective, after ``revoke``."""
+        """The backend of the ranks of ``rendezvous``, the survivors of this one's.  Collective, after ``revoke``."""
         backend = self.split(rendezvous, 0, rendezvous.rank)
         assert backend is not None
         return backend
@@ -143,7 +143,7 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, call: Call) -> Work[Any] | None:
-        """Launch a prepared call; None where it is queued in the order of its stream, so that nobody waits."""
+        """Launch a prepared call; None where it is queued on its stream and needs no wait."""
 
     def in_order(self, calls: Sequence[Call]) -> Sequence[Call]:
         """The calls of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
@@ -190,7 +190,7 @@ class Backend(ABC):
         """This rank has waited for ``call`` for a while, and still does; None: no longer."""
 
     def failed(self, call: Call, error: Exception) -> KosError:
-        """What to raise for an error in an operation; also leaves its memory safe to give back."""
+        """What to raise for an error in an operation, whose memory may be freed afterwards."""
         if not isinstance(error, KosError):
             cause, error = error, CollectiveError(f"{call}: {type(error).__name__}: {error}")
             error.__cause__ = cause

@@ -1,7 +1,7 @@
 """ScheduledBackend: carries every operation over messages between two ranks.
 
 A subclass brings a transport and, where it has them, native calls.  This class stages the reduction (16-bit floats
-accumulate in fp32), asks ``native`` first, and runs a schedule over the transport where there is no native call.  So
+accumulate in fp32), tries ``native``, and else runs a schedule over the transport.  So
 every such backend has every operation, and every operation has one meaning.
 """
 
@@ -91,15 +91,15 @@ class ScheduledBackend(Backend):
 
     def _steps(self, call: Call) -> Steps:
         carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
-        everybody_came = self.agree(call) if call.collective else None
-        if everybody_came is None:
+        all_arrived = self.agree(call) if call.collective else None
+        if all_arrived is None:
             yield from carry(call)
             return
         try:
-            while not everybody_came():  # before a byte moves: MPI cannot receive a message that is too long
+            while not all_arrived():  # before a byte moves: MPI cannot receive a message that is too long
                 yield
             for _ in carry(call):
-                everybody_came()  # raises where waiting would not end
+                all_arrived()  # raises where waiting would not end
                 yield
         except BaseException:
             tag = self._tag(call)

@@ -35,7 +35,7 @@ class Idle(Protocol):
 
 
 class Carrier(Protocol):
-    """What an operation in flight asks of the backend that carries it."""
+    """What an operation in flight needs of its backend."""
 
     engine: Engine
     broken: KosError | None
@@ -57,9 +57,9 @@ class Engine:
 
     def __init__(self) -> None:
         self._active: list[Work[Any]] = []
-        self.unreported: list[Work[Any]] = []  # messages that failed, whose error nobody has seen yet
+        self.unreported: list[Work[Any]] = []  # messages that failed, and whose error was not raised yet
         self.lock = threading.RLock()
-        """Held while operations move, and by whoever changes what they use: a progress thread may run."""
+        """Held while operations move, and while what they use is changed: a progress thread may run."""
         self.waiting = 0  # threads that are in ``Work.wait``
         self.thread: ProgressThread | None = None
 
@@ -83,7 +83,7 @@ class Engine:
             return bool(self._active)
 
     def drop(self, work: Work[Any]) -> None:
-        """Forget an operation that was given up, or whose failure is told."""
+        """Forget an operation that was cancelled, or whose failure was raised."""
         with self.lock:
             for works in (self._active, self.unreported):
                 if work in works:
@@ -106,7 +106,7 @@ class Engine:
 class ProgressThread:
     """Moves the operations of an engine while the program computes; sleeps while none is in flight.
 
-    It polls, with a nap in between that frees the interpreter's lock, and leaves it to a program that waits itself.
+    It polls, and naps in between so that the program gets Python's lock.  It does not poll while the program waits.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -147,7 +147,7 @@ class Work(Generic[T]):
         self._error: KosError | None = None
         self.polled_at: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
         self._report_at: float | None = None  # when ``done`` shows next for whom it waits
-        self.reported = False  # whether ``wait`` or ``done`` said that it is over
+        self.reported = False  # whether ``wait`` or ``done`` has returned or raised its outcome
 
     def advance(self) -> bool:
         """Go on until the operation has to wait (False) or is over (True).  Errors are kept for ``wait``."""
@@ -176,7 +176,7 @@ class Work(Generic[T]):
     def done(self) -> bool:
         """Whether the operation is over; makes progress without waiting.
 
-        Raises if it failed; CollectiveTimeout if its timeout has passed since this was asked first.
+        Raises if it failed; CollectiveTimeout if its timeout has passed since the first call of ``done``.
         """
         if self._steps is not None:
             self.backend.engine.poll()
@@ -186,7 +186,7 @@ class Work(Generic[T]):
                 self.expire(timeout)
             if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
                 with self.backend.engine.lock:
-                    self.backend.report_wait(self.call)  # to ask again and again is to wait
+                    self.backend.report_wait(self.call)  # a program that polls waits
                 self._report_at = now + _REPORT_EVERY
         if self._steps is not None:
             return False
@@ -226,7 +226,7 @@ class Work(Generic[T]):
         return recv.result if recv is not None else None  # type: ignore[return-value]
 
     def cancel(self, error: KosError) -> None:
-        """Give the operation up; ``wait`` raises ``error``."""
+        """End the operation; ``wait`` raises ``error``."""
         with self.backend.engine.lock:
             self.backend.engine.drop(self)
             if self._steps is not None:
@@ -234,7 +234,7 @@ class Work(Generic[T]):
                 self._fail(error)
 
     def expire(self, seconds: float | None) -> None:
-        """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
+        """End it because it took too long: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
             self.cancel(self.backend.timed_out(self.call, seconds))
 

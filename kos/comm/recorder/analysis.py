@@ -1,4 +1,4 @@
-"""What the dumps of a job's ranks say together: who did not come, and who came with another call."""
+"""What the dumps of a job's ranks show together: ranks that did not arrive, and ranks that made another call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from kos.errors import DataError
 
-# What a stream of a GPU holds stays "scheduled", for nobody looks whether it has run.
+# An operation on a stream of a GPU stays "scheduled" until the host has waited for it.
 _UNDONE = ("started", "failed")
 _LONG_SCHEDULED = 1e9  # nanoseconds after which a stream that has not moved on is taken to wait
 _COMPARED = ("operation", "dtype", "elements", "op", "root")
@@ -70,7 +70,7 @@ class Dump:
     time: int  # nanoseconds
 
     def waits(self, call: Call) -> bool:
-        """Whether somebody may wait for that call of this rank."""
+        """Whether other ranks may wait for that call of this rank."""
         return call.state in _UNDONE or (call.state == "scheduled" and self.time - call.created > _LONG_SCHEDULED)
 
     def standing(self) -> str:
