@@ -2,7 +2,7 @@
 
 One file is compiled once per (architecture, macros): ``-D`` macros choose dtype, operation and constants,
 ``#include "x.cuh"`` finds files beside the one that names them.  Kernels are ``extern "C"`` and use no
-CUDA headers (cuda/atomic alone costs a second): inline PTX says what the language cannot.
+CUDA headers (cuda/atomic alone costs a second): inline PTX replaces them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class KernelCache:
         digest, cubin = data[:32], data[32:]
         if hashlib.sha256(cubin).digest() == digest:
             return cubin
-        log.warning("kernel cache: %s is damaged and will be compiled anew", path)
+        log.warning("kernel cache: %s is damaged and will be compiled again", path)
         return None
 
     def put(self, key: str, cubin: bytes) -> None:
@@ -65,7 +65,7 @@ class KernelCache:
             replace_file(self.directory / f"{key}.cubin", hashlib.sha256(cubin).digest() + cubin)
         except OSError as error:
             if not self._warned:
-                log.warning("kernel cache: %s cannot be used, compiling anew: %s", self.directory, error)
+                log.warning("kernel cache: %s cannot be used, compiling again: %s", self.directory, error)
                 self._warned = True
 
 
@@ -103,7 +103,7 @@ def compile_kernels(
 
 
 def _read_sources(path: Path) -> tuple[str, dict[str, str], dict[str, Path]]:
-    """The text of ``path`` and, by the name they are included under, texts and places of all files that it includes."""
+    """The text of ``path``, and the texts and paths of all files that it includes, by the names in the includes."""
     headers: dict[str, str] = {}
     places: dict[str, Path] = {}
 
