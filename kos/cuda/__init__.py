@@ -1,6 +1,6 @@
-"""The CUDA driver, thinly: devices, streams, graphs, and kernels compiled on first use.
+"""A thin layer over the CUDA driver: devices, streams, graphs, and kernels compiled on first use.
 
-Imports without a GPU, a driver or the CUDA packages; ``unavailable()`` says what is missing.
+Imports without a GPU, a driver or the CUDA packages; ``unavailable()`` names the missing one.
 """
 
 from kos.cuda.devices import DeviceInfo, device_info, visible_devices

@@ -46,7 +46,7 @@ def arch_of(compute_capability: tuple[int, int]) -> str:
 
 @functools.cache
 def visible_devices() -> tuple[DeviceInfo, ...]:
-    """Every visible GPU by its ordinal; none where CUDA cannot be used (``driver.unavailable`` says why)."""
+    """Every visible GPU by its ordinal; none where CUDA cannot be used (``driver.unavailable`` gives the reason)."""
     if driver.unavailable() is not None:
         return ()
     return tuple(_inspect(index) for index in range(call(cu.cuDeviceGetCount)))

@@ -1,4 +1,4 @@
-"""CUDA graphs: record what is queued on a stream once, then replay it with a single launch.
+"""CUDA graphs: record the work queued on a stream once, then replay it with a single launch.
 
 with capture(stream, keep=[x, y]) as graph:
     kernel(stream, grid, block, x.pointer, y.pointer)
@@ -23,7 +23,7 @@ from kos.errors import InvalidArgument
 class Graph:
     """A captured sequence of device work and the operands it reads and writes.
 
-    CUDA's graphs hold bare addresses: what they touch must outlive them, so it is handed to ``keep``.
+    CUDA's graphs hold bare addresses.  Memory that they use must outlive them: pass its owner to ``keep``.
     """
 
     def __init__(self, device: int) -> None:
@@ -42,7 +42,7 @@ class Graph:
         call(cu.cuGraphLaunch, self._executable, streams.handle(stream))
 
     def close(self) -> None:
-        """Free the graph and let its operands go; waits for replays still running."""
+        """Free the graph and drop its operands; waits for replays still running."""
         if self._executable is not None:
             driver.synchronize(self.device)
         self.__del__()
@@ -144,7 +144,7 @@ def captured_graph(stream: int) -> CapturedGraph | None:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Allow what a thread that captures a graph must not do otherwise: allocate, free, load kernels."""
+    """Allow a thread that captures a graph to allocate, free and load kernels."""
     former = call(cu.cuThreadExchangeStreamCaptureMode, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     try:
         yield

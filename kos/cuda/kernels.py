@@ -2,7 +2,7 @@
 
 One file is compiled once per (architecture, macros): ``-D`` macros choose dtype, operation and constants,
 ``#include "x.cuh"`` finds files beside the one that names them.  Kernels are ``extern "C"`` and use no
-CUDA headers (cuda/atomic alone costs a second): inline PTX says what the language cannot.
+CUDA headers (cuda/atomic alone costs a second): inline PTX replaces them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
-from kos.errors import BackendUnavailable, CompileError, InvalidArgument, install
+from kos.errors import BackendUnavailable, CompileError, CudaError, InvalidArgument, install
 from kos.files import cache_folder, replace_file
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class KernelCache:
         digest, cubin = data[:32], data[32:]
         if hashlib.sha256(cubin).digest() == digest:
             return cubin
-        log.warning("kernel cache: %s is damaged and will be compiled anew", path)
+        log.warning("kernel cache: %s is damaged and will be compiled again", path)
         return None
 
     def put(self, key: str, cubin: bytes) -> None:
@@ -65,7 +65,7 @@ class KernelCache:
             replace_file(self.directory / f"{key}.cubin", hashlib.sha256(cubin).digest() + cubin)
         except OSError as error:
             if not self._warned:
-                log.warning("kernel cache: %s cannot be used, compiling anew: %s", self.directory, error)
+                log.warning("kernel cache: %s cannot be used, compiling again: %s", self.directory, error)
                 self._warned = True
 
 
@@ -103,7 +103,7 @@ def compile_kernels(
 
 
 def _read_sources(path: Path) -> tuple[str, dict[str, str], dict[str, Path]]:
-    """The text of ``path`` and, by the name they are included under, texts and places of all files that it includes."""
+    """The text of ``path``, and the texts and paths of all files that it includes, by the names in the includes."""
     headers: dict[str, str] = {}
     places: dict[str, Path] = {}
 
@@ -181,7 +181,7 @@ class Kernel:
     low ones), and NumPy or ctypes scalars for everything else: a Python ``float`` goes as double.
     """
 
-    __slots__ = ("_shared", "device", "handle", "name")
+    __slots__ = ("_configs", "_function", "_shared", "device", "handle", "name")
 
     def __init__(self, cubin: bytes, name: str, device: int) -> None:
         from cuda.core import ObjectCode
@@ -195,15 +195,26 @@ class Kernel:
                 raise InvalidArgument(f"kernel {name!r} does not load on cuda:{device}: {error}") from error
             # CUDA would load it at its first launch, and wait for running kernels, which may wait for this one.
             call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(self.handle.handle)))
+            self._function = cu.CUfunction(int(self.handle.handle))
         self.name = name
         self.device = device
         self._shared = _DEFAULT_SHARED_LIMIT
+        self._configs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
         self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0, cooperative: bool = False
     ) -> None:
-        """Queue the kernel on ``stream`` once: ``bind`` and a launch.  Its device must be current on this thread."""
-        self.bind(grid, block, *arguments, shared=shared, cooperative=cooperative)(stream)
+        """Queue the kernel on ``stream`` once, with the options of ``bind``; its device must be current."""
+        key = grid, block, shared, cooperative, streams.handle(stream)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._config(grid, block, shared, cooperative, False)
+            config.hStream = key[-1]
+            self._configs[key] = config
+        parameters, _kept = _parameters(arguments)
+        (status,) = cu.cuLaunchKernelEx(config, self._function, parameters, 0)
+        if status:
+            raise self._error(status)
 
     def bind(
         self,
@@ -221,14 +232,9 @@ class Kernel:
         the kernel queued before it has ended (programmatic dependent launch): the kernel must wait for it itself.
         The device must be current at the launch.  One thread at a time may call the function.
         """
-        if shared > self._shared:  # beyond 48 KB a kernel must ask
-            limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            with driver.on_device(self.device):
-                call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
-            self._shared = shared
-        config = _launch_config(grid, block, shared, cooperative, overlap)
+        config = self._config(grid, block, shared, cooperative, overlap)
         parameters, kept = _parameters(arguments)
-        function, queue, last = cu.CUfunction(int(self.handle.handle)), cu.cuLaunchKernelEx, None
+        function, queue, last = self._function, cu.cuLaunchKernelEx, None
         config.hStream = streams.LEGACY
 
         def launch(stream: Any, keep: Any = (self, kept)) -> None:
@@ -237,23 +243,35 @@ class Kernel:
                 config.hStream, last = streams.handle(stream), stream
             (status,) = queue(config, function, parameters, 0)
             if status:
-                raise driver.error_of(f"launch of {self.name}: cuLaunchKernelEx", status)
+                raise self._error(status)
 
         return launch
 
+    def _error(self, status: Any) -> CudaError:
+        return driver.error_of(f"launch of {self.name}: cuLaunchKernelEx", status)
+
+    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool) -> Any:
+        """CUDA's own CUlaunchConfig, without a stream."""
+        if shared > self._shared:  # beyond 48 KB a kernel must ask
+            limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            with driver.on_device(self.device):
+                call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
+            self._shared = shared
+        return _launch_config(grid, block, shared, cooperative, overlap)
+
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:
-    """The address of the arguments' addresses, for cuLaunchKernelEx; and the objects that hold them."""
-    words = [x if isinstance(x, int) else int.from_bytes(np.asarray(x).tobytes(), "little") for x in arguments]
-    words_of = ctypes.c_uint64 * len(words)
-    values = words_of(*words)  # which keeps the low bits of an int
-    first = ctypes.addressof(values)
-    places = words_of(*range(first, first + 8 * len(words), 8))
-    return ctypes.addressof(places), (values, places)
+    """The address of the arguments' addresses, for cuLaunchKernelEx; and the object that holds both."""
+    count = len(arguments)
+    words = (ctypes.c_uint64 * (2 * count))()  # the arguments, then their addresses
+    first = ctypes.addressof(words)
+    for i, x in enumerate(arguments):
+        words[i] = x if isinstance(x, int) else int.from_bytes(np.asarray(x).tobytes(), "little")  # keeps the low bits
+        words[count + i] = first + 8 * i
+    return first + 8 * count, words
 
 
 def _launch_config(grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool) -> Any:
-    """CUDA's own CUlaunchConfig; its stream is set at the launch."""
     attributes = []
     for wanted, kind, field in (
         (cooperative, "COOPERATIVE", "cooperative"),

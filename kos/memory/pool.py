@@ -27,7 +27,7 @@ from kos.errors import InvalidArgument, OutOfMemory
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """Bytes unless said otherwise."""
+    """In bytes, except ``live``."""
 
     current: int  # allocated and not freed
     peak: int  # the largest ``current`` so far
@@ -185,7 +185,7 @@ def _free_pinned(pointer: int, device: int) -> None:
 
 
 def _is_captured(stream: Any) -> bool:
-    """Whether what is queued on the stream goes into a graph, or would end the capture of one (legacy stream)."""
+    """Whether the stream is captured, or is the legacy stream while another one is captured."""
     status, captured = cu.cuStreamIsCapturing(streams.handle(stream))
     if status == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True

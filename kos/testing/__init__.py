@@ -52,7 +52,7 @@ def spawn(
       and so can a program with threads that started after ``spawn``.
     - ``check_arrays``: an array of an operation with ``async_op=True`` that is written before the operation is
       complete makes it raise CollectiveError.
-    - ``check_messages``: CollectiveError for messages that nobody received, where no rank raised and no fault struck.
+    - ``check_messages``: CollectiveError for messages that were never received, if no rank raised (without faults).
 
     Raises InvalidArgument without ranks, and if a fault never happened: such a test shows nothing.
     """

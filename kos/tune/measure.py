@@ -45,7 +45,7 @@ Times = dict[int, dict[str, float]]
 
 
 def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
-    """What is worth trying for an all-reduce of that size."""
+    """The launches worth trying for an all-reduce of that size."""
     if nbytes <= 512 * KB:
         yield from (Launch("one_shot", threads=threads) for threads in (64, 128, 256))
     if 16 * KB <= nbytes <= 4 * MB:
@@ -79,7 +79,7 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
 
 
 def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
-    """Bytes between sizes ``a`` and ``b`` where two lines of time meet; half way, as sizes go, if that is not known."""
+    """Bytes between sizes ``a`` and ``b`` where two lines of time cross; the geometric mean if that is not known."""
     lead = math.log(times[a].get(after, math.nan) / times[a][before])  # of the one that is faster at a
     lag = math.log(times[b].get(before, math.nan) / times[b][after])
     part = max(lead, 0.0) / (max(lead, 0.0) + max(lag, 0.0)) if lead + lag > 0 else 0.5

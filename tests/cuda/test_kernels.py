@@ -200,7 +200,7 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
     for module in (kernels, driver):
         monkeypatch.setattr(module, "cu", stand_in)
     kernel = object.__new__(kernels.Kernel)
-    kernel.name, kernel.handle, kernel._shared = "scale", SimpleNamespace(handle=0x4000), 1 << 20
+    kernel.name, kernel._function, kernel._shared, kernel._configs = "scale", bindings.CUfunction(0x4000), 1 << 20, {}
     bound = kernel.bind(1, 32, 99)
     for stream in (None, 5, 5, 7, None):
         bound(stream)

@@ -119,7 +119,7 @@ def _predict(args: argparse.Namespace) -> None:
 
 
 def _chunks(args: argparse.Namespace, name: str, ranks: int) -> tuple[int, ...]:
-    """What is given, or what is worth trying."""
+    """The given number of chunks, or those worth trying."""
     if args.chunks is not None:
         return (args.chunks,)
     pipelined = args.collective in IN_PLACE and not name.endswith("_shot") and _build(args, name, ranks, 1).parts <= 2

@@ -80,7 +80,7 @@ def halving_doubling_all_reduce(n: int, c: int) -> Rounds:
 
 @algorithm("all_reduce", "one_shot", ordered=True)
 def one_shot_all_reduce(n: int, c: int) -> Rounds:
-    """Everybody sends everything to everybody; each rank adds in rank order.  One round of messages."""
+    """Every rank sends everything to every other and adds in rank order.  One round of messages."""
     r = np.arange(n)
     yield from in_rank_order(r, r * 0, n, stride=c, count=c)
 
@@ -143,7 +143,7 @@ def one_shot_reduce_scatter(n: int, c: int) -> Rounds:
 
 @algorithm("broadcast", "one_shot")
 def one_shot_broadcast(n: int, c: int, root: int) -> Rounds:
-    """The root sends everything to everybody."""
+    """The root sends everything to every rank."""
     yield [Moves(root, (root + np.arange(1, n)) % n, 0, count=c)]
 
 
@@ -166,7 +166,7 @@ def ring_all_gather(n: int, c: int) -> Rounds:
 
 @algorithm("all_gather", "one_shot")
 def one_shot_all_gather(n: int, c: int) -> Rounds:
-    """Everybody sends its block to everybody at once."""
+    """Every rank sends its block to every other at once."""
     r = np.arange(n)
     yield [Moves(r, r, 0, r * c, count=c, space="input", to_space="output"),
            Pairs(r[:, None], r, 0, r[:, None] * c, count=c, space="input", to_space="output")]
