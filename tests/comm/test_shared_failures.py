@@ -20,7 +20,7 @@ from kos.comm.host.shared import Segment
 from kos.comm.host.shared.segment import STARTED
 from kos.comm.operation import Call, Operation
 from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, CollectiveTimeout, RankLost
-from kos.testing import spawn
+from kos.testing import Fault, spawn
 from tests.comm.shared_ranks import TIMEOUT, run
 from tests.comm.test_failures import F4, F5, MISMATCHES
 from tests.comm.test_jobs import mpirun, needs_mpirun, program
@@ -300,6 +300,24 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(monkeypatch: pytest.MonkeyPatc
                 comm.barrier()
 
     run(body, 3, close=False)
+
+
+def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
+    """Rank 1 loses rank 2 in their group of two and leaves; rank 0 waits for rank 1 alone."""
+
+    def body(comm: kos.Communicator) -> tuple[int, ...]:
+        part = comm.split(int(comm.rank == 0))
+        assert part is not None
+        if comm.rank:
+            with pytest.raises(RankLost, match="rank 2 of world is gone: it crashed"):
+                part.barrier()
+            comm.abort(reason="it had enough")
+            return ()
+        with pytest.raises(RankLost, match="rank 2 of world is gone: .*; rank 1 left because of it") as caught:
+            comm.recv(F4(), 1)
+        return caught.value.ranks
+
+    assert spawn(body, 3, 20, faults=[Fault("crash", 2)])[0] == (2,)
 
 
 ULFM = ["--with-ft", "ulfm"]

@@ -22,7 +22,62 @@ from kos.comm.work import Engine, Idle, Steps
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 
-class HostBackend(Backend):
+class MessagingBackend(Backend):
+    """Names the ranks that a call waits for, by what its transport and its ranks know."""
+
+    def absent(self, call: Call) -> list[int]:
+        """The ranks that are known not to have begun a collective."""
+        return []
+
+    def behind(self) -> list[int]:
+        """The ranks that the collective which uses the shared slots waits for."""
+        return []
+
+    def awaited(self, call: Call) -> list[int]:
+        """The peers of a collective's messages in flight."""
+        return []
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message of that tag from or to that rank is in flight or posted."""
+        return True
+
+    def late(self, call: Call) -> tuple[list[int], str | None]:
+        """The ranks that ``call`` waits for, as far as known, and how to say it."""
+        if not call.collective:
+            return self._late_in_message(call.operation.message)
+        if late := self.absent(call):
+            return late, f"{self.ledger.names(late)} did not arrive"
+        if late := self.behind():
+            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
+        late = self.awaited(call)
+        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+
+    def _late_in_message(self, message: Message) -> tuple[list[int], str]:
+        src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
+        if src and dst:
+            src = [rank for rank in src if self.in_flight(rank, message.recv_tag, receives=True)]
+            dst = [rank for rank in dst if self.in_flight(rank, message.tag, receives=False)]
+        names = self.ledger.names
+        words = [f"{names(src, False)} sent nothing with tag {message.recv_tag}"] if src or not dst else []
+        words += [f"{names(dst, False)} did not receive"] if dst else []
+        return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
+
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+        late, words = self.late(call)
+        return self.ledger.overdue(late, call, seconds, words) if late else super().timed_out(call, seconds)
+
+    def report(self, call: Call | None) -> None:
+        late = None if call is None else self.late(call)[0]
+        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
+
+    def failed(self, call: Call, error: Exception) -> KosError:
+        failure = super().failed(call, error)
+        if isinstance(failure, RankLost | CollectiveTimeout):
+            self.ledger.board.post_failure(failure)
+        return failure
+
+
+class HostBackend(MessagingBackend):
     """Adds shared memory to a Backend that has a transport."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
@@ -71,56 +126,15 @@ class HostBackend(Backend):
     def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
 
-    def late(self, o: Call) -> tuple[list[int], str | None]:
-        """The ranks that ``o`` waits for, as far as known, and the words for how they are late."""
-        if not o.collective:
-            return self.late_in_message(o.operation.message)
-        if self._calls is not None and (late := self._calls.missing(o)):
-            return late, f"{self.ledger.names(late)} did not arrive"
-        if self._shared is not None and (late := self._shared.behind()):
-            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
-        late = self.awaited(o)
-        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+    def absent(self, call: Call) -> list[int]:
+        return self._calls.missing(call) if self._calls is not None else []
 
-    def late_in_message(self, o: Message) -> tuple[list[int], str]:
-        """Likewise of a message: its source, its destination or both."""
-        src, dst = ([] if rank is None else [rank] for rank in (o.src, o.dst))
-        if src and dst:
-            src = [rank for rank in src if self.in_flight(rank, o.recv_tag, receives=True)]
-            dst = [rank for rank in dst if self.in_flight(rank, o.tag, receives=False)]
-        world = self.ledger.names
-        words = [f"{world(src, False)} sent nothing with tag {o.recv_tag}"] if src or not dst else []
-        words += [f"{world(dst, False)} did not receive"] if dst else []
-        return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message of that tag from or to that rank is under way or waited for."""
-        return True
-
-    def missing(self, call: Call) -> str:
-        return self.late(call)[1] or super().missing(call)
-
-    def timed_out(self, call: Call, seconds: float | None) -> KosError:
-        late, words = self.late(call)
-        if not late:
-            return super().timed_out(call, seconds)
-        return self.ledger.overdue(late, call, seconds, words)
-
-    def report(self, call: Call | None) -> None:
-        """Show the ranks of this host for whom this one waits, or that it does so no longer."""
-        late = None if call is None else self.late(call)[0]
-        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
-
-    def awaited(self, call: Call) -> list[int]:
-        """Peers of the transport's messages in flight for a collective."""
-        return []
+    def behind(self) -> list[int]:
+        return self._shared.behind() if self._shared is not None else []
 
     def failed(self, call: Call, error: Exception) -> KosError:
         if not ends_group(call, error):
-            failure = super().failed(call, error)
-            if isinstance(failure, RankLost | CollectiveTimeout):
-                self.ledger.board.post_failure(failure)
-            return failure
+            return super().failed(call, error)
         if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
                 self._calls.check(call)
