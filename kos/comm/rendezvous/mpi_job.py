@@ -34,7 +34,6 @@ RANK_AND_SIZE = (
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _TURN_SECONDS = 0.2  # how much later than the rank before a rank shows the frames of an exception
-_LOOK_SECONDS, _HOPELESS_SECONDS = 0.05, 2.0  # while a call waits that may never return
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
 
 _unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
@@ -143,13 +142,8 @@ def wait_request(request: Any, timeout: float | None) -> bool:
     return True
 
 
-def in_thread(
-    call: Callable[[], Any], timeout: float | None, hopeless: Callable[[], object] = lambda: None
-) -> list[Any]:
-    """A list of what a call of MPI that waits without a limit returned; empty if ``timeout`` seconds pass first.
-
-    Also where ``hopeless`` returned something but None for ``_HOPELESS_SECONDS``.
-    """
+def in_thread(call: Callable[[], Any], timeout: float | None) -> list[Any]:
+    """A list of what a call of MPI that waits without a limit returned; empty if ``timeout`` seconds pass first."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -160,24 +154,19 @@ def in_thread(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    began = hoped = time.monotonic()
-    while thread.is_alive() and (timeout is None or time.monotonic() - began < timeout):
-        thread.join(_LOOK_SECONDS if timeout is None else min(_LOOK_SECONDS, timeout))
-        hoped = time.monotonic() if hopeless() is None else hoped
-        if time.monotonic() - hoped > _HOPELESS_SECONDS:
-            break
+    thread.join(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
     if outcome and isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome
 
 
-def shrink(comm: Any, timeout: float | None, hopeless: Callable[[], object] = lambda: None) -> Any:
+def shrink(comm: Any, timeout: float | None) -> Any:
     """The MPI communicator of the ranks of ``comm`` that live; None if they do not all come in time.
 
     In a thread, for MPI_Comm_shrink waits without a limit.  Open MPI 5.0.11 has no better way: its
     MPI_Comm_ishrink fails, and after an MPI_Comm_iagree on COMM_WORLD MPI_Finalize may not return.
     """
-    survivors = in_thread(comm.Shrink, timeout, hopeless)
+    survivors = in_thread(comm.Shrink, timeout)
     if survivors and survivors[0].size < comm.size:
         see_loss(_loss or "a rank")
     return survivors[0] if survivors else None
