@@ -105,12 +105,12 @@ class Backend(ABC):
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
-    def withdraw(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         """``abort`` before ``shrink``, which may build upon what this leaves."""
         self.abort(reason)
 
     def shrink(self, rendezvous: Rendezvous) -> Backend:
-        """The backend of the ranks of ``rendezvous``, which are left of this one's.  Collective, after ``withdraw``."""
+        """The backend of the ranks of ``rendezvous``, which are left of this one's.  Collective, after ``revoke``."""
         backend = self.split(rendezvous, 0, rendezvous.rank)
         assert backend is not None
         return backend
@@ -158,7 +158,7 @@ class Backend(ABC):
         """Whether it started ``work``; splits share an engine."""
         return work.backend is self
 
-    def check_fit(self, what: object) -> None:
+    def raise_failure(self, what: object) -> None:
         """Raise the first failure of this communicator, if there was one, from ``what``, which is called now."""
         if self.broken is not None:
             raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
@@ -166,7 +166,7 @@ class Backend(ABC):
     def refuse(self, call: Call) -> NoReturn:
         """Raise the first failure of this communicator from ``call``, which is on record already."""
         try:
-            self.check_fit(call.name)
+            self.raise_failure(call.name)
         except KosError as error:
             failed(call, error)
             raise
@@ -177,7 +177,7 @@ class Backend(ABC):
         if self.broken is not None:
             self.refuse(call)
         if self.ledger.board.last is not None:
-            self.ledger.board.go_on()
+            self.ledger.board.clear_failure()
         work: Work[Any] = Work(call, self._steps(call), self)
         self.engine.launch(work)
         return work
@@ -194,17 +194,17 @@ class Backend(ABC):
         """What waits for a prepared call where ``start`` returns None; None where ``start`` returns a Work."""
         return None
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         """By which backend and algorithm an operation on float32 goes; ``nbytes`` are those that a rank brings."""
         return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
 
     def routes(self, place: str = "") -> list[tuple[str, ...]]:
-        """``carrier`` of the usual operations as the rows of a table, for ``Communicator.explain``."""
+        """``route_of`` the usual operations as the rows of a table, for ``Communicator.explain``."""
         rows: list[tuple[str, ...]] = [(f"float32{place}", *_SHOWN_BYTES)]
         for name in _SHOWN if self.size > 1 else ():
             alike: dict[tuple[str, ...], list[str]] = {}
             for kind, how in _BUFFERS.items():
-                cells = tuple(self.carrier(name, nbytes, *how) for nbytes in _SHOWN_BYTES.values())
+                cells = tuple(self.route_of(name, nbytes, *how) for nbytes in _SHOWN_BYTES.values())
                 alike.setdefault(cells, []).append(kind)
             labels = (name if "" in kinds else f"{name} ({'; '.join(kinds)})" for kinds in alike.values())
             rows += [(label, *cells) for label, cells in zip(labels, alike, strict=True)]
@@ -237,7 +237,7 @@ class Backend(ABC):
         """The error of an operation that took too long."""
         return CollectiveTimeout(f"{call}: not complete after {seconds} s; {self.missing(call)}")
 
-    def report(self, call: Call | None) -> None:  # noqa: B027
+    def report_wait(self, call: Call | None) -> None:  # noqa: B027
         """This rank has waited for ``call`` for a while, and still does; None: no longer."""
 
     def failed(self, call: Call, error: Exception) -> KosError:
@@ -267,7 +267,7 @@ class Backend(ABC):
                 yield
         except BaseException:
             tag = self._tag(call)
-            self.transport.forget(lambda message: message.tag == tag)
+            self.transport.cancel(lambda message: message.tag == tag)
             raise
 
     def _carry(self, call: Call, collective: str, **spaces: Array) -> Steps:
@@ -393,7 +393,7 @@ class Backend(ABC):
             if wrong is not None:
                 raise wrong
         except BaseException:  # given up, by a timeout for one: these alone, whatever else has their tag
-            self.transport.forget(lambda each: each in requests)
+            self.transport.cancel(lambda each: each in requests)
             raise
 
     def _exchange(self, call: Call, send: list[Array], recv: list[Array]) -> Steps:

@@ -187,7 +187,7 @@ class Communicator(Operations):
         self._check_open()
         self.rendezvous.check_shrink()
         with self.rendezvous.ledger.board.held():
-            self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
+            self._give_up(str(self.backend.broken or SHRINKS), self.backend.revoke)
             with self._meeting("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 backend = self.backend.shrink(rendezvous)
@@ -227,13 +227,13 @@ class Communicator(Operations):
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         handle = None if stream is None else self._handle(stream)
-        self.backend.check_fit("synchronize")
+        self.backend.raise_failure("synchronize")
         if until is not None:
             if self.device is None or not callable(until):
                 raise InvalidArgument(f"until: expected None, or a function where GPUs are used, got {until!r}")
             return self.backend.synchronize(limit, handle, until)
         engine = self.backend.engine
-        for work in [*engine.untold, *engine.outstanding()]:
+        for work in [*engine.unreported, *engine.outstanding()]:
             if self.backend.owns(work):
                 work.wait(timeout)
         self.backend.synchronize(limit, handle)
@@ -307,7 +307,7 @@ class Communicator(Operations):
         self._cache.clear()
         (end or self.backend.abort)(reason)  # first: what the others hear is the reason
         engine = self.backend.engine
-        for work in [*engine.untold, *engine.outstanding()]:
+        for work in [*engine.unreported, *engine.outstanding()]:
             if self.backend.owns(work):
                 work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
         self.recorder.close(self._group, f"given up: {reason}")

@@ -95,7 +95,7 @@ class Board:
         if error.ranks:
             self.last = error
 
-    def go_on(self) -> None:
+    def clear_failure(self) -> None:
         """This rank makes another call: what it failed of is dealt with, and not why it is late or leaves later."""
         self.last = None
 

@@ -42,7 +42,7 @@ class Carrier(Protocol):
 
     def timed_out(self, call: Call, seconds: float | None) -> KosError: ...
 
-    def report(self, call: Call | None) -> None: ...
+    def report_wait(self, call: Call | None) -> None: ...
 
 
 class Engine:
@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self) -> None:
         self._active: list[Work[Any]] = []
-        self.untold: list[Work[Any]] = []  # messages that failed, of which nobody has heard yet
+        self.unreported: list[Work[Any]] = []  # messages that failed, of which nobody has heard yet
         self._lock = threading.RLock()
 
     def launch(self, work: Work[Any]) -> None:
@@ -73,7 +73,7 @@ class Engine:
     def drop(self, work: Work[Any]) -> None:
         """Forget an operation that was given up, or whose failure is told."""
         with self._lock:
-            for works in (self._active, self.untold):
+            for works in (self._active, self.unreported):
                 if work in works:
                     works.remove(work)
 
@@ -94,16 +94,16 @@ class Engine:
 class Work(Generic[T]):
     """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
 
-    __slots__ = ("_error", "_report_at", "_steps", "asked", "backend", "call", "told")
+    __slots__ = ("_error", "_report_at", "_steps", "backend", "call", "polled_at", "reported")
 
     def __init__(self, call: Call, steps: Steps, backend: Carrier) -> None:
         self.call = call
         self.backend = backend
         self._steps: Steps | None = steps
         self._error: KosError | None = None
-        self.asked: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
+        self.polled_at: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
         self._report_at: float | None = None  # when ``done`` shows next for whom it waits
-        self.told = False  # whether ``wait`` or ``done`` said that it is over
+        self.reported = False  # whether ``wait`` or ``done`` said that it is over
 
     def advance(self) -> bool:
         """Go on until the operation has to wait (False) or is over (True).  Errors are kept for ``wait``."""
@@ -121,7 +121,7 @@ class Work(Generic[T]):
         except Exception as error:
             self._fail(error)
             if self.backend.broken is None:
-                self.backend.engine.untold.append(self)
+                self.backend.engine.unreported.append(self)
             return True
         except BaseException as error:  # a Ctrl-C: the generator is over, but what it was doing is not
             self.backend.engine.drop(self)
@@ -137,18 +137,18 @@ class Work(Generic[T]):
         if self._steps is not None:
             self.backend.engine.poll()
             now, timeout = time.monotonic(), self.call.operation.options.timeout
-            self.asked = self.asked or now
-            if self._steps is not None and timeout is not None and now - self.asked > timeout:
+            self.polled_at = self.polled_at or now
+            if self._steps is not None and timeout is not None and now - self.polled_at > timeout:
                 self.expire(timeout)
-            if self._steps is not None and now > (self._report_at or self.asked + _REPORT_EVERY):
-                self.backend.report(self.call)  # to ask again and again is to wait
+            if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
+                self.backend.report_wait(self.call)  # to ask again and again is to wait
                 self._report_at = now + _REPORT_EVERY
         if self._steps is not None:
             return False
         if self._report_at is not None:
-            self.backend.report(None)
+            self.backend.report_wait(None)
             self._report_at = None
-        self.told = True
+        self.reported = True
         if self._error is not None:
             self._raise(self._error)
         return True
@@ -164,7 +164,7 @@ class Work(Generic[T]):
             timeout = check_timeout(timeout)
         if self._steps is not None:
             self._wait(self.call.operation.options.timeout if timeout is None else timeout)
-        self.told = True
+        self.reported = True
         if self._error is not None:
             self._raise(self._error)
         recv = self.call.operation.recv
@@ -212,12 +212,12 @@ class Work(Generic[T]):
                     self.expire(timeout)
                     return
                 if now > report_at:
-                    backend.report(self.call)
+                    backend.report_wait(self.call)
                     report_at, reported = now + _REPORT_EVERY, True
                 idle.pause(mark, remaining)
         finally:
             if reported:
-                backend.report(None)
+                backend.report_wait(None)
 
     def _fail(self, error: Exception) -> None:
         self._steps = None

@@ -435,7 +435,7 @@ def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("how", ["abort", "withdraw"])
+@pytest.mark.parametrize("how", ["abort", "revoke"])
 def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         backend = comm.backend
@@ -558,7 +558,7 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
     run(body)
     engine = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
     for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
-        assert PeerBackend.carrier(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
+        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
 
 
 def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -615,7 +615,7 @@ def test_shrink(mpi_world: kos.Communicator, gpu_world: kos.Communicator, own: b
     if rest is None:
         comm.abort()
     else:
-        comm.backend.withdraw("a test")
+        comm.backend.revoke("a test")
         smaller = kos.Communicator(comm.backend.shrink(rest), rest, comm.probes, TIMEOUT)
         x = on_gpu(comm, np.ones(7, np.float32))
         assert (smaller.all_reduce(x).numpy() == last).all()

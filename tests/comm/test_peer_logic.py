@@ -484,7 +484,7 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
             backend.use(table)
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
-                assert backend.carrier("all_reduce", nbytes, True) == f"peer {way}"
+                assert backend.route_of("all_reduce", nbytes, True) == f"peer {way}"
                 assert f"'{way}'" in comm.all_reduce_init(x)._call.route.kernel
                 scaled = comm.all_reduce_init(x, PremulSum(2.0))._call.route.kernel
                 assert "'two_shot'" in scaled and scaled.endswith("at []")

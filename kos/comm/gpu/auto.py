@@ -175,7 +175,7 @@ class AutoBackend(Backend):
         return sorted(calls, key=lambda call: parts.index(_part(call)))
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        self.check_fit(calls[0].name)
+        self.raise_failure(calls[0].name)
         works: dict[int, Work[Any]] = {}
         for part, several in itertools.groupby(self.in_order(calls), _part):
             mine = list(several)
@@ -217,23 +217,23 @@ class AutoBackend(Backend):
         for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
             part.abort(reason)
 
-    def withdraw(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         self._leave(reason)
         for part in (self.host, *self.gpus):
-            part.withdraw(reason)
+            part.revoke(reason)
 
     def _leave(self, reason: str) -> None:
         for gpu in self.gpus:
             gpu.leave(reason)
             gpu.let_go()
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         part = self._only
         if part is None:
             limits, choices = self._choices.get((name, DTYPES["float32"])) or self._learn(name, DTYPES["float32"])
             choice = choices[bisect_left(limits, nbytes // 4)]
             part = choice[symmetric, graph] if isinstance(choice, dict) else choice
-        return part.carrier(name, nbytes, symmetric, graph)
+        return part.route_of(name, nbytes, symmetric, graph)
 
     def routes(self, place: str = "") -> list[tuple[str, ...]]:
         return super().routes(" on GPUs") + self.host.routes(" on hosts")

@@ -156,7 +156,7 @@ class DeviceBackend(Backend):
         shared = ("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)
         return [shared] if self.table is None else [shared, ("tuning table", "in use", self.table.source)]
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return self.name  # whose library chooses
 
     @abstractmethod
@@ -273,7 +273,7 @@ class DeviceBackend(Backend):
             self._flying.popleft()
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        self.check_fit(calls[0].name)
+        self.raise_failure(calls[0].name)
         first = calls[0]
         try:
             for each in calls:
@@ -414,7 +414,7 @@ class DeviceBackend(Backend):
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
         """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
-        self.check_fit("synchronize")
+        self.raise_failure("synchronize")
         last = self._last or Call(Operation("synchronize", self.rank))
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
@@ -647,7 +647,7 @@ class DeviceWork(Work[Any]):
         return is_over("cuEventQuery", status)
 
     def done(self) -> bool:
-        self.backend.check_fit(self.call)
+        self.backend.raise_failure(self.call)
         over = self.over()
         self.backend.check(self.call)
         return over
@@ -657,14 +657,14 @@ class DeviceWork(Work[Any]):
             return self.synchronize(timeout)
         backend, recv = self.backend, self.call.operation.recv
         if backend.broken is not None:
-            backend.check_fit(self.call)
+            backend.raise_failure(self.call)
         if self.event is not None:
             with driver.on_device(backend.device):
                 call(cu.cuStreamWaitEvent, self.call.stream, self.event.handle, 0)
         return recv.result if recv is not None else None
 
     def synchronize(self, timeout: float | None = None) -> Any:
-        self.backend.check_fit(self.call)
+        self.backend.raise_failure(self.call)
         timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
         self.backend.wait_on_host(self.call, self.over, timeout)
         completed(self.call, time.time_ns())

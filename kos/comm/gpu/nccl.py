@@ -150,7 +150,7 @@ class NCCLBackend(DeviceBackend):
         comm = self._bounded(lambda: binding.split(self._comm, color, key, "kos"))
         return None if rendezvous is None else NCCLBackend(rendezvous, self.device, comm, host)
 
-    def withdraw(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         super().abort(reason)
 
     def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> NCCLBackend:
@@ -198,7 +198,7 @@ class NCCLBackend(DeviceBackend):
             self._end(binding.abort, comm)
 
     def abort(self, reason: str) -> None:
-        self.withdraw(reason)
+        self.revoke(reason)
         revoked, self._revoked = self._revoked, None
         if revoked is not None:
             self._end(binding.abort, revoked)

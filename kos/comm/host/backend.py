@@ -66,7 +66,7 @@ class MessagingBackend(Backend):
         late, words = self.late(call)
         return self.ledger.overdue(late, call, seconds, words) if late else super().timed_out(call, seconds)
 
-    def report(self, call: Call | None) -> None:
+    def report_wait(self, call: Call | None) -> None:
         late = None if call is None else self.late(call)[0]
         self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
 
@@ -123,8 +123,8 @@ class HostBackend(MessagingBackend):
         steps = self._shared.start(call) if self._shared is not None else None
         return super()._steps(call) if steps is None else steps
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return f"{self.name} shared memory" if self._shared is not None else super().route_of(name, nbytes)
 
     def absent(self, call: Call) -> list[int]:
         return self._calls.missing(call) if self._calls is not None else []

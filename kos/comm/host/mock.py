@@ -197,7 +197,7 @@ class _Mailboxes:
         if lost is not None:
             self._lost[tag] = lost
 
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
+    def cancel(self, given_up: Callable[[Any], bool]) -> None:
         with self._group.world.lock:
             drop(self._room.posted, lambda receive: receive.dst == self._rank and given_up(receive))
             drop(self._room.sent, lambda m: m.src == self._rank and not m.complete and given_up(m))

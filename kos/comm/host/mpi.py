@@ -144,11 +144,11 @@ class MPIBackend(HostBackend):
             return None
         return self._poll_native(call, self._native_request(operation, spaces, collective))
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         reduction = resolve(ReduceOp.SUM, DTYPES["float32"], self.size) if "reduce" in name else None
         if self._shared is None and _is_native(name, reduction, nbytes * (self.size if name == "all_gather" else 1)):
             return "mpi native"
-        return super().carrier(name, nbytes)
+        return super().route_of(name, nbytes)
 
     def _native_request(self, o: Operation, spaces: Mapping[str, Array], collective: str) -> Any:
         """Post the MPI call."""

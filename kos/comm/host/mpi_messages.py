@@ -196,7 +196,7 @@ class Messages:
         flying = {message.peer for message in self.flying if message.tag == tag}
         return sorted(flying | {peer for peer, posted in self._posted if posted == tag})
 
-    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+    def cancel(self, given_up: Callable[[_Message], bool]) -> None:
         """MPI keeps the memory that it has."""
         drop(self._posted, given_up)
         for message in [message for message in self.flying if given_up(message)]:

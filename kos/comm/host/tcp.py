@@ -162,9 +162,9 @@ class Mesh:
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         return self.peers[peer].receive(array, tag)
 
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
+    def cancel(self, given_up: Callable[[Any], bool]) -> None:
         for peer in self.peers.values():
-            peer.forget(given_up)
+            peer.cancel(given_up)
 
     def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
         """Compare ``o`` with what other ranks called as their collective of that tag, and told or will tell."""

@@ -189,7 +189,7 @@ class Peer:
         under_way = [*self._landing.values(), *self._announced.values()]
         return tag in self._posted or any(message.tag == tag for message in under_way)
 
-    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+    def cancel(self, given_up: Callable[[_Message], bool]) -> None:
         """Nobody waits any more for these messages, and their memory is given back."""
         drop(self._posted, given_up)
         self._announced = {number: message for number, message in self._announced.items() if not given_up(message)}

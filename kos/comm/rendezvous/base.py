@@ -62,7 +62,7 @@ class Rendezvous(ABC):
         if self.failure is not None:
             raise again(self.failure)
         if self.ledger.board.last is not None:
-            self.ledger.board.go_on()
+            self.ledger.board.clear_failure()
         self._exchanges += 1
         name = self.call.encode()
         head = _HEAD.pack(self._exchanges, len(name)) + name

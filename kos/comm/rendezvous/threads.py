@@ -81,8 +81,8 @@ class ThreadBoard(Board):
         if error.ranks:
             self._world.failures[self._rank] = error, now()
 
-    def go_on(self) -> None:
-        super().go_on()
+    def clear_failure(self) -> None:
+        super().clear_failure()
         self._world.failures.pop(self._rank, None)
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:

@@ -46,7 +46,7 @@ class Transport(Protocol):
     def irecv(self, array: np.ndarray, peer: int, tag: int) -> Request:
         """Begin to receive into a contiguous 1-D array."""
 
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
+    def cancel(self, given_up: Callable[[Any], bool]) -> None:
         """Nobody waits for those requests any more: let go of their memory."""
 
 

@@ -157,7 +157,7 @@ class PeerBackend(DeviceBackend):
     def has_algorithm(self, o: Operation) -> bool:
         return o.options.algorithm == AUTO or (o.name == "all_reduce" and o.options.algorithm in PACKETS)
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         if name != "all_reduce":
             return self.name
         launch = self._engine.launches.pick(nbytes, symmetric)

@@ -41,8 +41,8 @@ class SharedBoard(Board):
             words[at + FAILED_AT] = int(now() * 1e6)
             words[at + FAILED] = len(data)
 
-    def go_on(self) -> None:
-        super().go_on()
+    def clear_failure(self) -> None:
+        super().clear_failure()
         if self._mine is not None:
             self._words[self._mine + FAILED] = 0
 
