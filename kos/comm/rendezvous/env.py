@@ -14,7 +14,6 @@ import contextlib
 import errno
 import json
 import os
-import resource
 import socket
 import struct
 import time
@@ -25,10 +24,10 @@ from typing import Any
 
 from kos.comm.failures import from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, LOST, Hub, pair
+from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES, LOST, Hub, pair
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
-from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours
+from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -64,15 +63,9 @@ class TCPRendezvous(Rendezvous):
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
         leads = len(ranks) > 1 and ranks[0] == self.rank
-        refusal = _lack_of_files(len(ranks), leads)
-        listener, card = self._listen() if leads and not refusal else (None, "")
-        answers = [json.loads(data) for data in self.allgather(json.dumps([refusal, card]).encode())]
-        for rank, (why, _) in enumerate(answers):
-            if why:  # on every rank, and before anybody waits for one that cannot come
-                if listener is not None:
-                    listener.close()
-                raise RendezvousError(f"rendezvous: rank {rank}: {why}")
-        return self._child(ranks, answers[ranks[0]][1], listener) if ranks else None
+        listener, card = self._listen() if leads else (None, "")
+        cards = self.allgather(card.encode())
+        return self._child(ranks, cards[ranks[0]].decode(), listener) if ranks else None
 
     def connect(self) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
@@ -158,7 +151,10 @@ class TCPRendezvous(Rendezvous):
 
     def _listen(self) -> tuple[socket.socket, str]:
         """For the hub of another group; and what its ranks must know to find it."""
-        listener = self.network.listen()
+        try:
+            listener = self.network.listen()
+        except OSError as error:
+            raise RendezvousError(f"rendezvous: rank {self.rank} cannot listen: {error}") from error
         card = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
         return listener, json.dumps(card)
 
@@ -225,10 +221,10 @@ class TCPRendezvous(Rendezvous):
         last = None if orderly else self.ledger.board.last
         cause = None if last is None else to_record(last)
         why = "it closed the group" if code is None else "it left by an exception"
-        _say(connection, BYE if code is None and cause is None else LEFT + json.dumps([why, cause]).encode())
+        _send(connection, CLOSE if code is None and cause is None else ABORT + json.dumps([why, cause]).encode())
+        connection.close()
         if self.rank == 0:
             self._stop_hub()
-        connection.close()
 
     def _ask(self, message: bytes) -> bytes:
         """What the hub answers to all once everybody has said something."""
@@ -285,7 +281,7 @@ class EnvRendezvous(TCPRendezvous):
         super().__init__(place.rank, place.size, timeout, network, place.local_rank)
         if self.size > 1:
             self._address = f"MASTER_ADDR={place.host}"
-            network.secret = load_secret(environ, one_host=self.rank == 0 or is_ours(place.host))
+            network.secret = load_secret(environ)
             self._meet("", place.ports, place.purpose, None if self.rank else _listen(network, place.ports))
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
@@ -372,31 +368,17 @@ def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
         time.sleep(0.05)
 
 
-def _lack_of_files(size: int, leads: bool) -> str:
-    """Why this process cannot open what a group of that many ranks takes: a connection to each (two for its hub, which
-    ``leads``) and memory.  Counted, not tried: other threads open files meanwhile."""
-    count = (2 if leads else 1) * size + 8 if size > 1 else 0
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        free = limit - len(os.listdir("/proc/self/fd"))
-    except OSError as error:
-        free = 0 if error.errno == errno.EMFILE else count
-    if free >= count or limit == resource.RLIM_INFINITY:
-        return ""
-    wanted = f"expected to open {count} more files for a group of {size}"
-    return f"{wanted}, got {free} (its limit is {limit}, see ulimit -n)"
-
-
-def _say(connection: Connection, last_word: bytes) -> None:
-    connection.post(last_word)
-    with contextlib.suppress(OSError):  # the hub went first
+def _send(connection: Connection, message: bytes) -> None:
+    connection.post(message)
+    with contextlib.suppress(OSError):  # the other side closed it first
         drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
 
 
-def _stop(connection: Connection, hub: Hub, rank: int) -> None:
-    """Rank 0 leaves: the hub ends once the others have what they wait for."""
-    if os.getpid() != rank:
+def _stop(connection: Connection, hub: Hub, process: int) -> None:
+    """Rank 0 closes the group: the hub ends once the others have received what was sent to them."""
+    if os.getpid() != process:
         return  # a process forked from rank 0 ends, not rank 0
     if connection.sock.fileno() >= 0:
-        _say(connection, BYE)
-    hub.join()
+        _send(connection, CLOSE)
+        connection.close()
+    hub.join(CLOSE_SECONDS)
