@@ -201,7 +201,7 @@ def test_variables_of_launchers() -> None:
         "master alone": (master, True),
     }
     for name, (environ, expected) in told.items():
-        assert Place.told(environ) is expected, name
+        assert Place.is_given(environ) is expected, name
 
 
 def test_the_default_rendezvous(no_launcher: pytest.MonkeyPatch) -> None:
@@ -502,7 +502,7 @@ def test_another_program_at_the_port() -> None:
 def test_a_rank_that_goes(how: str, gone: int) -> None:
     why = {
         "killed": "its connection was closed",
-        "aborted": "it left by an exception",
+        "aborted": "it aborted the group",
         "closed": "it closed the group|its connection was closed",
     }[how]
 

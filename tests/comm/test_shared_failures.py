@@ -293,7 +293,7 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(monkeypatch: pytest.MonkeyPatc
         comm.rendezvous.barrier()
         if comm.rank == 2:
             monkeypatch.setattr(host, "_open", {backend})
-            host._part()
+            host._report_ends()
         comm.rendezvous.barrier()
         if comm.rank == 0:
             with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 left because of it"):

@@ -581,7 +581,7 @@ class DeviceBackend(Backend):
         if self._calls is not None:
             self._calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self._calls.begun)
 
-    def part(self, reason: str) -> None:
+    def report_end(self, reason: str) -> None:
         """Report to the other ranks that this one begins nothing more, and why."""
         if self._calls is not None and not self._shares:  # else the backend for host memory reports it
             in_flight = self.streams.keepers or self._flying
@@ -600,7 +600,7 @@ class DeviceBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self.unwatch()
-        self.part(reason)
+        self.report_end(reason)
         with self.failing:
             self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
             self._close_calls()

@@ -2,7 +2,7 @@
 
 Where ranks share memory their calls are compared, their absence and death is seen, and if the whole group
 is on one host its collectives go through that memory.  A group that spans hosts keeps the first two for the
-ranks of each host; between hosts the transport compares and tells.
+ranks of each host; between hosts the transport compares calls and reports failures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MessagingBackend(Backend):
         return True
 
     def late(self, call: Call) -> tuple[list[int], str | None]:
-        """The ranks that ``call`` waits for, as far as known, and how to say it."""
+        """The ranks that ``call`` waits for, as far as known, and the words for an error."""
         if not call.collective:
             return self._late_in_message(call.operation.message)
         if late := self.absent(call):
@@ -82,13 +82,12 @@ class HostBackend(MessagingBackend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        at_exit(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
-        self._told: int | None = None  # the earliest collective whose failure was reported to other hosts
+        self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
@@ -112,7 +111,7 @@ class HostBackend(MessagingBackend):
         return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
 
     def idle(self) -> Idle:
-        """Nobody is told of words in shared memory, nor by MPI of messages: waiting is polling."""
+        """Neither shared memory nor MPI has events: waiting is polling."""
         return Backoff(self.crowded)
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
@@ -138,85 +137,86 @@ class HostBackend(MessagingBackend):
         if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
                 self._calls.check(call)
-            except KosError as known:  # the ranks of the host know better what it met on its way
+            except KosError as known:  # the ranks of the host know the cause better
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
         failure = super().failed(call, error)
         sequence = call.sequence if call.collective else self.begun
         shared = self.ledger.shared(failure, self.lost(failure))
         if self._calls is not None:
             self._calls.fail(shared, sequence)
-        if self._told is None or sequence < self._told:  # of an earlier one others may wait that heard of the later
-            self._told = sequence
-            self.tell(shared, sequence)
+        if self._reported is None or sequence < self._reported:  # ranks that know of a later one may wait in an earlier
+            self._reported = sequence
+            self.report_failure(shared, sequence)
         return failure
 
     def lost(self, error: KosError) -> bool:
         """Whether ``error`` is that this rank's device is of no more use."""
         return False
 
-    def tell(self, failure: KosError, sequence: int) -> None:
-        """Have the ranks of other hosts, too, raise it from collective ``sequence`` on."""
+    def report_failure(self, failure: KosError, sequence: int) -> None:
+        """Make the ranks of other hosts raise it, too, from collective ``sequence`` on."""
 
     @property
     def begun(self) -> int:
         """Collectives that this rank has begun: the sequence number of its next one."""
         return self._begun if self._calls is None else self._calls.begun
 
-    def part(self, reason: str) -> None:
-        """Have the other ranks hear that this one begins nothing more, and why."""
+    def report_end(self, reason: str) -> None:
+        """Report to the other ranks that this one begins nothing more, and why."""
         if self._calls is not None:
             self._calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
             self._calls.leave(LEFT)
 
     def cause(self) -> KosError | None:
-        """What this rank failed of before it leaves; in this group or else in any."""
+        """The failure because of which this rank ends: one of this group, else of any."""
         return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
 
     def stops_at(self) -> int:
-        """The first collective that this rank does not complete if it goes now."""
+        """The first collective that this rank does not complete if it ends now."""
         mine = (work.call for work in self.engine.outstanding() if work.backend is self)
         return min((call.sequence for call in mine if call.collective), default=self.begun)
 
     def abort(self, reason: str) -> None:
-        self.part(reason)
-        self.broken, self._told = self.broken or CollectiveError(reason), -1  # what is given up next is not reported
-        self._leave()
+        self.report_end(reason)
+        self.broken = self.broken or CollectiveError(reason)
+        self._reported = -1  # what is cancelled next is not reported
+        self._free()
 
     def close(self) -> None:
-        self._leave()
+        self._free()
 
-    def _leave(self) -> None:
+    def _free(self) -> None:
         closed(self)
         calls, self._calls, self._shared = self._calls, None, None
         if calls is not None:
             calls.close()
 
 
-class Leaving(Protocol):
+class Ending(Protocol):
     """A backend that reports the end of its process to the other ranks."""
 
     _calls: Calls | None
 
-    def part(self, reason: str) -> None: ...
+    def report_end(self, reason: str) -> None: ...
 
 
-_open: weakref.WeakSet[Leaving] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
+_open: weakref.WeakSet[Ending] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # its end is not that of the rank
 
 
-def at_exit(backend: Leaving) -> None:
+def at_exit(backend: Ending) -> None:
     """Have ``backend`` report it when the process ends before the backend is closed."""
     if not _open:
-        atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
+        atexit.register(_report_ends)  # now, so that it runs before the hook of ``mpi_job``, which waits
     _open.add(backend)
 
 
-def closed(backend: Leaving) -> None:
+def closed(backend: Ending) -> None:
     """``backend`` has nothing more to report."""
     _open.discard(backend)
 
 
-def _part() -> None:
-    """The process of a rank ends: the ranks that wait for it hear why, in whatever group it left open."""
+def _report_ends() -> None:
+    """The process of a rank ends: report it to the ranks of all groups that it has not closed."""
     for backend in list(_open):
-        backend.part("its process ended")
+        backend.report_end("its process ended")

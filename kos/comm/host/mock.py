@@ -197,10 +197,10 @@ class _Mailboxes:
         if lost is not None:
             self._lost[tag] = lost
 
-    def cancel(self, given_up: Callable[[Any], bool]) -> None:
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         with self._group.world.lock:
-            drop(self._room.posted, lambda receive: receive.dst == self._rank and given_up(receive))
-            drop(self._room.sent, lambda m: m.src == self._rank and not m.complete and given_up(m))
+            drop(self._room.posted, lambda receive: receive.dst == self._rank and cancelled(receive))
+            drop(self._room.sent, lambda m: m.src == self._rank and not m.complete and cancelled(m))
 
 
 class _Message:

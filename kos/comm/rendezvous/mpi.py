@@ -67,7 +67,7 @@ class MPIRendezvous(Rendezvous):
             return None
         part = parts[0]
         child = MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
-        child.news = self.news
+        child.notices = self.notices
         part.Free()
         return child
 
@@ -125,7 +125,7 @@ class MPIRendezvous(Rendezvous):
                 if comm is not None:
                     comm.Free()  # collective: not where ranks may be gone
         if self._is_job and code is not None:
-            mpi_job.abandon(code)
+            mpi_job.record_abort(code)
 
     def _wait(self, request: Any, what: str, comm: Any) -> None:
         wait_for_all(self, what, comm, lambda: mpi_job.wait_request(request, self.timeout))

@@ -1,7 +1,7 @@
 """Authenticated, framed messages over TCP.
 
-Handshake: the side that listens speaks first, the side that calls proves first, so that nobody learns
-anything by calling; all three messages are of fixed size and nothing else is read before the proof holds.
+Handshake: the listener sends first, the caller proves first, so that a stranger learns nothing by calling.
+All three messages are of fixed size, and nothing else is read before the proof holds.
 
     listener -> caller   magic, nonce
     caller -> listener   magic, rank, size, nonce, HMAC-SHA256 over all of it
@@ -12,7 +12,7 @@ anew for each connection and direction from both nonces, and the HMAC covers the
 recorded can be played again.  Contents are not encrypted.
 
 All of it is written as generators that yield the events they wait for, so that one loop serves hundreds of
-connections, strangers among them, and nobody's silence delays the others.
+connections, strangers among them, and a silent one delays no other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NUMBER = struct.Struct("!QI")
 
 
 class Stranger(RendezvousError):
-    """Whoever is at the other end does not know the secret or does not speak the protocol."""
+    """The other end does not know the secret or does not speak the protocol."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Network:
     ) -> Connection:
         """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
 
-        Whoever is there gets ``patience`` seconds for the first word.  Raises OSError, Stranger.
+        The listener has ``patience`` seconds to send its greeting.  Raises OSError, Stranger.
         """
         first = min(deadline, time.monotonic() + patience)
         sock = connect(host or self.hub, port, first)
