@@ -221,7 +221,7 @@ class Calls(Fingerprints):
 
 
 class Wait:
-    """A wait in a collective: checks for failures at every poll; compares calls and looks for dead ranks now and then."""
+    """A wait in a collective: checks for failures at every poll, compares calls and looks for dead ranks at times."""
 
     __slots__ = ("_calls", "_departed", "_look_at", "operation")
 
