@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, TINY, finish, free_port, losses, start
+from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, finish, free_port, start
 
 NETWORK, ADDRESSES = "192.0.2.0/24", ("192.0.2.1", "192.0.2.2")
 HOSTS = tuple(f"kos-{os.getpid()}-{letter}" for letter in "ab")
@@ -175,18 +175,3 @@ def test_environment_without_a_secret(hosts: Hosts, tmp_path: Path) -> None:
     here, there = hosts.start([0, 1], *unset, sys.executable, "-c", code)
     assert "expected the same secret (KOS_SECRET) on all ranks, got different ones" in there[1]
     assert here[1].startswith("rendezvous: ranks [1] of 2 did not come within 1 s")
-
-
-def test_the_trainer(hosts: Hosts, tmp_path: Path) -> None:
-    text = tmp_path / "corpus.txt"
-    text.write_text("\n".join(path.read_text() for path in sorted((ROOT / "kos" / "comm").glob("*.py"))))
-    train = [sys.executable, "-m", "kos.train", *TINY, "--data", str(text), "--out"]
-    one = finish([start([*train, str(tmp_path / "one")], 0, 1, free_port())])
-    assert one[0][0] == 0, one
-    for code, output in hosts.start([0, 1], *train, str(tmp_path / "environment")):
-        assert code == 0, output
-    hosts.mpirun(tmp_path, 2, *train, str(tmp_path / "mpirun"))
-    expected = losses(tmp_path / "one")
-    assert len(expected) == 3
-    assert losses(tmp_path / "environment") == expected
-    assert losses(tmp_path / "mpirun") == expected
