@@ -122,9 +122,15 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize(
-    ("killed", "shared", "named"), [(0, True, True), (1, False, False), (3, True, True), (0, False, True)]
+    ("killed", "shared", "named", "call"),
+    [
+        (0, True, True, "barrier()"),
+        (1, False, False, "all_reduce(x)"),
+        (3, True, True, "all_reduce(x, algorithm='ring')"),
+        (0, False, True, "all_reduce(x)"),
+    ],
 )
-def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool) -> None:
+def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool, call: str) -> None:
     """Also where MPI does not say what its error is, as Open MPI now and then."""
     text = f"""
 import kos.comm.host.backend as host
@@ -148,8 +154,9 @@ with kos.init("mpi", timeout=60) as comm:
     if comm.rank == {killed}:
         os.kill(os.getpid(), 9)
     try:
+        x = np.ones(100_000)
         while True:
-            comm.all_reduce(np.ones(100_000))
+            comm.{call}
     except kos.errors.RankLost as error:
         assert not {shared} or "rank {killed} is gone" in str(error), error
     with comm.shrink() as part:

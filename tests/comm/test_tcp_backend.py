@@ -151,38 +151,20 @@ def test_mismatch_between_hosts(case: str, odd: int) -> None:
     TCPRanks(3).run(body)
 
 
-def test_who_fails_and_leaves_takes_no_part_of_what_came_before() -> None:
-    """It had done its part of that, whoever else has yet to do theirs."""
-    gone = threading.Event()
-
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 2:
-            assert gone.wait(TIMEOUT)
-        out = comm.gather(np.array([comm.rank]), root=1)
-        assert comm.rank != 1 or out.ravel().tolist() == [0, 1, 2]
-        limit = 0.2 if comm.rank == 0 else TIMEOUT
-        with pytest.raises(CollectiveTimeout, match="barrier #1: not complete"):
-            comm.barrier(timeout=limit)
-        if comm.rank == 0:
-            comm.close()
-            gone.set()
-
-    TCPRanks(3).run(body)
-
-
-def test_a_failure_of_a_later_collective_takes_no_earlier_one_in_flight() -> None:
-    """A and B in flight on four ranks: who gives B up and leaves had done its part of A."""
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_failure_of_a_later_collective_leaves_the_earlier_alone(in_flight: bool) -> None:
+    """A rank that gives the later one up and closes has done its part of the earlier, whoever else has not."""
     gone = threading.Event()
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 3:
             assert gone.wait(TIMEOUT)
-        a = comm.gather(np.array([comm.rank]), root=1, async_op=True)
-        b = comm.barrier(async_op=True)
-        with pytest.raises(CollectiveTimeout, match=r"barrier #1: not complete") as caught:
-            b.wait(0.2 if comm.rank == 0 else TIMEOUT)
+        early = comm.gather(np.array([comm.rank]), root=1, async_op=True)
+        out = None if in_flight else early.wait()
+        with pytest.raises(CollectiveTimeout, match="barrier #1: not complete") as caught:
+            comm.barrier(timeout=0.2 if comm.rank == 0 else TIMEOUT)
         assert "rank 0" not in str(caught.value)
-        out = a.wait()
+        out = early.wait() if in_flight else out
         assert comm.rank != 1 or out.ravel().tolist() == [0, 1, 2, 3]
         if comm.rank == 0:
             comm.close()
@@ -665,19 +647,15 @@ if comm.rank == 0:
 """
 
 
-def test_a_killed_rank_is_named(memory: str) -> None:
-    results = run_processes(END.format(signal="SIGKILL", timeout=30.0, memory=memory), 3)
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_a_killed_or_stopped_rank_is_named(memory: str, signal: str) -> None:
+    killed = signal == "SIGKILL"
+    results = run_processes(END.format(signal=signal, timeout=30.0 if killed else 1.0, memory=memory), 3)
+    stopped = "ranks [1] did not arrive" if memory == "shared" else "waiting for ranks ["
     for _, output in (results[0], results[2]):
-        assert "RankLost world: all_reduce #2 of float64[2, 3] by SUM: rank 1 is gone" in output, output
-
-
-def test_a_stopped_rank_is_named(memory: str) -> None:
-    results = run_processes(END.format(signal="SIGSTOP", timeout=1.0, memory=memory), 3)
-    for _, output in (results[0], results[2]):
-        assert "CollectiveTimeout world: all_reduce #2 of float64[2, 3] by SUM: not complete after 1.0 s" in output, (
-            output
-        )
-        assert ("ranks [1] did not arrive" if memory == "shared" else "waiting for ranks [") in output
+        assert f"{'RankLost' if killed else 'CollectiveTimeout'} world: all_reduce #2 of float64[2, 3] by SUM" in output
+        assert ("rank 1 is gone" if killed else "not complete after 1.0 s") in output, output
+        assert killed or stopped in output, output
 
 
 FORKED = """

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
@@ -52,24 +52,14 @@ class Calls(Fingerprints):
         words[self._ring + sequence % RING] = (o.mark or self.mark(o)) + sequence
         words[self._line + ARRIVED] = sequence + 1
 
-    def publish(self, o: Call) -> Callable[[], bool]:
+    def publish(self, o: Call) -> Wait:
         """Publish that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
 
         The poll raises CollectiveMismatch if one of them began something else instead, RankLost if one is
         gone, and what another rank of the host failed of.
         """
         self.announce(o)
-        wait: Wait | None = None
-
-        def everybody_came() -> bool:
-            nonlocal wait
-            absent = self.check(o)
-            if absent is not None:
-                wait = wait or Wait(self, o)
-                wait.look(absent)
-            return absent is None
-
-        return everybody_came
+        return Wait(self, o)
 
     def check(self, o: Call) -> int | None:
         """Compare ``o`` with the calls of the ranks that have begun it; returns the last that has not, if any.
@@ -229,6 +219,13 @@ class Wait:
         self._calls, self.operation = calls, o
         self._look_at = time.monotonic() + LOOK_EVERY
         self._departed: int | None = None
+
+    def __call__(self) -> bool:
+        """Whether every rank of the host has begun the operation."""
+        absent = self._calls.check(self.operation)
+        if absent is not None:
+            self.look(absent)
+        return absent is None
 
     def look(self, local: int) -> None:
         """Called at each poll that finds rank ``local`` of the host still awaited."""
