@@ -109,7 +109,7 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may have learned first of the one that failed, and say that it goes on without it."""
     ledger = Ledger([0, 1, 2], rank=2)
     ledger.record_end(0, 3, SHRINKS)
-    messages = SimpleNamespace(hear=lambda: None)
+    messages = SimpleNamespace(receive_notices=lambda: None)
     backend: Any = SimpleNamespace(_calls=None, _comm=None, _messages=messages, ledger=ledger)
     failed = iter([[], [], [1]])
     monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: next(failed))
