@@ -39,7 +39,7 @@ WITH_MPI = (
     "tests/comm/test_message_failures.py",
     "tests/comm/test_operations.py",
     "tests/comm/test_programs.py",
-    "tests/comm/test_promises.py",
+    "tests/comm/test_progress_thread.py",
     "tests/comm/test_shared_failures.py",
     "tests/comm/test_shrink.py",
 )

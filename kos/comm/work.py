@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from time import time_ns
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -16,6 +17,9 @@ from kos.errors import Interrupted, KosError
 T = TypeVar("T")
 _REPORT_EVERY = 0.02
 """Seconds of waiting after which a rank shows the others what it waits for."""
+
+_NAP_SECONDS = 50e-6
+"""Between two polls of a progress thread."""
 
 Steps = Generator[None, None, None]
 
@@ -31,7 +35,7 @@ class Idle(Protocol):
 
 
 class Carrier(Protocol):
-    """What an operation in flight asks of the backend that carries it."""
+    """What an operation in flight needs of its backend."""
 
     engine: Engine
     broken: KosError | None
@@ -53,33 +57,41 @@ class Engine:
 
     def __init__(self) -> None:
         self._active: list[Work[Any]] = []
-        self.unreported: list[Work[Any]] = []  # messages that failed, of which nobody has heard yet
-        self._lock = threading.RLock()
+        self.unreported: list[Work[Any]] = []  # messages that failed, and whose error was not raised yet
+        self.lock = threading.RLock()
+        """Held while operations move, and while what they use is changed: a progress thread may run."""
+        self.waiting = 0  # threads that are in ``Work.wait``
+        self.thread: ProgressThread | None = None
 
-    def launch(self, work: Work[Any]) -> None:
-        """Take the first steps of ``work``: messages that need no waiting are posted when this returns."""
-        with self._lock:
+    def launch(self, call: Call, steps: Callable[[Call], Steps], backend: Carrier) -> Work[Any]:
+        """Take the first steps of ``call``: messages that need no waiting are posted when this returns."""
+        with self.lock:
+            work: Work[Any] = Work(call, steps(call), backend)
             if not work.advance():
                 self._active.append(work)
-                started(work.call)
+                started(call)
+                if self.thread is not None:
+                    self.thread.wake.set()
+        return work
 
-    def poll(self) -> None:
-        """Move every operation as far as it goes without waiting."""
-        with self._lock:
+    def poll(self) -> bool:
+        """Move every operation as far as it goes without waiting; whether some are left in flight."""
+        with self.lock:
             for work in list(self._active):
                 if work.advance():
                     self._active.remove(work)
+            return bool(self._active)
 
     def drop(self, work: Work[Any]) -> None:
-        """Forget an operation that was given up, or whose failure is told."""
-        with self._lock:
+        """Forget an operation that was cancelled, or whose failure was raised."""
+        with self.lock:
             for works in (self._active, self.unreported):
                 if work in works:
                     works.remove(work)
 
     def expire(self, seconds: float) -> bool:
         """Fail all operations in flight, whose time is up after ``seconds``; whether there were any."""
-        with self._lock:
+        with self.lock:
             works = self.outstanding()
             for work in works:
                 work.expire(seconds)
@@ -87,8 +99,40 @@ class Engine:
 
     def outstanding(self) -> list[Work[Any]]:
         """The operations in flight, in the order of their launch."""
-        with self._lock:
+        with self.lock:
             return list(self._active)
+
+
+class ProgressThread:
+    """Moves the operations of an engine while the program computes; sleeps while none is in flight.
+
+    It polls, and naps in between so that the program gets Python's lock.  It does not poll while the program waits.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.wake, self._closed = engine, threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
+        engine.thread = self
+        atexit.register(self.close)  # runs before the exit handlers of the backend, which were registered earlier
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; operations in flight move again where the program waits for one."""
+        self._engine.thread, self._closed = None, True
+        self.wake.set()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        engine = self._engine
+        while not self._closed:
+            with engine.lock:
+                busy = engine.waiting > 0 or engine.poll()  # what this poll completes, a waiting program has not missed
+            if busy:
+                time.sleep(_NAP_SECONDS)
+            else:
+                self.wake.wait()
+                self.wake.clear()
 
 
 class Work(Generic[T]):
@@ -103,7 +147,7 @@ class Work(Generic[T]):
         self._error: KosError | None = None
         self.polled_at: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
         self._report_at: float | None = None  # when ``done`` shows next for whom it waits
-        self.reported = False  # whether ``wait`` or ``done`` said that it is over
+        self.reported = False  # whether ``wait`` or ``done`` has returned or raised its outcome
 
     def advance(self) -> bool:
         """Go on until the operation has to wait (False) or is over (True).  Errors are kept for ``wait``."""
@@ -132,7 +176,7 @@ class Work(Generic[T]):
     def done(self) -> bool:
         """Whether the operation is over; makes progress without waiting.
 
-        Raises if it failed; CollectiveTimeout if its timeout has passed since this was asked first.
+        Raises if it failed; CollectiveTimeout if its timeout has passed since the first call of ``done``.
         """
         if self._steps is not None:
             self.backend.engine.poll()
@@ -141,7 +185,8 @@ class Work(Generic[T]):
             if self._steps is not None and timeout is not None and now - self.polled_at > timeout:
                 self.expire(timeout)
             if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
-                self.backend.report_wait(self.call)  # to ask again and again is to wait
+                with self.backend.engine.lock:
+                    self.backend.report_wait(self.call)  # a program that polls waits
                 self._report_at = now + _REPORT_EVERY
         if self._steps is not None:
             return False
@@ -181,15 +226,17 @@ class Work(Generic[T]):
         return recv.result if recv is not None else None  # type: ignore[return-value]
 
     def cancel(self, error: KosError) -> None:
-        """Give the operation up; ``wait`` raises ``error``."""
-        self.backend.engine.drop(self)
-        if self._steps is not None:
-            self._steps.close()
-            self._fail(error)
+        """End the operation; ``wait`` raises ``error``."""
+        with self.backend.engine.lock:
+            self.backend.engine.drop(self)
+            if self._steps is not None:
+                self._steps.close()
+                self._fail(error)
 
     def expire(self, seconds: float | None) -> None:
-        """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
-        self.cancel(self.backend.timed_out(self.call, seconds))
+        """End it because it took too long: ``wait`` raises CollectiveTimeout."""
+        with self.backend.engine.lock:
+            self.cancel(self.backend.timed_out(self.call, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.drop(self)
@@ -199,11 +246,12 @@ class Work(Generic[T]):
         now = time.monotonic()
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
-        idle = backend.idle()
+        idle, engine = backend.idle(), backend.engine
+        engine.waiting += 1
         try:
             while True:
                 mark = idle.mark()
-                backend.engine.poll()
+                engine.poll()
                 if self._steps is None:
                     return
                 now = time.monotonic()
@@ -212,10 +260,12 @@ class Work(Generic[T]):
                     self.expire(timeout)
                     return
                 if now > report_at:
-                    backend.report_wait(self.call)
+                    with engine.lock:
+                        backend.report_wait(self.call)
                     report_at, reported = now + _REPORT_EVERY, True
                 idle.pause(mark, remaining)
         finally:
+            engine.waiting -= 1
             if reported:
                 backend.report_wait(None)
 

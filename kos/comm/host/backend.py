@@ -13,16 +13,17 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from kos.comm.backend import Backend, ends_group
+from kos.comm.backend import ends_group
 from kos.comm.host.shared import LEFT, Calls, SharedCollectives, open_segment
 from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
+from kos.comm.scheduled import ScheduledBackend
 from kos.comm.work import Engine, Idle, Steps
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 
-class MessagingBackend(Backend):
+class MessagingBackend(ScheduledBackend):
     """Names the ranks that a call waits for, by what its transport and its ranks know."""
 
     def absent(self, call: Call) -> list[int]:

@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Probe, drop, ends_group, take, wrong_message
+from kos.comm.backend import Probe, ends_group
 from kos.comm.failures import Ledger
 from kos.comm.host.backend import MessagingBackend
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
+from kos.comm.scheduled import drop, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError

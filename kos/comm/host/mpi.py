@@ -28,7 +28,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi import wait_for_all
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DTYPES, DType, dtype_of
-from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 
@@ -72,6 +72,11 @@ class MPIBackend(HostBackend):
             return Probe(False, f"the MPI library has fewer than {TAGS} tags")
         alone = "" if mpi_job.under_mpirun() else "; a group of one, for it was not started by mpirun"
         return Probe(True, MPI.Get_library_version().split(",")[0].strip() + alone)
+
+    def check_threads(self) -> None:
+        if (level := self._MPI.Query_thread()) < self._MPI.THREAD_MULTIPLE:
+            got = {getattr(self._MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED")}[level]
+            raise BackendUnavailable(f"mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_{got}")
 
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import drop, take, wrong_message
 from kos.comm.failures import Ledger, again, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
 from kos.comm.host.shared.calls import LOOK_EVERY, Calls
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous import mpi_job
+from kos.comm.scheduled import drop, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.errors import CollectiveMismatch, KosError, RankLost
 

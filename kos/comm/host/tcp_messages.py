@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kos.comm.backend import drop, take, wrong_message
 from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.wire import Waiting, fill
+from kos.comm.scheduled import drop, take, wrong_message
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
