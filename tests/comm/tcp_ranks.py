@@ -106,8 +106,9 @@ def errors_of(timeout: float, *environments: dict[str, str]) -> list[str]:
 
 def come_first(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """The timeout of an exchange counts once so many ranks have come, however long they are held up."""
-    deadline = Hub._deadline
-    monkeypatch.setattr(Hub, "_deadline", lambda hub: deadline(hub) if len(hub._slots) == count else None)
+    remaining = Hub._remaining
+    patient = lambda hub, began, present: remaining(hub, began, present) if present == count else 1.0  # noqa: E731
+    monkeypatch.setattr(Hub, "_remaining", patient)
 
 
 class TCPRanks:

@@ -123,7 +123,7 @@ def test_ranks_of_a_split_are_those_of_the_world() -> None:
 
     results = spawn(body, 4, 60, faults=[Fault("crash", 2, 1)])
     assert results[2] is None and results[1] == results[3] == "fine"
-    assert "rank 1 is gone: it crashed" in results[0]
+    assert "rank 2 of world is gone: it crashed" in results[0]
 
 
 def test_several_faults_at_once() -> None:

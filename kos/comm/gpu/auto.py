@@ -233,7 +233,7 @@ class AutoBackend(Backend):
         for gpu in self.gpus:
             gpu.unwatch()
         if self.gpus[0].streams.keepers:
-            self.gpus[0].shared.report_end(reason)
+            self.gpus[0].shared.post_end(reason)
         for gpu in self.gpus:
             gpu.signal_abort()
 

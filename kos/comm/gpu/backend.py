@@ -471,7 +471,7 @@ class DeviceBackend(Backend):
 
     def abort(self, reason: str) -> None:
         self.unwatch()
-        self.shared.part(reason)
+        self.shared.report_end(reason)
         with self.shared.lock:
             self.broken = self.broken or CollectiveError(reason)  # no rank hears of what fails next
             self.shared.close()

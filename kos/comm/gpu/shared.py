@@ -122,16 +122,16 @@ class Shared:
         if self.calls is not None:
             self.calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self.calls.begun)
 
-    def report_end(self, reason: str) -> None:
+    def post_end(self, reason: str) -> None:
         """Before an abort: the other ranks may wait for any of what this one has queued."""
         if self.calls is not None:
             end = self.ledger.end(reason, self.ledger.cause(self.broken, self.calls.killed()))
             self.calls.fail(end, 0 if self.streams.keepers else self.calls.begun)
 
-    def part(self, reason: str) -> None:
+    def report_end(self, reason: str) -> None:
         """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
         if self.calls is not None and self._owns_calls:
-            self.report_end(reason)
+            self.post_end(reason)
             self.calls.leave(LEFT)
 
     def close(self) -> None:

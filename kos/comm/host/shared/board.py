@@ -11,7 +11,7 @@ from kos.comm.host.shared.segment import FAILED, FAILED_AT, FAILURE_BYTES, PID, 
 from kos.errors import KosError
 
 _BITS, _NAMED = 16, 4
-"""A flag holds so many awaited ranks, of so many bits each; more are not told of."""
+"""A flag holds so many awaited ranks, of so many bits each; more are not shown."""
 _SOMEBODY = 1 << _BITS * _NAMED - 1
 """Waits, for nobody known."""
 
