@@ -207,7 +207,7 @@ class Communicator(Operations):
         usual = rendezvous.call, rendezvous.timeout
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         try:
-            with self.backend.engine.lock:
+            with self.backend.engine.paused():
                 yield
         except (CollectiveError, RendezvousError) as error:
             rendezvous.ledger.board.post_failure(error)
@@ -295,7 +295,7 @@ class Communicator(Operations):
         self._closed, self.rendezvous.call = True, "close"
         self._end_thread()
         try:
-            with self.backend.engine.lock:
+            with self.backend.engine.paused():
                 self.backend.close()
         finally:
             self.rendezvous.close()
@@ -316,7 +316,7 @@ class Communicator(Operations):
         self._cache.clear()
         self._end_thread()
         engine = self.backend.engine
-        with engine.lock:
+        with engine.paused():
             (end or self.backend.abort)(reason)  # first: the others get this as the reason
             for work in [*engine.unreported, *engine.outstanding()]:
                 if self.backend.owns(work):

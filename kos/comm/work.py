@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from time import time_ns
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -58,9 +59,7 @@ class Engine:
     def __init__(self) -> None:
         self._active: list[Work[Any]] = []
         self.unreported: list[Work[Any]] = []  # messages that failed, and whose error was not raised yet
-        self.lock = threading.RLock()
-        """Held while operations move, and while what they use is changed: a progress thread may run."""
-        self.waiting = 0  # threads that are in ``Work.wait``
+        self.lock = threading.RLock()  # held while operations move
         self.thread: ProgressThread | None = None
 
     def launch(self, call: Call, steps: Callable[[Call], Steps], backend: Carrier) -> Work[Any]:
@@ -81,6 +80,27 @@ class Engine:
                 if work.advance():
                     self._active.remove(work)
             return bool(self._active)
+
+    def pause(self) -> None:
+        """Have the progress thread, if there is one, move nothing until ``resume``: the caller waits itself."""
+        if self.thread is not None:
+            with self.lock:
+                self.thread.paused += 1
+
+    def resume(self) -> None:
+        """Undo one ``pause``."""
+        if self.thread is not None:
+            with self.lock:
+                self.thread.paused -= 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """``pause`` while what operations use is changed."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def drop(self, work: Work[Any]) -> None:
         """Forget an operation that was cancelled, or whose failure was raised."""
@@ -111,6 +131,7 @@ class ProgressThread:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.wake, self._closed = engine, threading.Event(), False
+        self.paused = 0  # by how many threads of the program
         self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
         engine.thread = self
         atexit.register(self.close)  # runs before the exit handlers of the backend, which were registered earlier
@@ -127,7 +148,7 @@ class ProgressThread:
         engine = self._engine
         while not self._closed:
             with engine.lock:
-                busy = engine.waiting > 0 or engine.poll()  # what this poll completes, a waiting program has not missed
+                busy = self.paused > 0 or engine.poll()  # with the lock: a program that pauses polls after this
             if busy:
                 time.sleep(_NAP_SECONDS)
             else:
@@ -247,7 +268,7 @@ class Work(Generic[T]):
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
         idle, engine = backend.idle(), backend.engine
-        engine.waiting += 1
+        engine.pause()
         try:
             while True:
                 mark = idle.mark()
@@ -265,7 +286,7 @@ class Work(Generic[T]):
                     report_at, reported = now + _REPORT_EVERY, True
                 idle.pause(mark, remaining)
         finally:
-            engine.waiting -= 1
+            engine.resume()
             if reported:
                 backend.report_wait(None)
 
