@@ -186,7 +186,7 @@ def test_an_array_of_another_stream_is_used_in_its_order(
 ) -> None:
     usual, seen = fake.all_reduce, list[int]()
     monkeypatch.setattr(fake, "all_reduce", lambda *arguments: (seen.append(arguments[-1]), usual(*arguments)))
-    alone.backend._known.clear()
+    alone.backend._routes.clear()
     first, second = Stream(7), Stream(8)
     x, out = ones(stream=first), ones(stream=first)
     kept(alone, x, out=out)
