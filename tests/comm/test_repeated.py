@@ -107,9 +107,7 @@ def kept(comm: kos.Communicator, x: Array, **options: Any) -> Prepared:
     return prepared
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {"stream": 5}, {"timeout": 3.0}, {"deterministic": True}, {"async_op": True}, {"algorithm": "ring"},
-]  # fmt: skip
+OPTIONS: list[dict[str, Any]] = [{"stream": 5}, {"timeout": 3.0}, {"deterministic": True}, {"async_op": True}]
 
 
 @pytest.mark.parametrize("options", [{"op": ReduceOp.MAX}, {"out": "another"}, *OPTIONS], ids=str)
