@@ -355,7 +355,7 @@ def start(trial: Trial, largest: int, folder: Path) -> Sequence[Process]:
 def run_trial(trial: Trial, largest: int) -> tuple[str, str]:
     """Run it; the verdict."""
     for _ in range(3):
-        with tempfile.TemporaryDirectory(prefix="kos-faults-") as name:
+        with tempfile.TemporaryDirectory(prefix="kos-faults-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
             processes = start(trial, largest, folder)
             try:
