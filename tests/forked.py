@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +127,13 @@ def serve(requests: socket.socket) -> Callable[[], Any] | None:
         os.dup2(log, 2)
         module, name = call.split(":")
         return lambda: getattr(import_module(module), name)(*arguments)
+
+
+def run_program(code: str) -> None:
+    """As ``python -c``."""
+    sys.argv = ["-c"]
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), module.__dict__)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import kos
 from tests.comm.ranks import MockRanks, MPIRanks
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
+from tests.launcher import MPIRUN
 from tests.run import RANK_VARIABLES
 
 _SEED = int(np.random.SeedSequence().generate_state(1)[0])
@@ -33,13 +34,15 @@ def mpi_world() -> Iterator[kos.Communicator]:
 
 # Under mpirun only the tests marked `mpi` run: collecting the others would take each rank longer than running these.
 UNDER_MPIRUN = any(name in os.environ for name in RANK_VARIABLES)
+ALSO_UNDER_MPIRUN = () if not MPIRUN else (2,)  # sizes at which threads run the same tests with `make test-all` only
 
 
 def backends(*sizes: int) -> dict[str, Any]:
     """A fixture's parameters: so many ranks that are threads, or those of the mpirun that runs this pytest."""
     mock = () if UNDER_MPIRUN else sizes
+    threads = [pytest.param(size, marks=pytest.mark.slow) if size in ALSO_UNDER_MPIRUN else size for size in mock]
     return {
-        "params": [*mock, pytest.param("mpi", marks=pytest.mark.mpi)],
+        "params": [*threads, pytest.param("mpi", marks=pytest.mark.mpi)],
         "ids": [*(f"mock-{size}" for size in mock), "mpi"],
     }
 
