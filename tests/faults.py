@@ -42,7 +42,7 @@ import kos
 from kos import cuda
 from kos.errors import KosError
 from kos.memory.array import Array
-from tests.forked import Forked, fork_server
+from tests.forked import PATHS, Forked, fork_server
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
@@ -286,6 +286,9 @@ def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name:
             report |= {"ranks": list(getattr(error, "ranks", ()))}
     except AssertionError:
         pass
+    if rank < 0:
+        print(f"a rank did not start: {report['text']}", flush=True)  # to the log of the trial
+        return code
     _write(folder / f"{rank}.json", report)
     return code
 
@@ -332,7 +335,11 @@ Process = Forked | subprocess.Popen[bytes]
 def start(trial: Trial, largest: int, folder: Path) -> Sequence[Process]:
     """The processes of a trial, whose output goes to ``folder``: its ranks in their order, or one mpirun."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    env |= {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests"}
+    env |= {
+        "PYTHONPATH": PATHS,
+        "OPENBLAS_NUM_THREADS": "1",
+        "KOS_SECRET": "of the tests",
+    }
     arguments = [trial.seed, trial.backend, trial.timeout, largest, str(folder)]
     if trial.backend != "mpi":
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(trial.size)}

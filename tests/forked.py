@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+PATHS = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 IMPORTED = ("numpy", "kos.comm.communicator", "kos.comm.host.tcp", "kos.comm.gpu.auto", "kos.memory", "tests.faults")
 LARGEST = 1 << 17  # bytes of a request
 
@@ -62,7 +63,11 @@ class ForkServer:
     def __init__(self) -> None:
         self._lock, self._exits, self._pids = threading.Lock(), dict[int, int](), list[int]()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1"}
+        env = {
+            **os.environ,
+            "PYTHONPATH": PATHS,
+            "OPENBLAS_NUM_THREADS": "1",
+        }
         with theirs:
             command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
             self._process = subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
