@@ -72,9 +72,11 @@ class ForkServer:
             command = [sys.executable, "-m", "tests.forked", str(theirs.fileno())]
             self._process = subprocess.Popen(command, env=env, cwd=ROOT, pass_fds=[theirs.fileno()])
 
-    def start(self, call: str, arguments: Sequence[Any], env: Mapping[str, str], output: Path) -> Forked:
+    def start(
+        self, call: str, arguments: Sequence[Any], env: Mapping[str, str], output: Path, cwd: Path = ROOT
+    ) -> Forked:
         """Run ``call``, "module:function", on those arguments (of JSON); stdout and stderr are added to a file."""
-        request = json.dumps([call, list(arguments), dict(env), str(output)]).encode()
+        request = json.dumps([call, list(arguments), dict(env), str(output), str(cwd)]).encode()
         assert len(request) <= LARGEST
         with self._lock:
             self._socket.send(request)
@@ -118,7 +120,7 @@ def serve(requests: socket.socket) -> Callable[[], Any] | None:
             continue
         if not (request := requests.recv(LARGEST)):
             return None
-        call, arguments, env, output = json.loads(request)
+        call, arguments, env, output, cwd = json.loads(request)
         if pid := os.fork():
             children.add(pid)
             requests.send(json.dumps([pid, None]).encode())
@@ -127,6 +129,7 @@ def serve(requests: socket.socket) -> Callable[[], Any] | None:
         os.setsid()
         os.environ.clear()
         os.environ.update(env)
+        os.chdir(cwd)
         log = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(log, 1)
         os.dup2(log, 2)
@@ -134,11 +137,11 @@ def serve(requests: socket.socket) -> Callable[[], Any] | None:
         return lambda: getattr(import_module(module), name)(*arguments)
 
 
-def run_program(code: str) -> None:
-    """As ``python -c``."""
-    sys.argv = ["-c"]
+def run_program(code: str, name: str = "<string>") -> None:
+    """As ``python -c``, or as of a file of that name."""
+    sys.argv = ["-c" if name == "<string>" else name]
     module = sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(code, "<string>", "exec"), module.__dict__)
+    exec(compile(code, name, "exec"), module.__dict__)
 
 
 if __name__ == "__main__":

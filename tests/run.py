@@ -43,7 +43,7 @@ WITH_MPI = (
     "tests/comm/test_shared_failures.py",
     "tests/comm/test_shrink.py",
 )
-# By number of ranks, what only --all runs with so many: 3 threads of the mock run it in the stage `serial`.
+# By number of ranks, what only --all runs with so many: threads run it in the stage `serial`.
 NOT_AT_EACH_SIZE = {3: ("tests/comm/test_conformance.py",)}
 WITH_GPUS = (
     "tests/comm/test_auto_gpu.py",

@@ -34,13 +34,14 @@ def mpi_world() -> Iterator[kos.Communicator]:
 
 # Under mpirun only the tests marked `mpi` run: collecting the others would take each rank longer than running these.
 UNDER_MPIRUN = any(name in os.environ for name in RANK_VARIABLES)
-ALSO_UNDER_MPIRUN = () if not MPIRUN else (2,)  # sizes at which threads run the same tests with `make test-all` only
+# Where `make test` runs the same tests as processes, threads are left to `make test-all`.
+SIZES_OF_MPI = (2, 4) if MPIRUN else ()
 
 
 def backends(*sizes: int) -> dict[str, Any]:
     """A fixture's parameters: so many ranks that are threads, or those of the mpirun that runs this pytest."""
     mock = () if UNDER_MPIRUN else sizes
-    threads = [pytest.param(size, marks=pytest.mark.slow) if size in ALSO_UNDER_MPIRUN else size for size in mock]
+    threads = [pytest.param(size, marks=pytest.mark.slow) if size in SIZES_OF_MPI else size for size in mock]
     return {
         "params": [*threads, pytest.param("mpi", marks=pytest.mark.mpi)],
         "ids": [*(f"mock-{size}" for size in mock), "mpi"],
