@@ -28,7 +28,7 @@ from kos import cuda
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180  # seconds; over thrice what 2 busy cores take
-WAITING = 1  # workers more than cores: many tests wait for a process or for a timeout
+WAITING = 2  # workers more than cores: many tests wait for a process or for a timeout
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
 MPI_SIZES = (2, 3, 4)
 # Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
