@@ -10,7 +10,7 @@ and that rank alone, as a rank of the world, and if no result was wrong.  Each w
 which ``--trials 1 --seed S`` repeats.
 
 On GPUs, rank r of the trial with seed S takes GPU (r + S) modulo their number, so trials side by side share GPUs.  Each
-trial takes some seconds to start CUDA: ``--jobs 8`` runs eight at a time.  Programs without a fault come first.
+trial takes some seconds to start CUDA: ``--jobs 10`` runs ten at a time.  Programs without a fault come first.
 They compile the kernels, and show that a failure later is the fault's.
 """
 
@@ -386,7 +386,8 @@ def _await(trial: Trial, folder: Path, processes: Sequence[Process]) -> bool:
     started = False
     while time.monotonic() < deadline:
         if not started and (folder / "started").exists():
-            started, deadline = True, time.monotonic() + trial.timeout + MARGIN
+            compiling = 2 * START_SECONDS if trial.kind == "none" else 0.0
+            started, deadline = True, time.monotonic() + trial.timeout + MARGIN + compiling
         if trial.backend == "mpi":
             over = processes[0].poll() is not None or all(
                 (folder / f"{r}.json").exists() for r in range(trial.size) if r != trial.victim

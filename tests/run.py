@@ -92,7 +92,7 @@ def run_rank(stage: str, arguments: list[str]) -> int:
     os.chdir(ROOT)
     # Ranks share one cache folder; mpirun's pipe looks like a terminal; failures have been told already.
     options = ["-p", "no:cacheprovider", "--color=no", "--tb=no", f"--timeout={MPI_TEST_LIMIT}"]
-    options += ["-p", "no:anyio", "-p", "no:xdist"]  # which take long to import
+    options += ["-p", "no:anyio", "-p", "no:xdist", "-p", "no:hypothesispytest"]  # which take long to import
     return int(pytest.main(["--with-mpi", junit(report), *options, *arguments], [TellAtOnce()]))
 
 
