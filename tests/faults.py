@@ -193,8 +193,8 @@ class Rank:
         comm = self.groups[group]
         n, r = comm.size, comm.rank
         ramp = np.arange(count, dtype=np.float32) % 64
-        choosing = ("all_reduce",) if self.trial.backend == "peer" else ("all_reduce", "all_gather")
-        options: Any = {"algorithm": algorithm} if name in choosing else {}
+        named = ("all_reduce", "all_gather") if self.device is None else ("all_reduce",)  # of peer, on a GPU
+        options: Any = {"algorithm": algorithm} if name in named and self.trial.backend != "nccl" else {}
         if name == "barrier":
             comm.barrier()
         elif name == "bytes":
