@@ -48,7 +48,7 @@ def test_embedding(ops, side, rng, arena):
     "check", [on_ops.test_embedding, on_ops.test_rms_norm, on_ops.test_layer_norm, on_ops.test_swiglu, on_ops.test_gelu]
 )
 def test_random_shapes(ops, side, rng, arena, check):
-    sizes = 2 if check is on_ops.test_embedding else 1
+    sizes = 3 if check is on_ops.test_embedding else 2
     on_ops.test_random_shapes(ops, side, rng, arena, check, lambda draw: [draw(20, 90) for _ in range(sizes)])
 
 
