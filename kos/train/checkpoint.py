@@ -86,7 +86,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
     limit = min(step - 1, before)
-    others = [(number, path) for number, path in _named(folder) if path != final]
+    others = [(number, path) for number, path in steps_in(folder) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
@@ -129,7 +129,7 @@ def latest(folder: Path, without: str | None = None) -> Checkpoint | None:
 
     CheckpointError where there are some and all are damaged.
     """
-    named = _named(folder)
+    named = steps_in(folder)
     for _, path in reversed(named):
         try:
             return verify(path, without)
@@ -171,7 +171,7 @@ def read_tokenizer(folder: Path) -> Mapping[str, Any]:
     return values
 
 
-def _named(folder: Path) -> list[tuple[int, Path]]:
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of what is named like a checkpoint; of one step, what was to be replaced comes first."""
     try:
         paths = list(folder.iterdir()) if folder.is_dir() else []

@@ -40,7 +40,7 @@ from kos.train.failures import alone, same_on_all, stop_together, together
 from kos.train.folders import run_folder
 from kos.train.llama_config import LlamaConfig
 from kos.train.machine import limit_threads, provenance
-from kos.train.metrics import MetricsLog
+from kos.train.metrics import MetricsLog, read_metrics
 from kos.train.optimizer import AdamW
 from kos.train.profile import profile_steps
 from kos.train.sample import sample_text
@@ -112,7 +112,7 @@ class Trainer:
         if self._found is None:
             return self.config.init_from, 0, -1
         path, step, _ = self._found
-        return str(path), step, step if path.parent == self.checkpoints else -1
+        return str(path), step, step if path.parent.resolve() == self.checkpoints.resolve() else -1
 
     def _load(self) -> None:
         """Give the engine its weights: the ``source``'s, which rank 0 reads for all, or drawn."""
@@ -179,11 +179,11 @@ class Trainer:
         if self.comm.rank != 0:
             return None
         try:
-            if self.config.resume is None and checkpoint.latest(self.checkpoints) is not None:
-                raise ConfigError(
-                    f"--out {self.out}: expected a folder without checkpoints, or --resume auto to go on from "
-                    "them, or another --out"
-                )
+            left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
+            left += ["metrics"] * bool(self.start and read_metrics(self.out / "metrics.jsonl"))
+            if left and self.saved_step < 0:
+                expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
+                raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
             self.out.mkdir(parents=True, exist_ok=True)
             lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
             self._held.callback(lock.close)

@@ -189,7 +189,7 @@ def test_weights_that_are_not_finite_are_not_saved(text: Path, tmp_path: Path, s
 
 def test_what_is_refused(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path / "run", steps=2)
-    with pytest.raises(ConfigError, match="expected a folder without checkpoints, or --resume auto"):
+    with pytest.raises(ConfigError, match="expected an empty folder, or --resume auto .* got the checkpoints"):
         _train(text, tmp_path / "run", steps=2)
     with pytest.raises(CheckpointError, match="expected the model of this run"):
         _train(text, tmp_path / "run", 2, steps=4, resume="auto", model={**SMALL["model"], "intermediate_size": 64})
