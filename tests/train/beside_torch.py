@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import kos
-from kos.train.data import load_data
-from kos.train.engines import make_engine
-from kos.train.flags import parse
+from kos.train.config.flags import parse
+from kos.train.data.batches import load_data
+from kos.train.engine.choose import make_engine
 from tests.train.test_model import torch_llama
 
 SETTINGS = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.model.llama_config import LlamaConfig, RopeScaling
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 

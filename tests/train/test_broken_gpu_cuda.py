@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
-from kos.train import checkpoint
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS
 
 AT = 5  # steps, after which there is a checkpoint
@@ -30,7 +30,7 @@ from kos.train.__main__ import main
 
 def faulty():
     from kos.cuda import load_kernel
-    from kos.train.engines.cuda import CudaEngine
+    from kos.train.engine.cuda import CudaEngine
 
     start_step = CudaEngine.start_step
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.train import checkpoint, huggingface
-from kos.train.optimizer import AdamW
-from kos.train.parameters import Parameters
+from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.model.parameters import Parameters
+from kos.train.ops.optimizer import AdamW
 from tests.train.models import small
 from tests.train.refusal import refused
 

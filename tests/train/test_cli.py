@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos.train import checkpoint
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program
 from tests.run import NEVER_STARTED
 
@@ -203,7 +203,7 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
 BROKEN = """
 import sys
 from kos.train import __main__ as main
-from kos.train.engines.cpu import CpuEngine
+from kos.train.engine.cpu import CpuEngine
 start_step = CpuEngine.start_step
 def broken(self, step, stop):
     if step == 3 and self.comm.rank == 1:

@@ -12,12 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 from kos.errors import ConfigError
-from kos.train.config import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
-from kos.train.flags import parse
-from kos.train.gpt2 import GPT2Config
-from kos.train.huggingface import to_huggingface
-from kos.train.llama_config import LlamaConfig
-from kos.train.presets import PRESETS
+from kos.train.checkpoint.huggingface import to_huggingface
+from kos.train.config.flags import parse
+from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
+from kos.train.config.presets import PRESETS
+from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.llama_config import LlamaConfig
 from tests.train.models import SCALING, small
 from tests.train.refusal import refused
 

@@ -21,9 +21,9 @@ import pytest
 
 from kos.errors import DataError
 from kos.files import cache_folder
-from kos.train import download
-from kos.train.corpus import Corpus, read_corpus
-from kos.train.stdlib import TRAIN, VAL, read_stdlib
+from kos.train.data import download
+from kos.train.data.corpus import Corpus, read_corpus
+from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
 from tests.train.refusal import refused
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
@@ -332,7 +332,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, play: None, monkeypatch:
 def test_several_processes_download_once(tmp_path: Path, server: Any) -> None:
     url, requests = server
     program = (
-        "import sys; from kos.train import download\n"
+        "import sys; from kos.train.data import download\n"
         "download.URL, size, download.SHA256 = sys.argv[1:]\n"
         "download.SIZE = int(size)\n"
         "print(len(download.tinyshakespeare().read_bytes()))"

@@ -9,11 +9,11 @@ import pytest
 
 from kos.comm.communicator import Communicator
 from kos.testing import spawn
-from kos.train.gpt2 import make_model
-from kos.train.llama_config import LlamaConfig
+from kos.train.model.gpt2 import make_model
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as ops
 from kos.train.parallel.data import DataParallel, cut, deal
-from kos.train.parameters import Parameters
 
 SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
 MICRO_BATCHES = 8

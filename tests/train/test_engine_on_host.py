@@ -21,19 +21,22 @@ from kos.cuda import unavailable
 from kos.errors import BackendUnavailable, ConfigError, CudaError, KosError, RankLost, TrainingError, install
 from kos.memory import array as array_module
 from kos.testing import spawn
-from kos.train import checkpoint, engines, head_start, llama_config, loop
-from kos.train.config import TrainConfig
-from kos.train.engines import choose_device, memory_plan
-from kos.train.engines import cuda as engine_module
-from kos.train.engines.cuda import CudaEngine
-from kos.train.engines.feed import Feed
-from kos.train.loop import Trainer
-from kos.train.metrics import read_metrics
-from kos.train.model import Llama
-from kos.train.ops import cublaslt
-from kos.train.ops.adamw import CHUNK
+from kos.train import run as loop
+from kos.train.checkpoint import checkpoint
+from kos.train.config.options import TrainConfig
+from kos.train.engine import choose, head_start, memory_plan
+from kos.train.engine import cuda as engine_module
+from kos.train.engine.choose import choose_device
+from kos.train.engine.cuda import CudaEngine
+from kos.train.engine.feed import Feed
+from kos.train.model import llama_config
+from kos.train.model.llama import Llama
+from kos.train.model.parameters import Parameters
+from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.parallel.data import DataParallel
-from kos.train.parameters import Parameters
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
 
 SMALL: dict[str, Any] = {
@@ -521,10 +524,10 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
 def test_which_gpus_do(monkeypatch, caplog):
     """An old one is refused by its name; one that ranks share is taken only on request."""
     gpu = SimpleNamespace(compute_capability=(7, 5), name="Old", uuid="1")
-    monkeypatch.setattr(engines, "require", lambda: None)
-    monkeypatch.setattr(engines, "unavailable", lambda: None)
-    monkeypatch.setattr(engines, "device_info", lambda device: gpu)
-    monkeypatch.setattr(engines, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(choose, "require", lambda: None)
+    monkeypatch.setattr(choose, "unavailable", lambda: None)
+    monkeypatch.setattr(choose, "device_info", lambda device: gpu)
+    monkeypatch.setattr(choose, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(cublaslt, "_library", lambda: None)
     monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace())
     with pytest.raises(ConfigError, match=r"for rank 0: expected compute capability 8.0, got 7.5 \(Old\)"):
@@ -534,12 +537,12 @@ def test_which_gpus_do(monkeypatch, caplog):
     assert spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2) == ["cuda"] * 2
     assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 2) == ["cpu"] * 2
     assert "not on this machine's GPUs: ranks share a GPU" in caplog.text
-    monkeypatch.setattr(engines, "nvrtc_version", Mock(side_effect=BackendUnavailable("NVRTC is not installed: pip")))
+    monkeypatch.setattr(choose, "nvrtc_version", Mock(side_effect=BackendUnavailable("NVRTC is not installed: pip")))
     assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
     assert "not on this machine's GPUs: NVRTC is not installed: pip" in caplog.text
     why = f"the CUDA packages are not installed: {install('cuda')}"
-    monkeypatch.setattr(engines, "unavailable", lambda: why)
-    monkeypatch.setattr(engines, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
+    monkeypatch.setattr(choose, "unavailable", lambda: why)
+    monkeypatch.setattr(choose, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
     for driver_is_there, visible in ((False, None), (True, None), (True, "0"), (True, "")):
         caplog.clear()
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
-from kos.train.ops.adamw import CHUNK, CudaAdamW
-from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
-from kos.train.parameters import Parameters, Shard
+from kos.train.model.parameters import Parameters, Shard
+from kos.train.ops.cuda.adamw import CHUNK, CudaAdamW
+from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from tests.host_compiler import COMPILER
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops

@@ -13,12 +13,13 @@ from safetensors.numpy import load_file, save_file
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, TrainingError
 from kos.testing import spawn
-from kos.train import checkpoint, loop
-from kos.train.config import TrainConfig
-from kos.train.engines.cpu import CpuEngine
-from kos.train.flags import parse
-from kos.train.loop import Trainer
-from kos.train.metrics import MetricsLog, read_metrics
+from kos.train import run as loop
+from kos.train.checkpoint import checkpoint
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.engine.cpu import CpuEngine
+from kos.train.run import Trainer
+from kos.train.tools.metrics import MetricsLog, read_metrics
 
 SMALL: dict[str, Any] = {
     "steps": 50, "batch_size": 8, "seq_len": 32, "lr": 3e-3, "warmup_steps": 5, "eval_every": 25, "eval_batches": 3,

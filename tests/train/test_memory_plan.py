@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.engines import memory_plan
-from kos.train.engines.memory_plan import GIB, plan_memory
-from kos.train.flags import parse
-from kos.train.ops.cuda import CudaOps
+from kos.train.config.flags import parse
+from kos.train.engine import memory_plan
+from kos.train.engine.memory_plan import GIB, plan_memory
+from kos.train.ops.cuda.dialect import CudaOps
 
 
 def plan(*flags, ranks=1):

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
-from kos.train import llama_config
-from kos.train.config import TrainConfig
-from kos.train.model import Llama
+from kos.train.config.options import TrainConfig
+from kos.train.model import llama_config
+from kos.train.model.llama import Llama
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parameters import Parameters
 from tests.train.models import SCALING, small
 
 VARIANTS = {
@@ -126,7 +126,7 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
 def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
     monkeypatch.setattr(numpy_ops, "QUERY_BLOCK", 16)
     monkeypatch.setattr(numpy_ops, "BLOCK", 64)
-    monkeypatch.setattr("kos.train.model.HEAD_ROWS", 7)
+    monkeypatch.setattr("kos.train.model.llama.HEAD_ROWS", 7)
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)

@@ -11,14 +11,14 @@ import pytest
 from kos import cuda
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.train.gpt2 import GPT2Config, make_model
-from kos.train.llama_config import LlamaConfig
-from kos.train.model import Llama
+from kos.train.model.gpt2 import GPT2Config, make_model
+from kos.train.model.llama import Llama
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.adamw import CudaAdamW
-from kos.train.ops.cuda import CudaOps
-from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
-from kos.train.parameters import Parameters
+from kos.train.ops.cuda.adamw import CudaAdamW
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from tests.train.host_kernels.engine import rounded_at_random
 from tests.train.models import SCALING
 from tests.train.test_model import torch_llama

@@ -16,8 +16,8 @@ from kos import cuda
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import numpy as reference
-from kos.train.ops.cublaslt import Matmul
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.cuda.dialect import CudaOps
 
 pytestmark = [
     pytest.mark.gpu,

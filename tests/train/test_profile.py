@@ -13,13 +13,14 @@ import pytest
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.memory.array import Array
 from kos.testing import spawn
-from kos.train import loop, profile
-from kos.train.config import TrainConfig
-from kos.train.loop import Trainer
-from kos.train.ops import attention
-from kos.train.ops.adamw import CHUNK
-from kos.train.ops.cuda import CudaOps
-from kos.train.profile import Marks, Profiler, Span, cost, to_trace
+from kos.train import run as loop
+from kos.train.config.options import TrainConfig
+from kos.train.ops.cuda import attention
+from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.run import Trainer
+from kos.train.tools import profile
+from kos.train.tools.profile import Marks, Profiler, Span, cost, to_trace
 from tests.comm.fake_nccl import Group, communicator, no_gpu
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps

@@ -18,15 +18,17 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CollectiveTimeout, ConfigError
 from kos.testing import spawn
-from kos.train import checkpoint, console, failures
-from kos.train.config import TrainConfig
-from kos.train.engines import cpu
-from kos.train.failures import alone, together
-from kos.train.huggingface import tensors_of
-from kos.train.loop import Trainer
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.checkpoint.huggingface import tensors_of
+from kos.train.config.options import TrainConfig
+from kos.train.engine import cpu
+from kos.train.parallel import failures
 from kos.train.parallel.data import DataParallel
-from kos.train.stopping import Stop, Stopped
+from kos.train.parallel.failures import alone, together
+from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.run import Trainer
+from kos.train.tools import console
+from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
 from tests.train.test_cli import ENVIRONMENT, SHAPE
 from tests.train.test_loop import SMALL, _config, _train, _weights, text
@@ -176,16 +178,16 @@ def test_a_save_that_takes_long_is_waited_for_and_that_is_said(monkeypatch: Any)
 
 
 MOMENTS = {
-    "imports": "from kos.train import flags\nparse = flags.parse\nflags.parse = lambda a: (go(), parse(a))[1]\n",
-    "loading": "from kos.train import loop\nloop.load_data = lambda config: go()\n",
-    "weights": "from kos.train.llama_config import LlamaConfig\nLlamaConfig.init_weights = lambda *a: go()\n",
-    "validation": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.evaluate\n"
+    "imports": "from kos.train.config import flags\nparse = flags.parse\nflags.parse = lambda a: (go(), parse(a))[1]\n",
+    "loading": "from kos.train import run as loop\nloop.load_data = lambda config: go()\n",
+    "weights": "from kos.train.model.llama_config import LlamaConfig\nLlamaConfig.init_weights = lambda *a: go()\n",
+    "validation": "from kos.train.engine import cpu\nlast = cpu.CpuEngine.evaluate\n"
     "cpu.CpuEngine.evaluate = lambda self: (go(), last(self))[1]\n",
-    "checkpoint": "from kos.train import checkpoint\nsave = checkpoint.save\n"
+    "checkpoint": "from kos.train.checkpoint import checkpoint\nsave = checkpoint.save\n"
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
-    "last step": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.start_step\n"
+    "last step": "from kos.train.engine import cpu\nlast = cpu.CpuEngine.start_step\n"
     "cpu.CpuEngine.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
-    "sample": "from kos.train import loop\nlast = loop.sample_text\n"
+    "sample": "from kos.train import run as loop\nlast = loop.sample_text\n"
     "loop.sample_text = lambda *a, **k: (go(), last(*a, **k))[1]\n",
 }
 
@@ -210,7 +212,8 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
 
 
 def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
-    code = "import os, signal, sys\nfrom kos.train import __main__ as main, checkpoint\n"
+    code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
+    code += "from kos.train.checkpoint import checkpoint\n"
     code += "checkpoint.save = lambda *a, **k: [os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGTERM)]\n"
     command = [sys.executable, "-c", code + "sys.exit(main.main())", *SHAPE, "--data", str(text), "--steps=2"]
     command += ["--out", str(tmp_path)]

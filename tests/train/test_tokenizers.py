@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kos.errors import CheckpointError, ConfigError, DataError
-from kos.train import checkpoint
-from kos.train import tokenizers as kos_tokenizers
-from kos.train.tokenizers import (
+from kos.train.checkpoint import checkpoint
+from kos.train.data import tokenizers as kos_tokenizers
+from kos.train.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
     HuggingFaceTokenizer,

@@ -22,9 +22,9 @@ from typing import Any
 
 from kos.comm.communicator import Communicator
 from kos.comm.work import Work
+from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parameters import Parameters
 
 
 def deal(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
