@@ -34,7 +34,7 @@ from kos.errors import (
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
-from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
+from kos.train.data.tokenizers import SAVED, HuggingFaceTokenizer, NumberTokenizer, read_tokenizer
 from kos.train.engine.choose import choose_device, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
@@ -129,7 +129,7 @@ class Trainer:
         self.engine.load(state)
 
     def _fill(self, state: AdamW, source: Path) -> None:
-        if (source / checkpoint.TOKENIZER).exists():  # kos wrote the folder
+        if (source / SAVED).exists():  # kos wrote the folder
             self._compare_tokenizers(source)
         elif (theirs := source / "tokenizer.json").exists():
             ours = self.data.tokenizer
@@ -143,14 +143,12 @@ class Trainer:
         huggingface.read_weights(source, state.weights)
 
     def _compare_tokenizers(self, source: Path) -> None:
-        """Refuse weights of another tokenizer: token numbers would mean other text (alone they name none)."""
-        ours, theirs = self.data.tokenizer.to_json(), checkpoint.read_tokenizer(source)
-        if ours["kind"] != theirs["kind"] and NumberTokenizer.kind in (ours["kind"], theirs["kind"]):
-            return
-        if {**ours, "name": ""} != {**theirs, "name": ""}:  # which is its path
-            name, other = self.data.tokenizer.name, theirs.get("name", theirs["kind"])
-            got = f"{other} (see --tokenizer)" if other != name else "another of that name (--tokenizer, --data)"
-            raise CheckpointError(f"{source}: expected the tokenizer of this run, {name}, got {got}")
+        """Refuse weights of another tokenizer: token numbers would mean other text."""
+        ours, theirs = self.data.tokenizer, read_tokenizer(source)
+        if not ours.is_like(theirs):
+            other = f"{theirs.name} (see --tokenizer)"
+            got = other if theirs.name != ours.name else "another of that name (--tokenizer, --data)"
+            raise CheckpointError(f"{source}: expected the tokenizer of this run, {ours.name}, got {got}")
 
     def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
         """Say what breaks the promise to go on bit for bit."""
@@ -342,7 +340,7 @@ class Trainer:
             assert state is not None  # on rank 0
             checkpoint.save(
                 self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
-                tokenizer=self.data.tokenizer.to_json(), keep=self.config.keep,
+                tokenizer=self.data.tokenizer, keep=self.config.keep,
                 before=max(self.start, self.saved_step),
             )  # fmt: skip
 

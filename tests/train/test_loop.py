@@ -384,7 +384,7 @@ def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypa
     (runs / "tiny-3").mkdir()  # a start that failed
     train(resume="auto", steps=3)
     with pytest.raises(CheckpointError):
-        train(init_from=str(tmp_path))
+        train(init_from=str(tmp_path), tokenizer="bytes")
     assert not (runs / "tiny-4").exists()
     assert checkpoint.find(runs / "tiny").step == 2 and checkpoint.find(runs / "tiny-2").step == 3
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kos.errors import CheckpointError, ConfigError, DataError
 from kos.train.checkpoint import checkpoint
 from kos.train.data import tokenizers as kos_tokenizers
+from kos.train.data.batches import load_data
 from kos.train.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
@@ -24,8 +25,11 @@ from kos.train.data.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
+from kos.train.model.parameters import Parameters
+from kos.train.ops.optimizer import AdamW
 from tests.train.refusal import refused
-from tests.train.test_loop import _train, text
+from tests.train.test_checkpoint import MODEL
+from tests.train.test_loop import _config, _train, text
 
 __all__ = ["text"]
 
@@ -222,11 +226,12 @@ def test_a_tokenizer_that_another_version_wrote(text: Path, tmp_path: Path, hugg
     model["merges"] = [" ".join(pair) for pair in model["merges"]]
     del model["ignore_merges"], model["byte_fallback"]
     saved.write_text(json.dumps(values))
-    assert len(_train(text, tmp_path / "new", steps=1, init_from=str(saved.parent), tokenizer=str(huggingface_file))) == 1
+    settings: dict[str, Any] = {"steps": 1, "init_from": str(saved.parent), "tokenizer": str(huggingface_file)}
+    assert len(_train(text, tmp_path / "new", **settings)) == 1
     model["merges"] = model["merges"][:-1]
     saved.write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="expected the tokenizer of this run"):
-        _train(text, tmp_path / "other", 2, steps=1, init_from=str(saved.parent), tokenizer=str(huggingface_file))
+        _train(text, tmp_path / "other", 2, **settings)
 
 
 def test_weights_bring_their_tokenizer(text: Path, tmp_path: Path, huggingface_file: Path, capsys: Any) -> None:
@@ -241,19 +246,32 @@ def test_weights_bring_their_tokenizer(text: Path, tmp_path: Path, huggingface_f
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=f"--tokenizer: expected the one of the weights in {folder}, .* got none"):
         _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
-    assert len(_train(text, tmp_path / "bytes", steps=1, init_from=str(folder), tokenizer="bytes")) == 1
+    assert load_data(_config(text, None, init_from=str(folder), tokenizer="bytes")).tokenizer.kind == "bytes"
 
 
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer(TEXT)])
-def test_bytes_and_characters_as_a_tokenizer_json(tokenizer: Any) -> None:
+SPELT = [(ByteTokenizer(), TEXT), (CharTokenizer(TEXT), TEXT), (NumberTokenizer(77), "5 76 0")]
+
+
+@pytest.mark.parametrize(("tokenizer", "text"), SPELT)
+def test_every_tokenizer_as_a_tokenizer_json(tokenizer: Any, text: str) -> None:
     """What transformers reads gives the numbers that the model was trained on, and the text back."""
     library = pytest.importorskip("tokenizers")
-    theirs = library.Tokenizer.from_str(json.dumps(tokenizer.files()["tokenizer.json"]))
+    theirs = library.Tokenizer.from_str(json.dumps(tokenizer.huggingface()))
     assert theirs.get_vocab_size() == tokenizer.vocab_size
-    ids = tokenizer.encode(TEXT).tolist()
-    assert theirs.encode(TEXT).ids == ids and theirs.decode(ids) == TEXT
+    ids = tokenizer.encode(text).tolist()
+    assert theirs.encode(text).ids == ids and theirs.decode(ids) == text
 
 
-def test_a_checkpoint_says_why_transformers_cannot_hold_a_tokenizer() -> None:
-    files = NumberTokenizer(77).files()
-    assert "tokenizer.json" not in files and "token numbers" in files["tokenizer_config.json"]["tokenizer_class"]
+@pytest.mark.parametrize("kind", ["bytes", "chars", "numbers", "huggingface"])
+def test_transformers_load_it_from_a_checkpoint(tmp_path: Path, huggingface_file: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    spelt = {tokenizer.kind: (tokenizer, text) for tokenizer, text in SPELT}
+    tokenizer, text = spelt.get(kind) or (make_tokenizer(str(huggingface_file)), TEXT)
+    model = Parameters(MODEL.parameter_shapes())
+    path = checkpoint.save(
+        tmp_path, step=1, optimizer=AdamW(model), model=MODEL, tokenizer=tokenizer, config={}, keep=1, before=0
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(str(path))
+    ids = tokenizer.encode(text).tolist()
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)

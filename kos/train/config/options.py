@@ -69,7 +69,8 @@ class TrainConfig(Section):
     )
     tokenizer: str = option(
         "Data",
-        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: bytes for text, bare numbers for token files",
+        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: for text that of --init-from, else bytes; "
+        "for token files bare numbers",
         "auto",
         min_length=1,
     )
