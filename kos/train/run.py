@@ -12,9 +12,6 @@ import dataclasses
 import fcntl
 import logging
 import math
-import os
-import shlex
-import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +39,7 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
 from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.tools import commands
 from kos.train.tools.console import Console
 from kos.train.tools.folders import run_folder
 from kos.train.tools.metrics import MetricsLog, read_metrics
@@ -168,6 +166,12 @@ class Trainer:
         if self.comm.size > 1 and not other_ranks and not self.config.deterministic:  # what may add in another order
             changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
             changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
+        of_schedule = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
+        was = self.config.model_copy(update={name: theirs[name] for name in of_schedule if name in theirs})
+        old, new = (each.make_schedule()(found.step) for each in (was, self.config))
+        if found.step < self.config.steps and new > 1.1 * old:
+            even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
+            _log.warning("the learning rate rises from %.2e to %.2e at step %d%s", old, new, found.step + 1, even)
         if changed:
             _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))
         elif other_ranks and not self.config.deterministic:
@@ -275,8 +279,8 @@ class Trainer:
         where = f" on {self.engine.place}" if isinstance(error, CudaError) else ""
         left = "there is no checkpoint yet"
         if self.saved_step > 0:
-            out = shlex.quote(str(self.out))
-            left = f"the last checkpoint, of step {self.saved_step}, is good: --out {out} --resume auto goes on from it"
+            go_on = commands.resume(self.out, self.comm.size)
+            left = f"the last checkpoint, of step {self.saved_step}, is good, go on by: {go_on}"
         elif self.start > 0:
             left = f"there is no checkpoint yet but the one that it began from, {self.source}"
         failure = type(error)(f"after step {step}{where}: {error}; {left}")
@@ -360,11 +364,11 @@ class Trainer:
         model, weights = self.engine.sampler()
         if self.comm.rank != 0:
             return
-        say, out, shown = self.console.say, self.out, shlex.quote(str(self.out))
+        say, out = self.console.say, self.out
         if self.skipped:
             say(f"{self.skipped} of {step - self.start} steps left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
-            say(f"stopped on request after step {step}; go on with the same settings and --out {shown} --resume auto")
+            say(f"stopped on request after step {step}; go on by: {commands.resume(out, self.comm.size)}")
         elif self.config.sample_tokens and not stopped:
             config = self.config
             text = sample_text(
@@ -375,8 +379,8 @@ class Trainer:
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")
         if not early:
-            say(f"more text:  {_python()} -m kos.train.sample {shown}")
-            say(f"more steps: the same settings and --out {shown} --resume auto --steps {2 * step}")
+            say(f"more text:  {commands.sample(out, self.config)}")
+            say(f"more steps: {commands.more_steps(out, self.comm.size, self.config)}")
 
 
 def _every(steps: int, step: int) -> bool:
@@ -392,9 +396,3 @@ def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> Non
         expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
         got = ", ".join(str(theirs_values[name]) for name in differ)
         raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")
-
-
-def _python() -> str:
-    """This interpreter as a user would type it here."""
-    near = os.path.relpath(sys.executable)
-    return sys.executable if near.startswith("..") else near

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=500, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all")
+    parser.add_argument("--top-k", type=int, default=40, help="draw among the k likeliest; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     arguments = parser.parse_args(argv)
     options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}

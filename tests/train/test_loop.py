@@ -352,7 +352,7 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path, caplog:
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(CollectiveTimeout("too late"), r"^after step 2: too late; the last checkpoint, of step 2, is good: --out .*"),
+    [(CollectiveTimeout("too late"), r"^after step 2: too late; the last checkpoint, of step 2, is good, go on by: .*"),
      (CompileError("sum.cu:3: undefined\nthe log"), r"^sum\.cu:3: undefined\nthe log")],
     ids=["timeout", "compiler"],
 )  # fmt: skip

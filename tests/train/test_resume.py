@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from kos.testing import spawn
 from kos.train.checkpoint import checkpoint
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
+from tests.launcher import needs_mpirun, run_program
+from tests.train.test_cli import ENVIRONMENT, _command
 from tests.train.test_loop import _config, _train, text
 
 __all__ = ["text"]
@@ -81,3 +84,40 @@ class Disk(io.FileIO):
             self.refused += 1
             raise OSError(errno.ENOSPC, "No space left on device")
         return super().write(content)
+
+
+def test_a_schedule_that_starts_over_is_told_of(text: Path, tmp_path: Path, caplog: Any) -> None:
+    """More steps stretch a cosine: the learning rate jumps. The advice printed at the end goes on where it stood."""
+    _train(text, tmp_path, steps=8)
+    _train(text, tmp_path, steps=9, resume="auto", schedule="constant", lr=3e-4, warmup_steps=0)
+    assert not caplog.records
+    _train(text, tmp_path, steps=18, resume="auto")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("the learning rate rises from 3.00e-04 to 2.") and " at step 10:" in said
+    assert said.endswith("--schedule constant --lr 0.0003 --warmup-steps 0 keeps it even")
+
+
+def _pasted(said: str, what: str) -> str:
+    """The command of the line that begins with ``what``."""
+    (line,) = (line for line in said.splitlines() if line.startswith(what))
+    return line.removeprefix(what).strip()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun)])
+def test_the_commands_that_it_prints_work(text: Path, tmp_path: Path, ranks: int) -> None:
+    """From where they were printed, without any setting typed again."""
+    command = _command(
+        "--data", os.path.relpath(text, tmp_path), "--steps", "6", "--warmup-steps", "2", "--lr", "2e-3", "--seed", "7",
+        "--sample-tokens", "20", "--temperature", "0.5", "--top-k", "3", "--prompt", "one ring", ranks=ranks,
+    )  # fmt: skip
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.getcwd()}
+    done = run_program(*command, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    more = run_program("sh", "-c", _pasted(done.stdout, "more steps:"), env=environment, cwd=tmp_path)
+    assert (more.returncode, more.stderr) == (0, ""), more.stderr
+    assert f"{ranks} rank" in more.stdout and "step 12/12" in more.stdout
+    rows = read_metrics(tmp_path / "runs/tiny/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13)) and rows[6]["lr"] == pytest.approx(2e-4)
+    sample = run_program("sh", "-c", _pasted(more.stdout, "more text:"), env=environment, cwd=tmp_path)
+    assert sample.stdout.startswith("one ring"), sample.stderr
+    assert "--top-k 3" in more.stdout and "--temperature 0.5" in more.stdout

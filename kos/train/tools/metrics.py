@@ -16,7 +16,6 @@ from typing import Any
 from kos.errors import TrainingError
 from kos.files import replace_file
 
-
 _log = logging.getLogger(__name__)
 
 
