@@ -40,7 +40,7 @@ from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands
-from kos.train.tools.console import Console
+from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import run_folder
 from kos.train.tools.metrics import MetricsLog, read_metrics
 from kos.train.tools.profile import profile_steps
@@ -225,7 +225,7 @@ class Trainer:
                 self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
-            untrained = self.engine.evaluate() if self.start == 0 else None
+            untrained = self.engine.evaluate() if self.start == 0 and config.eval_batches else None
             if untrained is not None:
                 self.console.say(f"validation loss before training: {untrained:.4f}")
                 if not math.isfinite(untrained):
@@ -247,11 +247,11 @@ class Trainer:
                     stopped = True
                     break
                 row, stop = self._finish_step(step)
-                if step == 0:
+                if step == 0 and untrained is not None:
                     row["val_loss_before"] = untrained
                 step, stopped = step + 1, stopped or stop
                 last = step == config.steps or (stopped and step == started)
-                if _every(config.eval_every, step) or step == config.steps:
+                if config.eval_batches and (_every(config.eval_every, step) or step == config.steps):
                     try:
                         row["val_loss"] = self.engine.evaluate()
                     except Stopped:
@@ -359,6 +359,15 @@ class Trainer:
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         self.console.say(self.engine.describe())
+        if (trial := self.engine.trial()) is not None and self.start < config.steps:
+            step, validation = trial
+            every, steps = config.eval_every or config.steps, config.steps - self.start
+            validations = (self.start == 0) + -(-config.steps // every) - self.start // every
+            about = f"{steps} steps of {duration(step)}"
+            if config.eval_batches:
+                about += f", {validations} validations of {duration(validation)} (--eval-batches 0: none)"
+            whole = steps * step + validations * validation
+            self.console.say(f"about {duration(whole)} in all: {about}")
 
     def _conclude(self, step: int, stopped: bool) -> None:
         model, weights = self.engine.sampler()
