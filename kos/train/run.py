@@ -30,7 +30,7 @@ from kos.errors import (
 )
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.options import TrainConfig
-from kos.train.data.batches import load_data
+from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import SAVED, HuggingFaceTokenizer, NumberTokenizer, read_tokenizer
 from kos.train.engine.choose import choose_device, make_engine
 from kos.train.engine.machine import limit_threads, provenance
@@ -65,11 +65,11 @@ class Trainer:
         self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
         self.config = config = config.for_world(comm.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
-        self.data = together(comm, self.stop.at_once()(lambda: load_data(config)))
+        self.console = Console(comm.rank, config.steps)
+        self.data = self._load_data()
         same_on_all(comm, self._facts())
         self.out = Path(alone(comm, lambda: str(run_folder(config))))
         self.checkpoints = self.out / "checkpoints"
-        self.console = Console(comm.rank, config.steps)
         self.skipped = 0  # steps left out, of those of this run
         self._astray = 0  # of them the last in a row whose gradients were not finite
         self._held = contextlib.ExitStack()  # what the end of the run closes
@@ -89,6 +89,20 @@ class Trainer:
                 with contextlib.suppress(OSError):
                     self.out.rmdir()  # of runs/, if nothing is in there
             raise
+
+    def _load_data(self) -> Dataset:
+        """Prepared by one rank of each machine; the others find what it kept."""
+        first = self.comm.local_rank == 0
+
+        @self.stop.at_once()
+        def load() -> Dataset:
+            return load_data(self.config, self.console.progress)
+
+        try:
+            data = together(self.comm, lambda: load() if first else None)
+        finally:
+            self.console.close()
+        return together(self.comm, lambda: data or load())
 
     def _between(self, what: str, share: float) -> None:
         """Between the parts of a step: show how far it is, and leave it where any rank was asked to."""

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from kos.errors import ConfigError, DataError
 from kos.train.config.options import TrainConfig
-from kos.train.data.corpus import read_corpus
-from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer, make_tokenizer
+from kos.train.data.corpus import Corpus, read_corpus
+from kos.train.data.prepared import prepared
+from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer, make_tokenizer, portions, tokenizer_from_json
 
 EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
@@ -32,10 +33,15 @@ Batch = tuple[NDArray[np.int32], NDArray[np.int32]]
 """Tokens and targets, both (sequences, seq_len): the target of a token is the one that follows it."""
 
 
+Shards = Sequence[NDArray[Any]]
+Show = Callable[[str, float], object]
+"""Called now and then, with what is being done and the share that is done."""
+
+
 class Tokens:
     """A row of tokens over one or more arrays (shards), which stay where they are, mapped or in memory."""
 
-    def __init__(self, shards: Sequence[NDArray[Any]]) -> None:
+    def __init__(self, shards: Shards) -> None:
         self.shards = shards
         self._ends = np.cumsum([len(shard) for shard in self.shards])
 
@@ -118,8 +124,8 @@ def eval_shape(settings: TrainConfig | Dataset) -> tuple[int, int]:
     return max(1, min(settings.batch_size, EVAL_BATCH_TOKENS // settings.seq_len)), settings.seq_len
 
 
-def load_data(config: TrainConfig) -> Dataset:
-    """Read, and if it is text encode, what ``config.data`` names.
+def load_data(config: TrainConfig, show: Show = lambda what, share: None) -> Dataset:
+    """Read, and if it is text encode, what ``config.data`` names; or find what that came to before.
 
     Raises:
         DataError: data or tokenizer missing, unreadable, empty, binary, or shorter than a sequence; a
@@ -127,29 +133,34 @@ def load_data(config: TrainConfig) -> Dataset:
         ConfigError: a tokenizer that does not go with the data.
     """
     corpus = read_corpus(config.data)
-    splits = [corpus.train, corpus.val]
     if corpus.vocab_size is None:
-        tokenizer = make_tokenizer(_tokenizer_of_text(config), text=[*corpus.train, *corpus.val])
-        splits = [[_encode(tokenizer, texts)] for texts in splits]
-    elif config.tokenizer == "auto":
-        tokenizer = NumberTokenizer(config.model.vocab_size or corpus.vocab_size)
-    elif config.tokenizer == "chars":
-        expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
-        raise ConfigError(f"--tokenizer: expected {expected}, got 'chars'")
+        train, val, tokenizer, fingerprint = _load_text(corpus, _tokenizer_of_text(config), show)
     else:
-        tokenizer = make_tokenizer(config.tokenizer)
+        tokenizer = _tokenizer_of_tokens(config, corpus)
+        train, val = corpus.splits
+        with prepared(corpus.files, "tokens", lambda folder: {"sha256": _fingerprint([*train, *val], show)}) as found:
+            fingerprint = found[1]["sha256"]
     tokenizer.encode(config.prompt)
     return Dataset(
         name=corpus.name,
-        train=Tokens(splits[0]),
-        val=Tokens(splits[1]),
+        train=Tokens(train),
+        val=Tokens(val),
         tokenizer=tokenizer,
         seed=config.seed,
         batch_size=config.batch_size,
         seq_len=config.seq_len,
         eval_batches=config.eval_batches,
-        fingerprint=_fingerprint([*splits[0], *splits[1]]),
+        fingerprint=fingerprint,
     )
+
+
+def _tokenizer_of_tokens(config: TrainConfig, corpus: Corpus) -> Tokenizer:
+    if config.tokenizer == "auto":
+        return NumberTokenizer(config.model.vocab_size or corpus.vocab_size or 0)
+    if config.tokenizer == "chars":
+        expected = f"auto, bytes or a tokenizer.json for the token files {corpus.name}"
+        raise ConfigError(f"--tokenizer: expected {expected}, got 'chars'")
+    return make_tokenizer(config.tokenizer)
 
 
 def _tokenizer_of_text(config: TrainConfig) -> str:
@@ -162,15 +173,40 @@ def _tokenizer_of_text(config: TrainConfig) -> str:
     return folder or "bytes"
 
 
-def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> NDArray[Any]:
-    """The texts one after another, each ended by eos where the tokenizer has one."""
-    end = np.array([] if tokenizer.eos is None else [tokenizer.eos], tokenizer.dtype)
-    return np.concatenate([part for text in texts for part in (tokenizer.encode(text), end)])
+def _load_text(corpus: Corpus, spec: str, show: Show) -> tuple[Shards, Shards, Tokenizer, str]:
+    """Tokens of ``corpus``, mapped from files, their tokenizer and their fingerprint."""
+    tokenizer = None if spec == "chars" else make_tokenizer(spec)
+    how = "chars" if tokenizer is None else {**tokenizer.to_json(), "name": ""}
+
+    def make(folder: Path) -> dict[str, Any]:
+        encoder = tokenizer or make_tokenizer(spec, text=[*corpus.train, *corpus.val])
+        total, done = sum(map(len, (*corpus.train, *corpus.val))), 0
+        for name, texts in zip(("train", "val"), corpus.splits, strict=True):
+            with (folder / name).open("wb") as file:
+                for text in texts:
+                    for portion in portions(text):
+                        file.write(encoder.encode(portion).data)
+                        done += len(portion)
+                        show("tokenizing the data", done / total)
+                    if encoder.eos is not None:  # ends each text
+                        file.write(np.array([encoder.eos], encoder.dtype).data)
+        shards = [_map(folder / name, encoder.dtype) for name in ("train", "val")]
+        return {"tokenizer": encoder.to_json(), "sha256": _fingerprint(shards)}
+
+    with prepared(corpus.files, how, make) as (folder, about):
+        tokenizer = tokenizer or tokenizer_from_json(about["tokenizer"])
+        train, val = (_map(folder / name, tokenizer.dtype) for name in ("train", "val"))
+    return [train], [val], tokenizer, about["sha256"]
 
 
-def _fingerprint(shards: Iterable[NDArray[Any]]) -> str:
+def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+
+
+def _fingerprint(shards: Shards, show: Show = lambda what, share: None) -> str:
     digest = hashlib.sha256()
-    for shard in shards:
+    for number, shard in enumerate(shards):
+        show("reading the data", number / len(shards))
         digest.update(f"{shard.dtype.str} {len(shard)} ".encode())
         half = HASHED_BYTES // shard.itemsize
         ends = [shard] if len(shard) <= 2 * half else [shard[:half], shard[-half:]]

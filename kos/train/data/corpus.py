@@ -10,10 +10,11 @@ import glob
 import logging
 import os
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,9 @@ _log = logging.getLogger(__name__)
 HELD_OUT = 10
 """One part in this many is for validation: of a text or a token file, of the files of a folder."""
 
+Splits = tuple[Sequence[Any], Sequence[Any]]
+T = TypeVar("T")
+
 HEADER_BYTES = 256 * 4
 FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, what a token is
 VOCAB_SIZES = {2: 50_257, 4: 128_256}  # by the bytes of a token
@@ -37,9 +41,17 @@ class Corpus:
     """What to train on, and what is held out for validation: texts, or memory-mapped arrays of tokens."""
 
     name: str
-    train: Sequence[Any]
-    val: Sequence[Any]
+    files: Sequence[Path]  # that it is read from; none of what comes with a program
+    read: Callable[[], Splits]
     vocab_size: int | None = None  # of tokens; None: text
+
+    @cached_property
+    def splits(self) -> Splits:
+        """``train`` and ``val``, read when they are first asked for.  Raises DataError as ``read_corpus``."""
+        return self.read()
+
+    train = property(lambda self: self.splits[0])
+    val = property(lambda self: self.splits[1])
 
 
 def read_corpus(data: str) -> Corpus:
@@ -52,8 +64,13 @@ def read_corpus(data: str) -> Corpus:
     Raises:
         DataError: missing, unreadable, empty or binary.
     """
+    corpus = _readable(data, lambda: _read(data))
+    return replace(corpus, read=lambda: _readable(data, corpus.read))
+
+
+def _readable(data: str, action: Callable[[], T]) -> T:
     try:
-        return _read(data)
+        return action()
     except OSError as error:
         got = f"{error.filename or data}: {error.strerror}"
         raise DataError(f"--data {data}: expected readable files, got {got}") from None
@@ -61,14 +78,17 @@ def read_corpus(data: str) -> Corpus:
 
 def _read(data: str) -> Corpus:
     if data == "stdlib":
-        return Corpus(data, *read_stdlib())
+        return Corpus(data, [], read_stdlib)
     if data == download.NAME:
-        return _cut(data, _read_text(download.tinyshakespeare()))
+        return Corpus(data, [], lambda: _cut(_read_text(download.tinyshakespeare())))
     path = Path(data)
     if path.is_dir():
         return _read_folder(path)
     if path.is_file():
-        return _cut(path.name, _map_tokens(path) if _is_token_file(path) else _read_text(path))
+        if not _is_token_file(path):
+            return Corpus(path.name, [path], lambda: _cut(_read_text(path)))
+        tokens = _map_tokens(path)
+        return Corpus(path.name, [path], lambda: _cut(tokens), VOCAB_SIZES[tokens.itemsize])
     if path.exists():
         raise DataError(f"--data: expected a regular file or a folder, got {data!r} (a device, pipe or socket)")
     matches = [Path(match) for match in sorted(glob.glob(data))] if glob.has_magic(data) else []
@@ -80,16 +100,20 @@ def _read(data: str) -> Corpus:
     return _token_corpus(data, matches)
 
 
-def _cut(name: str, whole: Any) -> Corpus:
+def _cut(whole: Any) -> Splits:
     """The first nine tenths of a text or of tokens, and the rest (nanoGPT's data/shakespeare_char/prepare.py)."""
     at = int(len(whole) * (1 - 1 / HELD_OUT))
-    return Corpus(name, [whole[:at]], [whole[at:]], None if isinstance(whole, str) else VOCAB_SIZES[whole.itemsize])
+    return [whole[:at]], [whole[at:]]
 
 
 def _read_folder(folder: Path) -> Corpus:
     paths = _visible_files(folder)
     if tokens := [path for path in paths if path.suffix == ".bin" and _is_token_file(path)]:
         return _token_corpus(str(folder), tokens)
+    return Corpus(folder.name, paths, lambda: _read_texts(folder, paths))
+
+
+def _read_texts(folder: Path, paths: Sequence[Path]) -> Splits:
     texts = []
     for path in paths:
         try:
@@ -101,10 +125,10 @@ def _read_folder(folder: Path) -> Corpus:
             f"--data {folder}: expected a folder with text files, got {len(paths)} files, none of them text"
         )
     if len(texts) == 1:
-        return _cut(folder.name, texts[0])
+        return _cut(texts[0])
     val = texts[HELD_OUT - 1 :: HELD_OUT] or texts[-1:]
     train = [text for i, text in enumerate(texts) if i % HELD_OUT != HELD_OUT - 1][: len(texts) - len(val)]
-    return Corpus(folder.name, train, val)
+    return train, val
 
 
 def _visible_files(folder: Path) -> list[Path]:
@@ -129,7 +153,8 @@ def _token_corpus(name: str, paths: Sequence[Path]) -> Corpus:
     size = shards[train[0]].itemsize
     if other := next((path for path, tokens in shards.items() if tokens.itemsize != size), None):
         raise DataError(f"--data {other}: expected the token format of {train[0].name}, got another")
-    return Corpus(name, [shards[path] for path in train], [shards[path] for path in val], VOCAB_SIZES[size])
+    splits = [shards[path] for path in train], [shards[path] for path in val]
+    return Corpus(name, [*train, *val], lambda: splits, VOCAB_SIZES[size])
 
 
 def _read_text(path: Path) -> str:

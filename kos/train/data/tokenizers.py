@@ -9,7 +9,8 @@ import json
 import re
 import reprlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,8 @@ SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 
 PIECE = 1 << 20
 """Characters that a Hugging Face tokenizer is given at once: longer text is cut, at a line's end."""
+
+PORTION = 32  # pieces, which it encodes side by side
 
 
 class Tokenizer(ABC):
@@ -194,7 +197,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> NDArray[Any]:
         try:
-            encodings = self._tokenizer.encode_batch(_pieces(text), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch(list(_pieces(text)), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
         return np.concatenate([np.array(encoding.ids, self.dtype) for encoding in encodings])
@@ -203,9 +206,16 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def _pieces(text: str) -> list[str]:
+def _pieces(text: str) -> Iterator[str]:
     """``text`` in pieces of up to PIECE characters, cut at the ends of lines where there are any."""
-    return re.findall(rf"(?s).{{0,{PIECE - 1}}}(?:\n|\Z)|.{{{PIECE}}}", text)
+    return (match[0] for match in re.finditer(rf"(?s).{{0,{PIECE - 1}}}(?:\n|\Z)|.{{{PIECE}}}", text))
+
+
+def portions(text: str) -> Iterator[str]:
+    """``text`` in portions of PORTION pieces, of which ``encode`` makes the tokens of the whole."""
+    pieces = _pieces(text)
+    while portion := "".join(islice(pieces, PORTION)):
+        yield portion
 
 
 KINDS = {kind.kind: kind for kind in (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)}

@@ -33,7 +33,7 @@ class Console:
         self._silent = rank != 0 or sys.stdout is None
         self._steps = steps
         self.start = 0  # the step that the bar counts from
-        self._spoke = 0.0  # when a line was last printed
+        self._spoke = time.monotonic()  # when a line was last printed
         self._first: tuple[int, float] | None = None  # the first step and when it was over
         terminal = None if self._silent else _terminal()
         self._bar = None if terminal is None else _bar(terminal, steps)
