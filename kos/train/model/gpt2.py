@@ -13,6 +13,7 @@ from typing import ClassVar
 from kos.errors import ConfigError
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
+from kos.train.model.shapes import Local
 from kos.train.ops import Array, Ops
 
 POSITIONS = "transformer.wpe.weight"
@@ -50,10 +51,15 @@ class GPT2Config(LlamaConfig):
         names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
         return LayerNames(*(f"transformer.h.{layer}.{name}.weight" for name in names))
 
-    def fused_groups(self) -> dict[str, tuple[str, ...]]:
+    def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
+        if tp * pp > 1:
+            raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
+        return super().local()
+
+    def fused_groups(self, local: Local | None = None) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, local: Local | None = None) -> dict[str, tuple[int, ...]]:
         D, F = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
         for layer in reversed(range(self.num_hidden_layers)):
@@ -123,7 +129,9 @@ class GPT2(Llama):
         self.ops.gelu_backward(d_hidden, gate_up, d_gate_up, self.arena)
 
 
-def make_model(config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none") -> Llama:
+def make_model(
+    config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none", local: Local | None = None
+) -> Llama:
     """The model of a configuration: GPT-2 or LLaMA."""
     kind = GPT2 if isinstance(config, GPT2Config) else Llama
-    return kind(config, ops, head_rows=head_rows, recompute=recompute)
+    return kind(config, ops, head_rows=head_rows, recompute=recompute, local=local)

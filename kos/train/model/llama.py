@@ -17,6 +17,7 @@ import numpy as np
 
 from kos.errors import InvalidArgument
 from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.shapes import Local
 from kos.train.ops import Array, Ops
 
 HEAD_ROWS = 1024  # tokens whose logits are in memory at once, unless the model is told otherwise
@@ -65,15 +66,19 @@ class Llama:
     (a third of the activations, cheap to make again), "block" only each block's input (a second forward).
     """
 
-    def __init__(self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none") -> None:
+    def __init__(
+        self, config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none",
+        local: Local | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
+        self.local = local or config.local()
         self.ops = ops
         self.recompute = recompute
         self.head_rows = head_rows or HEAD_ROWS
         self.arena = ops.make_arena()
         self.pause: Callable[[], None] = lambda: None  # called between the parts of a pass, which it may end by raising
         self._layers = [config.layer_names(layer) for layer in range(config.num_hidden_layers)]
-        self._groups = config.fused_groups()
+        self._groups = config.fused_groups(self.local)
         self._tables: dict[tuple[int, Any], tuple[Array, Array]] = {}
 
     # --- whole passes --------------------------------------------------------------------------------
@@ -112,7 +117,7 @@ class Llama:
             losses_N, count = self._loss_arrays(weights, targets_N)
             seq_len, inputs, kept = tokens.shape[1], [], []
             x_ND = self.embed(weights, tokens_N, seq_len)
-            for layer in range(self.config.num_hidden_layers):
+            for layer in self.local.layers:
                 self.pause()
                 inputs.append(x_ND)
                 if self.recompute == "block":
@@ -123,7 +128,7 @@ class Llama:
                     x_ND, activations = self.block(layer, weights, x_ND, seq_len)
                     kept.append(activations)
             self.head_loss_and_gradients(weights, x_ND, targets_N, count, losses_N, dx_ND, into)
-            for layer in reversed(range(self.config.num_hidden_layers)):
+            for layer in reversed(self.local.layers):
                 self.pause()
                 with self.arena.scope():
                     activations = kept.pop() if kept else self._activations(layer, weights, inputs[layer], seq_len)
@@ -161,7 +166,7 @@ class Llama:
         """The normed output of the last block; each block's memory is given back at its end."""
         tokens_N, _ = self._flatten(tokens, tokens)
         x_ND = self.embed(weights, tokens_N, tokens.shape[1])
-        for layer in range(self.config.num_hidden_layers):
+        for layer in self.local.layers:
             self.pause()
             with self.arena.scope():
                 out_ND, _ = self.block(layer, weights, x_ND, tokens.shape[1])
@@ -201,7 +206,7 @@ class Llama:
         """A block's forward but for its last matrix product."""
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
         N, (B, T) = len(x_ND), (len(x_ND) // seq_len, seq_len)
-        H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        H, K, d = self.local.heads, self.local.kv_heads, config.head_dim
 
         def normed_linear(x: Array, norm: str, weight: str, out: Array) -> tuple[Array | None, Array]:
             rstd_N, mark = self._norm_statistics(weights, N), arena.mark()
@@ -221,7 +226,7 @@ class Llama:
         mid_ND = self._take(weights, *x_ND.shape)
         self._linear(weights, names.o, heads_NA, mid_ND, x_ND)
 
-        gate_up_N2F = ops.empty_columns(arena, N, config.up_size, x_ND.dtype)
+        gate_up_N2F = ops.empty_columns(arena, N, self.local.up, x_ND.dtype)
         normed_mid_ND, rstd_mid_N = normed_linear(mid_ND, names.post_attention_norm, names.gate_up, gate_up_N2F)
         kept = BlockActivations(
             x_ND, rstd_in_N, normed_in_ND, qkv_NW, lse_BHT, heads_NA, mid_ND, rstd_mid_N, normed_mid_ND, gate_up_N2F,
@@ -233,7 +238,7 @@ class Llama:
         if kept.hidden_NF is not None:
             return kept.hidden_NF
         rows, up = len(kept.gate_up_N2F), kept.gate_up_N2F
-        hidden_NF = self.ops.empty_columns(self.arena, rows, self.config.intermediate_size, up.dtype)
+        hidden_NF = self.ops.empty_columns(self.arena, rows, self.local.intermediate, up.dtype)
         self._activate(up, hidden_NF)
         return hidden_NF
 
@@ -242,8 +247,8 @@ class Llama:
     ) -> None:
         """``dx_ND`` comes as the gradient of the block's output and goes as that of its input."""
         ops, arena, config, names = self.ops, self.arena, self.config, self._layers[layer]
-        H, K, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-        T, (N, D), F = kept.lse_BHT.shape[-1], dx_ND.shape, config.intermediate_size
+        H, K, d = self.local.heads, self.local.kv_heads, config.head_dim
+        T, (N, D), F = kept.lse_BHT.shape[-1], dx_ND.shape, self.local.intermediate
 
         def normed(kept_ND: Array | None, x: Array, name: str) -> Array:
             return self._norm(weights, name, x, self._norm_statistics(weights, N)) if kept_ND is None else kept_ND
@@ -252,7 +257,7 @@ class Llama:
             hidden_NF = self._hidden(kept)
             d_hidden_NF = ops.empty_columns(arena, N, F, dx_ND.dtype)
             self._linear_backward(weights, names.down, dx_ND, hidden_NF, d_hidden_NF, into)
-            d_gate_up_N2F = ops.empty_columns(arena, N, config.up_size, dx_ND.dtype)
+            d_gate_up_N2F = ops.empty_columns(arena, N, self.local.up, dx_ND.dtype)
             self._activate_backward(d_hidden_NF, kept.gate_up_N2F, hidden_NF, d_gate_up_N2F)
             normed_mid_ND = normed(kept.normed_mid_ND, kept.mid_ND, names.post_attention_norm)
             d_normed_ND = self._take(weights, N, D)
@@ -329,9 +334,8 @@ class Llama:
 
     def _turn(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         """``rope`` is forward or backward."""
-        config = self.config
-        heads = config.num_attention_heads + config.num_key_value_heads
-        rope(qkv_NW, self._rope_tables(seq_len, qkv_NW.dtype), config.head_dim, heads, self.arena)
+        heads = self.local.heads + self.local.kv_heads
+        rope(qkv_NW, self._rope_tables(seq_len, qkv_NW.dtype), self.config.head_dim, heads, self.arena)
 
     def _activate(self, gate_up_N2F: Array, hidden_NF: Array) -> None:
         self.ops.swiglu(gate_up_N2F, hidden_NF, self.arena)
@@ -360,7 +364,7 @@ class Llama:
         return losses_N, count
 
     def _logits(self, weights: Weights, normed_ND: Array) -> Array:
-        logits_NV = self._take(weights, len(normed_ND), self.config.vocab_size)
+        logits_NV = self._take(weights, len(normed_ND), len(self.local.vocabulary))
         self.ops.linear(normed_ND, weights[self.config.head], logits_NV)
         return logits_NV
 
