@@ -297,10 +297,9 @@ class Llama:
                 with arena.scope():
                     logits_NV = self._logits(weights, normed_ND[rows])
                     ops.cross_entropy_with_gradient(logits_NV, targets_N[rows], count, losses_N[rows], arena)
+                    ops.linear_input_gradient(logits_NV, weights[name], d_normed_ND[rows])
                     add = into.accumulate or rows.start > 0
-                    ops.linear_backward(
-                        logits_NV, normed_ND[rows], weights[name], d_normed_ND[rows], sum_VD, add, arena
-                    )
+                    ops.linear_weight_gradient(logits_NV, normed_ND[rows], sum_VD, add, arena)
             if not in_place:
                 ops.copy(sum_VD, d_weight)
             if into.lookups is not None or not self.config.tie_word_embeddings:
@@ -328,7 +327,8 @@ class Llama:
         self.ops.linear(x, weights[name], out, residual)
 
     def _linear_backward(self, weights: Weights, name: str, d_out: Array, x: Array, dx: Array, into: Gradients) -> None:
-        self.ops.linear_backward(d_out, x, weights[name], dx, into.of[name], into.accumulate, self.arena)
+        self.ops.linear_input_gradient(d_out, weights[name], dx)
+        self.ops.linear_weight_gradient(d_out, x, into.of[name], into.accumulate, self.arena)
         for part in self._groups.get(name, (name,)):
             into.final(part)
 
