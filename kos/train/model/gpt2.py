@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kos.errors import ConfigError
+from kos.memory.arena import Arena
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
 from kos.train.model.shapes import Local
@@ -76,8 +77,8 @@ def bias_of(name: str) -> str:
 class GPT2(Llama):
     """The stages of ``Llama`` with GPT-2's parts in place of LLaMA's."""
 
-    def embed(self, weights: Weights, tokens_N: Array, seq_len: int) -> Array:
-        x_ND = super().embed(weights, tokens_N, seq_len)
+    def embed(self, weights: Weights, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
+        x_ND = super().embed(weights, tokens_N, seq_len, keep)
         for start in range(0, len(tokens_N), seq_len):
             sample = x_ND[start : start + seq_len]
             self.ops.add(sample, weights[POSITIONS][:seq_len], sample)
@@ -92,11 +93,11 @@ class GPT2(Llama):
         into.final(POSITIONS)
         super().embed_backward(tokens_N, seq_len, dx_ND, into)
 
-    def _norm_statistics(self, weights: Weights, rows: int) -> Array:
-        return self._take_statistics(weights, 2, rows)
+    def _norm_statistics(self, x_ND: Array, arena: Arena) -> Array:
+        return arena.take((2, len(x_ND)), self.ops.statistics_dtype(x_ND.dtype))
 
-    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array) -> Array:
-        normed_ND = self._take(weights, *x_ND.shape)
+    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array, arena: Arena) -> Array:
+        normed_ND = arena.take(x_ND.shape, x_ND.dtype)
         eps = self.config.rms_norm_eps
         self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, normed_ND, rstd_N)
         return normed_ND
@@ -119,7 +120,7 @@ class GPT2(Llama):
         self.ops.sum_rows(d_out, into.of[bias_of(name)], into.accumulate, self.arena)
         into.final(bias_of(name))
 
-    def _turn(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
+    def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         pass
 
     def _activate(self, gate_up_N2F: Array, hidden_NF: Array) -> None:
