@@ -12,9 +12,6 @@ import dataclasses
 import fcntl
 import logging
 import math
-import os
-import shlex
-import sys
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,7 +31,7 @@ from kos.errors import (
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import load_data
-from kos.train.data.tokenizers import HuggingFaceTokenizer, NumberTokenizer
+from kos.train.data.tokenizers import SAVED, HuggingFaceTokenizer, NumberTokenizer, read_tokenizer
 from kos.train.engine.choose import choose_device, choose_layout, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
@@ -43,9 +40,10 @@ from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
-from kos.train.tools.console import Console
+from kos.train.tools import commands
+from kos.train.tools.console import Console, duration
 from kos.train.tools.folders import run_folder
-from kos.train.tools.metrics import MetricsLog
+from kos.train.tools.metrics import MetricsLog, read_metrics
 from kos.train.tools.profile import profile_steps
 
 _log = logging.getLogger(__name__)
@@ -115,7 +113,7 @@ class Trainer:
         if self._found is None:
             return self.config.init_from, 0, -1
         path, step, _ = self._found
-        return str(path), step, step if path.parent == self.checkpoints else -1
+        return str(path), step, step if path.parent.resolve() == self.checkpoints.resolve() else -1
 
     def _load(self) -> None:
         """Give the engine its weights: the ``source``'s, which rank 0 reads for all, or drawn."""
@@ -132,7 +130,7 @@ class Trainer:
         self.engine.load(state)
 
     def _fill(self, state: AdamW, source: Path) -> None:
-        if (source / checkpoint.TOKENIZER).exists():  # kos wrote the folder
+        if (source / SAVED).exists():  # kos wrote the folder
             self._compare_tokenizers(source)
         elif (theirs := source / "tokenizer.json").exists():
             ours = self.data.tokenizer
@@ -146,14 +144,12 @@ class Trainer:
         huggingface.read_weights(source, state.weights)
 
     def _compare_tokenizers(self, source: Path) -> None:
-        """Refuse weights of another tokenizer: token numbers would mean other text (alone they name none)."""
-        ours, theirs = self.data.tokenizer.to_json(), checkpoint.read_tokenizer(source)
-        if ours["kind"] != theirs["kind"] and NumberTokenizer.kind in (ours["kind"], theirs["kind"]):
-            return
-        if {**ours, "name": ""} != {**theirs, "name": ""}:  # which is its path
-            name, other = self.data.tokenizer.name, theirs.get("name", theirs["kind"])
-            got = f"{other} (see --tokenizer)" if other != name else "another of that name (--tokenizer, --data)"
-            raise CheckpointError(f"{source}: expected the tokenizer of this run, {name}, got {got}")
+        """Refuse weights of another tokenizer: token numbers would mean other text."""
+        ours, theirs = self.data.tokenizer, read_tokenizer(source)
+        if not ours.is_like(theirs):
+            other = f"{theirs.name} (see --tokenizer)"
+            got = other if theirs.name != ours.name else "another of that name (--tokenizer, --data)"
+            raise CheckpointError(f"{source}: expected the tokenizer of this run, {ours.name}, got {got}")
 
     def _compare_runs(self, found: checkpoint.Checkpoint) -> None:
         """Say what breaks the promise to go on bit for bit."""
@@ -173,6 +169,12 @@ class Trainer:
         if self.comm.size > 1 and not other_ranks and not self.config.deterministic:  # what may add in another order
             changed += ["zero"] * (theirs.get("zero", ours["zero"]) != ours["zero"])
             changed += ["backend"] * (before.get("backend", now["backend"]) != now["backend"])
+        of_schedule = ("lr", "min_lr", "schedule", "steps", "warmup_steps", "decay_fraction")
+        was = self.config.model_copy(update={name: theirs[name] for name in of_schedule if name in theirs})
+        old, new = (each.make_schedule()(found.step) for each in (was, self.config))
+        if found.step < self.config.steps and new > 1.1 * old:
+            even = f": --schedule constant --lr {old:g} --warmup-steps 0 keeps it even" if old else ""
+            _log.warning("the learning rate rises from %.2e to %.2e at step %d%s", old, new, found.step + 1, even)
         if changed:
             _log.warning("resuming with another %s: not the run that it would have been", ", ".join(changed))
         elif other_ranks and not self.config.deterministic:
@@ -182,11 +184,11 @@ class Trainer:
         if self.comm.rank != 0:
             return None
         try:
-            if self.config.resume is None and checkpoint.latest(self.checkpoints) is not None:
-                raise ConfigError(
-                    f"--out {self.out}: expected a folder without checkpoints, or --resume auto to go on from "
-                    "them, or another --out"
-                )
+            left = ["checkpoints"] * bool(checkpoint.steps_in(self.checkpoints))
+            left += ["metrics"] * bool(self.start and read_metrics(self.out / "metrics.jsonl"))
+            if left and self.saved_step < 0:
+                expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
+                raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
             self.out.mkdir(parents=True, exist_ok=True)
             lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
             self._held.callback(lock.close)
@@ -226,7 +228,7 @@ class Trainer:
                 self.console.say(f"resuming after step {self.start}, from {self.source}{done}")
             if config.profile:
                 return self.console.say(profile_steps(self.engine, self.comm, self.start, config.profile, self.out))
-            untrained = self.engine.evaluate() if self.start == 0 else None
+            untrained = self.engine.evaluate() if self.start == 0 and config.eval_batches else None
             if untrained is not None:
                 self.console.say(f"validation loss before training: {untrained:.4f}")
                 if not math.isfinite(untrained):
@@ -248,11 +250,11 @@ class Trainer:
                     stopped = True
                     break
                 row, stop = self._finish_step(step)
-                if step == 0:
+                if step == 0 and untrained is not None:
                     row["val_loss_before"] = untrained
                 step, stopped = step + 1, stopped or stop
                 last = step == config.steps or (stopped and step == started)
-                if _every(config.eval_every, step) or step == config.steps:
+                if config.eval_batches and (_every(config.eval_every, step) or step == config.steps):
                     try:
                         row["val_loss"] = self.engine.evaluate()
                     except Stopped:
@@ -280,8 +282,8 @@ class Trainer:
         where = f" on {self.engine.place}" if isinstance(error, CudaError) else ""
         left = "there is no checkpoint yet"
         if self.saved_step > 0:
-            out = shlex.quote(str(self.out))
-            left = f"the last checkpoint, of step {self.saved_step}, is good: --out {out} --resume auto goes on from it"
+            go_on = commands.resume(self.out, self.comm.size)
+            left = f"the last checkpoint, of step {self.saved_step}, is good, go on by: {go_on}"
         elif self.start > 0:
             left = f"there is no checkpoint yet but the one that it began from, {self.source}"
         failure = type(error)(f"after step {step}{where}: {error}; {left}")
@@ -345,7 +347,7 @@ class Trainer:
             assert state is not None  # on rank 0
             checkpoint.save(
                 self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
-                tokenizer=self.data.tokenizer.to_json(), keep=self.config.keep,
+                tokenizer=self.data.tokenizer, keep=self.config.keep,
                 before=max(self.start, self.saved_step),
             )  # fmt: skip
 
@@ -360,16 +362,25 @@ class Trainer:
             f"{config.batch_size} x {config.seq_len} tokens a step"
         )
         self.console.say(self.engine.describe())
+        if (trial := self.engine.trial()) is not None and self.start < config.steps:
+            step, validation = trial
+            every, steps = config.eval_every or config.steps, config.steps - self.start
+            validations = (self.start == 0) + -(-config.steps // every) - self.start // every
+            about = f"{steps} steps of {duration(step)}"
+            if config.eval_batches:
+                about += f", {validations} validations of {duration(validation)} (--eval-batches 0: none)"
+            whole = steps * step + validations * validation
+            self.console.say(f"about {duration(whole)} in all: {about}")
 
     def _conclude(self, step: int, stopped: bool) -> None:
         model, weights = self.engine.sampler()
         if self.comm.rank != 0:
             return
-        say, out, shown = self.console.say, self.out, shlex.quote(str(self.out))
+        say, out = self.console.say, self.out
         if self.skipped:
             say(f"{self.skipped} of {step - self.start} steps left out (--skip-outliers {self.config.skip_outliers:g})")
         if early := step < self.config.steps:
-            say(f"stopped on request after step {step}; go on with the same settings and --out {shown} --resume auto")
+            say(f"stopped on request after step {step}; go on by: {commands.resume(out, self.comm.size)}")
         elif self.config.sample_tokens and not stopped:
             config = self.config
             text = sample_text(
@@ -380,8 +391,8 @@ class Trainer:
         say(f"checkpoint: {self.checkpoints / f'step-{step}'}")
         say(f"metrics:    {out / 'metrics.jsonl'}")
         if not early:
-            say(f"more text:  {_python()} -m kos.train.sample {shown}")
-            say(f"more steps: the same settings and --out {shown} --resume auto --steps {2 * step}")
+            say(f"more text:  {commands.sample(out, self.config)}")
+            say(f"more steps: {commands.more_steps(out, self.comm.size, self.config)}")
 
 
 def _every(steps: int, step: int) -> bool:
@@ -397,9 +408,3 @@ def _check_same_model(path: Path, theirs: LlamaConfig, ours: LlamaConfig) -> Non
         expected = ", ".join(f"{name} {ours_values[name]}" for name in differ)
         got = ", ".join(str(theirs_values[name]) for name in differ)
         raise CheckpointError(f"{path}: expected the model of this run, {expected}, got {got}")
-
-
-def _python() -> str:
-    """This interpreter as a user would type it here."""
-    near = os.path.relpath(sys.executable)
-    return sys.executable if near.startswith("..") else near

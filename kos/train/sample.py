@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kos.errors import ConfigError, KosError
 from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.data.tokenizers import tokenizer_from_json
+from kos.train.data.tokenizers import read_tokenizer
 from kos.train.model.generate import sample_text
 from kos.train.model.gpt2 import make_model
 from kos.train.model.parameters import Parameters
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", default="", help="text to go on from")
     parser.add_argument("--tokens", type=int, default=500, help="tokens to generate")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all")
+    parser.add_argument("--top-k", type=int, default=40, help="draw among the k likeliest; 0: all")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     arguments = parser.parse_args(argv)
     options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = make_model(huggingface.read_config(found.path), numpy_ops)
         weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
         huggingface.read_weights(found.path, weights)
-        tokenizer = tokenizer_from_json(checkpoint.read_tokenizer(found.path))
+        tokenizer = read_tokenizer(found.path)
         text = sample_text(model, weights, tokenizer, arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)

@@ -439,7 +439,7 @@ def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkey
     with monkeypatch.context() as patch:
         for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", heard)):
             patch.setattr(owner, method, fake)
-        good = re.escape(f"the last checkpoint, of step 6, is good: --out {tmp_path}/7 --resume auto goes on from it")
+        good = re.escape("the last checkpoint, of step 6, is good, go on by: ")
         for fault, left in ((7, good), (1, "there is no checkpoint yet")):
             out = tmp_path / str(fault)
             with pytest.raises(CudaError):
@@ -554,3 +554,14 @@ def test_which_gpus_do(monkeypatch, caplog):
         assert caplog.messages == warned * (driver_is_there and visible != "")
     with pytest.raises(ConfigError, match="device: expected the same on all ranks, got auto on rank 0 and cpu"):
         spawn(lambda comm: choose_device("cpu" if comm.rank else "auto", comm), 2)
+
+
+def test_the_hosts_memory_for_checkpoints_is_planned(emulated, text, tmp_path, monkeypatch):
+    """Rank 0 holds weights and moments of all when it saves: 12 bytes a parameter, which must be there."""
+    model = TrainConfig.from_preset("tiny", **SMALL).model_config_for(256)
+    needed = 12 * model.num_parameters()
+    monkeypatch.setattr(engine_module, "free_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match="free on rank 0's host, got .*: weights and both Adam moments, to be saved"):
+        train(text, tmp_path / "less", ranks=2)
+    monkeypatch.setattr(engine_module, "free_memory", lambda: needed)
+    assert len(train(text, tmp_path / "enough", ranks=2)) == 4

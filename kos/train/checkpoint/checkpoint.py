@@ -1,9 +1,9 @@
 """Checkpoints that are either whole or not there.
 
-``step-N/`` holds ``model.safetensors`` and ``config.json`` (loadable by transformers; ``tokenizer.json`` too where
-the run has a Hugging Face one), ``kos_tokenizer.json`` (a tokenizer of any kind), ``optimizer.safetensors`` (both
-Adam moments) and ``manifest.json`` (step, run configuration, the size and SHA-256 of every file). It is written
-under a temporary name, every file and folder is fsynced, and one rename makes it appear; a kill at any moment
+``step-N/`` holds ``model.safetensors``, ``config.json`` and the tokenizer (all loadable by transformers; kos reads the
+tokenizer in ``kos_tokenizer.json``), ``optimizer.safetensors`` (both Adam moments) and ``manifest.json`` (step, run
+configuration, the size and SHA-256 of every file). It is written under a temporary name, every file and folder is
+fsynced, and one rename makes it appear; a kill at any moment
 leaves the checkpoints before it as they were.
 """
 
@@ -25,14 +25,14 @@ import numpy as np
 from kos.errors import CheckpointError
 from kos.files import replace_file, sync
 from kos.train.checkpoint import huggingface
+from kos.train.data.tokenizers import SAVED, Tokenizer
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.ops.optimizer import AdamW
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-TOKENIZER = "kos_tokenizer.json"
 OPTIMIZER = "optimizer.safetensors"
-FILES = {"model.safetensors", OPTIMIZER, "config.json", TOKENIZER}
+FILES = {"model.safetensors", OPTIMIZER, "config.json", SAVED}
 _NAME = re.compile(r"(?:replaced-)?step-(\d+)")
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(
-    folder: Path, *, step: int, optimizer: AdamW, model: LlamaConfig, tokenizer: Mapping[str, Any],
+    folder: Path, *, step: int, optimizer: AdamW, model: LlamaConfig, tokenizer: Tokenizer,
     config: Mapping[str, Any], keep: int, before: int,
 ) -> Path:  # fmt: skip
     """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it.
@@ -71,10 +71,10 @@ def save(
         temporary.mkdir()
         _write_tensors(temporary / "model.safetensors", huggingface.tensors_of(optimizer.weights))
         _write_tensors(temporary / OPTIMIZER, _moments(optimizer))
-        write_json(temporary / "config.json", huggingface.to_huggingface(model))
-        write_json(temporary / TOKENIZER, tokenizer)
-        if "tokenizer" in tokenizer:
-            write_json(temporary / "tokenizer.json", tokenizer["tokenizer"])
+        settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+        write_json(temporary / "config.json", huggingface.to_huggingface(model) | settings)
+        for name, content in tokenizer.files().items():
+            write_json(temporary / name, content)
         files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
         write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "config": config, "files": files})
         if final.exists():  # out of the way, where ``latest`` finds it should we be killed before the next line
@@ -86,7 +86,7 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
     limit = min(step - 1, before)
-    others = [(number, path) for number, path in _named(folder) if path != final]
+    others = [(number, path) for number, path in steps_in(folder) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
@@ -129,7 +129,7 @@ def latest(folder: Path, without: str | None = None) -> Checkpoint | None:
 
     CheckpointError where there are some and all are damaged.
     """
-    named = _named(folder)
+    named = steps_in(folder)
     for _, path in reversed(named):
         try:
             return verify(path, without)
@@ -159,19 +159,7 @@ def find(path: Path, without: str | None = None) -> Checkpoint:
     return found
 
 
-def read_tokenizer(folder: Path) -> Mapping[str, Any]:
-    """What ``tokenizer_from_json`` takes, from the ``kos_tokenizer.json`` of a checkpoint's folder."""
-    path = folder / TOKENIZER
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got {error}") from error
-    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
-        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got JSON without its kind")
-    return values
-
-
-def _named(folder: Path) -> list[tuple[int, Path]]:
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
     """(step, path) of what is named like a checkpoint; of one step, what was to be replaced comes first."""
     try:
         paths = list(folder.iterdir()) if folder.is_dir() else []

@@ -54,7 +54,6 @@ def to_huggingface(config: LlamaConfig) -> dict[str, Any]:
         "model_type": kind,
         **{key: values[0] for key, values in _FIXED[kind].items()},
         **settings,
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),
         **dict.fromkeys(("dtype", "torch_dtype"), "float32"),
     }
 

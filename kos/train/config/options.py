@@ -69,7 +69,8 @@ class TrainConfig(Section):
     )
     tokenizer: str = option(
         "Data",
-        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: bytes for text, bare numbers for token files",
+        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: for text that of --init-from, else bytes; "
+        "for token files bare numbers",
         "auto",
         min_length=1,
     )
@@ -99,7 +100,9 @@ class TrainConfig(Section):
     )
 
     eval_every: int = option("Evaluation", "steps between validations; 0: only before and at the end", 100, ge=0)
-    eval_batches: int = option("Evaluation", "validation batches, of up to --batch-size sequences", 8, ge=1)
+    eval_batches: int = option(
+        "Evaluation", "validation batches, of up to --batch-size sequences; 0: no validation at all", 8, ge=0
+    )
     sample_tokens: int = option("Evaluation", "tokens of text generated at the end; 0: none", 200, ge=0)
     prompt: str = option("Evaluation", "text the sample goes on from", "")
     temperature: float = option("Evaluation", "of the sample; 0: always the likeliest token", 0.8, ge=0)

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from kos.errors import ConfigError, DataError
 from kos.train.config.options import TrainConfig
 from kos.train.data.corpus import read_corpus
-from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, make_tokenizer
+from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer, make_tokenizer
 
 EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
@@ -128,8 +129,7 @@ def load_data(config: TrainConfig) -> Dataset:
     corpus = read_corpus(config.data)
     splits = [corpus.train, corpus.val]
     if corpus.vocab_size is None:
-        spec = "bytes" if config.tokenizer == "auto" else config.tokenizer
-        tokenizer = make_tokenizer(spec, text=[*corpus.train, *corpus.val])
+        tokenizer = make_tokenizer(_tokenizer_of_text(config), text=[*corpus.train, *corpus.val])
         splits = [[_encode(tokenizer, texts)] for texts in splits]
     elif config.tokenizer == "auto":
         tokenizer = NumberTokenizer(config.model.vocab_size or corpus.vocab_size)
@@ -150,6 +150,16 @@ def load_data(config: TrainConfig) -> Dataset:
         eval_batches=config.eval_batches,
         fingerprint=_fingerprint([*splits[0], *splits[1]]),
     )
+
+
+def _tokenizer_of_text(config: TrainConfig) -> str:
+    """What ``--tokenizer`` names; ``auto``: that of the weights to begin with, or ``bytes``."""
+    if config.tokenizer != "auto":
+        return config.tokenizer
+    folder = config.init_from
+    if folder is not None and not any(Path(folder, name).is_file() for name in (SAVED, "tokenizer.json")):
+        raise ConfigError(f"--tokenizer: expected the one of the weights in {folder}, which holds none, got none")
+    return folder or "bytes"
 
 
 def _encode(tokenizer: Tokenizer, texts: Iterable[str]) -> NDArray[Any]:

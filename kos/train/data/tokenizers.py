@@ -1,6 +1,6 @@
 """Text to token numbers and back: bytes, characters, Hugging Face's tokenizer.json, or bare numbers.
 
-A checkpoint carries its tokenizer: ``tokenizer_from_json(tokenizer.to_json())`` is the same tokenizer.
+A checkpoint carries its tokenizer, for kos and, where transformers can hold it, as a ``tokenizer.json``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kos.errors import ConfigError, DataError, install
+from kos.errors import CheckpointError, ConfigError, DataError, install
+
+SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
 
 PIECE = 1 << 20
 """Characters that a Hugging Face tokenizer is given at once: longer text is cut, at a line's end."""
@@ -29,7 +31,8 @@ class Tokenizer(ABC):
     name: str
     vocab_size: int
     arguments: Mapping[str, Any] = {}  # what the class is called with to make this tokenizer again
-    eos: int | None = None  # ends a document, where the vocabulary has such a token
+    bos: int | None = None  # begins a document, where the vocabulary has such a token
+    eos: int | None = None  # ends one
     start = 0  # what generation starts from when there is no prompt
 
     @property
@@ -49,6 +52,22 @@ class Tokenizer(ABC):
         """What ``tokenizer_from_json`` needs to make this tokenizer again."""
         return {"kind": self.kind, **self.arguments}
 
+    def is_like(self, other: Tokenizer) -> bool:
+        """Whether numbers mean the same text in both: whatever their names, which are paths; bare ones mean any."""
+        if self.kind != other.kind:
+            return NumberTokenizer.kind in (self.kind, other.kind)
+        return {**self.arguments, "name": ""} == {**other.arguments, "name": ""}
+
+    @abstractmethod
+    def huggingface(self) -> dict[str, Any]:
+        """The content of a ``tokenizer.json`` that gives the same numbers."""
+
+    def files(self) -> dict[str, Any]:
+        """The JSON files of a checkpoint by which kos, and AutoTokenizer of transformers, load this tokenizer."""
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings |= {f"{role}_token": self.arguments[role] for role in ("bos", "eos") if self.arguments.get(role)}
+        return {SAVED: self.to_json(), "tokenizer_config.json": settings, "tokenizer.json": self.huggingface()}
+
 
 class ByteTokenizer(Tokenizer):
     """UTF-8: 256 tokens, nothing to learn."""
@@ -59,6 +78,14 @@ class ByteTokenizer(Tokenizer):
 
     def encode(self, text: str) -> NDArray[np.uint8]:
         return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+
+    def huggingface(self) -> dict[str, Any]:
+        """BPE without merges over characters that stand for bytes: GPT-2's (openai/gpt-2, src/encoder.py)."""
+        seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = {byte: 256 + number for number, byte in enumerate(sorted({*range(256)} - {*seen}))}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        vocab = {chr(others.get(byte, byte)): byte for byte in range(256)}
+        return {"pre_tokenizer": level, "decoder": level, **_one_token_each(vocab)}
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", "replace")
@@ -87,8 +114,17 @@ class CharTokenizer(Tokenizer):
             raise DataError(f"tokenizer chars: expected one of its {self.vocab_size} characters, got {got}")
         return ids.astype(self.dtype)
 
+    def huggingface(self) -> dict[str, Any]:
+        vocab = {character: number for number, character in enumerate(self.alphabet)}
+        return {"decoder": {"type": "Fuse"}, **_one_token_each(vocab)}
+
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.alphabet[i] if 0 <= i < self.vocab_size else "\ufffd" for i in map(int, ids))
+
+
+def _one_token_each(vocab: Mapping[str, int]) -> dict[str, Any]:
+    """Of a ``tokenizer.json``: one token a character."""
+    return {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
@@ -112,6 +148,11 @@ class NumberTokenizer(Tokenizer):
                     f"--tokenizer name a tokenizer.json), got {word!r}"
                 )
         return np.array(text.split(), self.dtype)
+
+    def huggingface(self) -> dict[str, Any]:
+        vocab = {str(number): number for number in range(self.vocab_size)}
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": "no number"}
+        return {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(str(int(i)) for i in ids)
@@ -137,8 +178,8 @@ class HuggingFaceTokenizer(Tokenizer):
             raise DataError(f"{name}: expected a Hugging Face tokenizer.json, got {error}") from None
         self.name = name
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-        start, self.eos = self._number("bos", bos), self._number("eos", eos)
-        self.start = next((token for token in (start, self.eos) if token is not None), 0)
+        self.bos, self.eos = self._number("bos", bos), self._number("eos", eos)
+        self.start = next((token for token in (self.bos, self.eos) if token is not None), 0)
         source = json.loads(self._tokenizer.to_str())
         self.arguments = {"name": name, "bos": bos, "eos": eos, "tokenizer": source}
 
@@ -147,6 +188,9 @@ class HuggingFaceTokenizer(Tokenizer):
         if token is not None and number is None:
             raise DataError(f"{self.name}: expected the {role} token in the vocabulary, got {token!r}")
         return number
+
+    def huggingface(self) -> dict[str, Any]:
+        return dict(self.arguments["tokenizer"])
 
     def encode(self, text: str) -> NDArray[Any]:
         try:
@@ -182,8 +226,11 @@ def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
 def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
 
+    In a checkpoint of kos that is the run's, of any kind.
+
     Raises:
         DataError: PATH is missing or not a tokenizer.json.
+        CheckpointError: PATH is in a checkpoint whose tokenizer cannot be read.
         ConfigError: the library is not installed.
     """
     if spec == "bytes":
@@ -191,6 +238,8 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     if spec == "chars":
         return CharTokenizer("".join(set().union(*text)))
     path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
+    if path.name == "tokenizer.json" and path.with_name(SAVED).is_file():
+        return read_tokenizer(path.parent)
     beside = path.with_name("tokenizer_config.json")
     tokenizer = _read_json(path)
     settings = _read_json(beside) if beside.is_file() else {}
@@ -203,6 +252,18 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     if wrong:
         raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {reprlib.repr(wrong[0])}")
     return HuggingFaceTokenizer(tokenizer, str(path), **special)
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint in ``folder``.  Raises CheckpointError, or DataError where it is of no use."""
+    path = folder / SAVED
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got JSON without its kind")
+    return tokenizer_from_json(values)
 
 
 def _read_json(path: Path) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
-from kos.train.engine.machine import free_memory, product_speed
+from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan
 from kos.train.engine.protocol import Between, StepResult
 from kos.train.model.gpt2 import TRANSPOSED, make_model
@@ -88,13 +88,19 @@ class CpuEngine:
         self._has_long_layers = self._flops * self._tokens / model.num_hidden_layers > LONG
 
     def describe(self) -> str:
-        flops, speed = self._flops * self._tokens * len(self.rounds), product_speed()
-        seconds = flops / speed
-        step = f"{seconds:.2g} s" if seconds < 100 else f"{seconds / 60:,.0f} min"
-        return (
-            f"about {self.plan.total / GIB:.2f} GiB of memory a rank; a step: about {step} "
-            f"({flops / 1e12:.2g} TFLOP a rank, {speed / 1e9:.0f} GFLOP/s in a matrix product)"
-        )
+        return f"about {self.plan.total / GIB:.2f} GiB of memory a rank"
+
+    def trial(self) -> tuple[float, float]:
+        rounds, state = self.rounds, (self.weights.flat, self.optimizer.exp_avg.flat, self.optimizer.exp_avg_sq.flat)
+        self.rounds = rounds[:1]
+        for _ in range(1 if self._has_long_layers else 2):  # the first takes longer
+            for array in state:
+                array[:] = 0
+            self.start_step(0, False)
+        self.rounds, self.optimizer.step_count = rounds, 0
+        evaluated = math.prod(eval_shape(self.config)) * -(-len(self.data.val_batches()) // self.mesh.dp.size)
+        seconds = self._result.seconds
+        return seconds * len(rounds), seconds * evaluated / self._tokens / 3  # a backward is two forwards
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}

@@ -35,7 +35,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.engine import head_start
 from kos.train.engine.feed import Feed
-from kos.train.engine.machine import peak_flops
+from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import MemoryPlan, plan_memory
 from kos.train.engine.protocol import StepResult
 from kos.train.model.gpt2 import make_model
@@ -90,6 +90,9 @@ class CudaEngine:
             staging = bucket_bytes
 
         def plan() -> MemoryPlan:
+            if comm.rank == 0:  # which reads and writes checkpoints for all
+                saved = {"weights and both Adam moments, to be saved": 12 * model.num_parameters()}
+                MemoryPlan(saved, 0, free_memory(), "rank 0's host", {}).check()
             return plan_memory(
                 config, model, local, ops, ranks=group.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
                 sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and group.rank == 0,
@@ -161,7 +164,7 @@ class CudaEngine:
         local = model.local(self.mesh.tp.rank, self.mesh.tp.size)
 
         def passes() -> dict[str, str]:
-            sizes = {len(piece) for piece in self._pieces(self.data.val_batches()[0]()[0])}
+            sizes = {len(piece) for batch in self.data.val_batches()[:1] for piece in self._pieces(batch()[0])}
             chosen = config.micro_batch_size, config.seq_len, config.dtype, config.grad_dtype, config.recompute
             code = [path for path in Path(__file__).parents[1].rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
             about = hashlib.blake2b(repr((model, chosen, self.attention, rounds > 1, sorted(sizes))).encode())
@@ -206,6 +209,9 @@ class CudaEngine:
         how = "one CUDA graph a step" if self.config.graph else "no graph"
         how += f", attention by {self.attention}"
         return f"on {about.name}, {self.config.dtype}, {how}; memory of each rank:\n{self.plan}"
+
+    def trial(self) -> None:
+        return None
 
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         free, total = call(cu.cuMemGetInfo)

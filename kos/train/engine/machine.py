@@ -8,13 +8,10 @@ import platform
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kos.comm.communicator import Communicator
 from kos.comm.rendezvous.base import host_id
@@ -49,23 +46,30 @@ def peak_flops(gpu: str) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in gpu), None)
 
 
-def free_memory() -> int:
-    """Bytes of this host's memory that this process and others may still take, within its container's limit."""
-    limit = Path("/sys/fs/cgroup/memory.max")
-    limits = [limit.read_text().strip()] if limit.exists() else []
-    free = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-    return min([int(free[1]) << 10 if free else sys.maxsize, *(int(text) for text in limits if text.isdecimal())])
+def free_memory(root: Path = Path("/")) -> int:
+    """Bytes of this host's memory that this process may still take, within every limit of its container.
 
-
-def product_speed() -> float:
-    """Flops a second of a matrix product of this rank, all ranks at once."""
-    x, times = np.ones((512, 512), np.float32), []
-    out = x.copy()
-    for _ in range(9):
-        began = time.perf_counter()
-        np.matmul(x, x, out=out)
-        times.append(time.perf_counter() - began)
-    return 2.0 * len(x) ** 3 / min(times)
+    What a control group (version 2 or 1) has in use counts, but for files that the kernel would drop.
+    """
+    available = re.search(r"MemAvailable: *(\d+) kB", (root / "proc/meminfo").read_text())
+    free = [int(available[1]) << 10] if available else [sys.maxsize]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, maximum, used = (
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes") if controllers
+            else ("", "memory.max", "memory.current")
+        )  # fmt: skip
+        inner = Path(path.lstrip("/"))
+        for group in (root / "sys/fs/cgroup" / top / each for each in (inner, *inner.parents)):
+            with contextlib.suppress(OSError, ValueError):  # the root has no limit, "max" is none
+                limit, taken = (int((group / name).read_text()) for name in (maximum, used))
+                stat = (group / "memory.stat").read_text() if (group / "memory.stat").exists() else ""
+                cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", stat, re.MULTILINE)
+                free.append(max(0, limit - taken + int(max(cached, key=int, default=0))))
+    return min(free)
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str]:

@@ -34,6 +34,9 @@ class Engine(Protocol):
     def describe(self) -> str:
         """Lines for the log: where it computes, and with how much memory."""
 
+    def trial(self) -> tuple[float, float] | None:
+        """Seconds of a step and of a validation, tried before there are weights; None: they show at once."""
+
     def new_state(self) -> AdamW:
         """Weights and moments of zeros in host memory, to be filled and given to ``load``."""
 

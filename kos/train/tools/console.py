@@ -34,6 +34,7 @@ class Console:
         self._steps = steps
         self.start = 0  # the step that the bar counts from
         self._spoke = 0.0  # when a line was last printed
+        self._first: tuple[int, float] | None = None  # the first step and when it was over
         terminal = None if self._silent else _terminal()
         self._bar = None if terminal is None else _bar(terminal, steps)
 
@@ -51,10 +52,13 @@ class Console:
 
     def step(self, row: Mapping[str, Any], *, log: bool) -> None:
         """One row of metrics; ``log`` says whether it is this step's turn to be printed."""
-        evaluated = "val_loss" in row
+        evaluated, now = "val_loss" in row, time.perf_counter()
+        first, began = self._first = self._first or (row["step"], now)
         if self._bar is None:
             if log or evaluated:
-                self.say(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {describe(row)}")
+                seconds = (self._steps - row["step"]) * (now - began) / max(1, row["step"] - first)
+                left = f"  {duration(seconds)} left" if seconds > SILENCE else ""
+                self.say(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  {describe(row)}{left}")
             return
         self._show(self._bar)
         if evaluated:
@@ -118,6 +122,14 @@ def _terminal() -> TextIO | None:
         return open(os.open(target, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8", errors="replace")
     except OSError:
         return None
+
+
+def duration(seconds: float) -> str:
+    """As a person says it."""
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.2g} {unit}"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"
 
 
 def describe(row: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 from kos.errors import TrainingError
 from kos.files import replace_file
+
+_log = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -24,22 +27,27 @@ class MetricsLog:
     """
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
-        self.path = path
+        self.path, self._unwritten, self._warned = path, b"", False
         try:
             kept = [_line(row) for row in read_metrics(path) if row["step"] <= after_step]
             replace_file(path, "".join(kept).encode())
-            self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed by close)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         except OSError as error:
             raise TrainingError(f"{path}: expected to write metrics, got {error}") from error
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row.  A row that the disk refuses ends no run: it is written before the next one."""
+        self._unwritten += _line(row).encode()
         try:
-            self._file.write(_line(row))
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except OSError as error:
-            raise TrainingError(f"{self.path}: expected to write metrics, got {error}") from error
+            if not self._warned:
+                _log.warning("%s: cannot write metrics, the run goes on and tries again: %s", self.path, error)
+            self._warned = True
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the row that did not fit was reported when it was written
+        with contextlib.suppress(OSError):  # the rows that were refused are reported
             self._file.close()
 
 
