@@ -86,10 +86,11 @@ class KosTraining:
         import kos
         from kos.train.engine.choose import make_engine
         from kos.train.engine.machine import limit_threads
+        from kos.train.parallel.mesh import Mesh
 
         self.comm = comm = kos.init(config.backend, timeout=config.timeout)
         limit_threads(comm, threads)
-        self.engine = make_engine(config, model, data, comm)
+        self.engine = make_engine(config, model, data, Mesh(comm))
         self.engine.draw_weights()
         self.engine.load(None)
         self.layout = f"dp{comm.size}" + " zero1" * bool(config.zero)

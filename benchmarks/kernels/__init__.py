@@ -20,7 +20,7 @@ from __future__ import annotations
 OPERATIONS = {  # by the module that makes their cases
     "elementwise": ["add", "cast", "zero", "swiglu", "swiglu_backward", "gelu", "gelu_backward"],
     "norms": ["rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "sum_rows"],
-    "linear": ["linear", "linear_residual", "linear_backward"],
+    "linear": ["linear", "linear_residual", "linear_input_gradient", "linear_weight_gradient"],
     "attention": [
         "rope", "rope_backward", "repeat_kv", "repeat_kv_backward", "attention", "attention_backward",
     ],

@@ -32,12 +32,13 @@ from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import SAVED, HuggingFaceTokenizer, NumberTokenizer, read_tokenizer
-from kos.train.engine.choose import choose_device, make_engine
+from kos.train.engine.choose import choose_device, choose_layout, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
+from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.tools import commands
 from kos.train.tools.console import Console, duration
@@ -63,7 +64,8 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, comm: Communicator, stop: Stop | None = None) -> None:
         self.comm, self.stop, self._asked = comm, stop or Stop(), config.to_json()
-        self.config = config = config.for_world(comm.size, choose_device(config.device, comm))
+        self.mesh = Mesh(comm, choose_layout(config, comm))
+        self.config = config = config.for_world(self.mesh.dp.size, choose_device(config.device, comm))
         limit_threads(comm, 1 if config.deterministic else None)
         self.console = Console(comm.rank, config.steps)
         self.data = self._load_data()
@@ -73,11 +75,12 @@ class Trainer:
         self.skipped = 0  # steps left out, of those of this run
         self._astray = 0  # of them the last in a row whose gradients were not finite
         self._held = contextlib.ExitStack()  # what the end of the run closes
+        self._held.callback(self.mesh.close)
         try:
             self._found: checkpoint.Checkpoint | None = None  # on rank 0
             self.source, self.start, self.saved_step = alone(comm, self._find_source)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
-            self.engine = make_engine(config, self.model_config, self.data, comm, self._between)
+            self.engine = make_engine(config, self.model_config, self.data, self.mesh, self._between)
             self._held.callback(self.engine.close)
             self._held.callback(self.console.close)
             self._announce()

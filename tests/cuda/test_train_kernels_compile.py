@@ -82,8 +82,9 @@ def test_what_a_step_launches_compiles(preset, gradients, monkeypatch):
     assert config.grad_dtype == gradients
     device = CudaOps.__new__(CudaOps)
     device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
+    model = config.model_config_for(256)
     memory_plan.plan_memory(
-        config, config.model_config_for(256), device, ranks=1, head_rows=8192, multiple=1, rounds=2
+        config, model, model.local(), device, ranks=1, head_rows=8192, multiple=1, rounds=2
     )
     assert len(launches) > 9
     for (file, defines), names in launches.items():

@@ -26,7 +26,7 @@ REQUIRED_FLAGS = """
  --eval-every --save-every --log-every --deterministic --config --min-lr --warmup-steps --schedule
 --decay-fraction --weight-decay --beta1 --beta2 --eps --grad-clip --eval-batches --keep
 --sample-tokens --device --dtype --grad-dtype --zero --recompute --attention --graph --skip-outliers
---prompt --temperature --top-k --init-from --debug --backend --timeout --hidden-size
+--prompt --temperature --top-k --init-from --debug --backend --dp --tp --pp --cp --timeout --hidden-size
 --num-hidden-layers --num-attention-heads --num-key-value-heads --intermediate-size --vocab-size
 """
 

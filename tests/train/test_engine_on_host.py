@@ -377,7 +377,7 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks,
         take(self, step)
 
     def poisoned(self, name):
-        if name == "model.layers.1.mlp.up_proj.weight" and self.comm.rank == ranks - 1:
+        if name == "model.layers.1.mlp.up_proj.weight" and self.axis.rank == ranks - 1:
             on_device(lambda: on_host(self.gradients[name]).fill(np.nan) if now.step == 2 else None)
         ready(self, name)
 

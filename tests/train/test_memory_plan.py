@@ -19,8 +19,9 @@ def plan(*flags, ranks=1):
     ops = CudaOps.__new__(CudaOps)
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
     rounds = config.batch_size // config.micro_batch_size // ranks
+    model = config.model_config_for(256)
     return plan_memory(
-        config, config.model_config_for(256), ops, ranks=ranks, head_rows=8192, multiple=1, rounds=rounds
+        config, model, model.local(), ops, ranks=ranks, head_rows=8192, multiple=1, rounds=rounds
     )
 
 

@@ -240,9 +240,8 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
         "tiny", seq_len=seq_len, batch_size=4, micro_batch_size=micro, recompute=recompute, model=shape
     )
     model = config.model.resolve(256, seq_len)
-    comm = SimpleNamespace(rank=0, local_size=1)
     monkeypatch.setattr(cpu, "eval_shape", lambda config: (0, 0))
-    plan = cpu.plan_memory(config, model, comm)  # type: ignore[arg-type]
+    plan = cpu.plan_memory(config, model, model.local(), 1, True)
     llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
     weights = cpu.Parameters(model.parameter_shapes(), groups=model.fused_groups())
     tokens = np.zeros((micro, seq_len), np.int32)
@@ -254,7 +253,8 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
     if recompute == "norms":
         return  # it evaluates as "block" does
     monkeypatch.undo()
-    evaluated = cpu.plan_memory(config.model_copy(update={"micro_batch_size": 1, "batch_size": 64}), model, comm)  # type: ignore[arg-type]
+    config = config.model_copy(update={"micro_batch_size": 1, "batch_size": 64})
+    evaluated = cpu.plan_memory(config, model, model.local(), 1, True)
     tokens = np.zeros((min(64, 16384 // seq_len), seq_len), np.int32)
     llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
     llama.loss(weights, tokens, tokens)
@@ -276,9 +276,9 @@ def test_too_little_memory_is_said_before_any_is_taken(text: Path, tmp_path: Pat
         (1, 120, "a --micro-batch-size below 16 or --recompute block or a smaller model"),
     ):
         monkeypatch.setattr(cpu, "free_memory", lambda gib=gib: gib << 30)
-        comm: Any = SimpleNamespace(rank=0, local_size=ranks)
+        model = large.model_config_for(256)
         with pytest.raises(ConfigError, match=f"activations .*; less takes {said}$"):
-            cpu.plan_memory(large, large.model_config_for(256), comm).check()
+            cpu.plan_memory(large, model, model.local(), ranks, True).check()
 
 
 def test_the_time_of_a_run_is_told_from_a_trial_step(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

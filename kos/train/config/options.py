@@ -140,6 +140,10 @@ class TrainConfig(Section):
     backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
         "Ranks", "carrier of the collectives: auto, mpi, tcp, nccl, peer, or mock (this process alone)", "auto"
     )
+    dp: int | None = option("Ranks", "data-parallel ranks; default: those that the other axes leave", None, ge=1)
+    tp: int = option("Ranks", "tensor-parallel ranks", 1, ge=1)
+    pp: int = option("Ranks", "pipeline stages", 1, ge=1)
+    cp: int = option("Ranks", "context-parallel ranks", 1, ge=1)
     timeout: float = option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
 
     model: ModelSection

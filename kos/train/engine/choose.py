@@ -16,24 +16,37 @@ from kos.train.engine import head_start
 from kos.train.engine.protocol import Between, Engine
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.failures import same_on_all
+from kos.train.parallel.mesh import AXES, Layout, Mesh
 
 LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
+CARRIED = ("dp",)
+"""The axes of a mesh that the engines carry."""
 
 _log = logging.getLogger(__name__)
 
 
 def make_engine(
-    config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator,
+    config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh,
     between: Between = lambda what, share: None,
 ) -> Engine:  # fmt: skip
     """The engine of ``config.device``, which ``choose_device`` has chosen."""
     if config.device == "cuda":
         from kos.train.engine.cuda import CudaEngine
 
-        return CudaEngine(config, model, data, comm)
+        return CudaEngine(config, model, data, mesh)
     from kos.train.engine.cpu import CpuEngine
 
-    return CpuEngine(config, model, data, comm, between)
+    return CpuEngine(config, model, data, mesh, between)
+
+
+def choose_layout(config: TrainConfig, comm: Communicator) -> Layout:
+    """The layout that was asked for.  ConfigError where it does not fit the ranks, or no engine carries it."""
+    same_on_all(comm, {f"--{axis}": getattr(config, axis) for axis in AXES})
+    layout = Layout.of(comm.size, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
+    for axis in AXES:
+        if axis not in CARRIED and (got := getattr(layout, axis)) > 1:
+            raise ConfigError(f"--{axis}: expected 1, all that the engines carry so far, got {got}")
+    return layout
 
 
 def choose_device(asked: str, comm: Communicator) -> str:

@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 
-from kos.comm.communicator import Communicator
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.machine import free_memory
@@ -17,37 +16,40 @@ from kos.train.model.gpt2 import TRANSPOSED, make_model
 from kos.train.model.llama import HEAD_ROWS, Llama, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.optimizer import AdamW, clip_coefficient, global_norm
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parallel.failures import together
+from kos.train.parallel.mesh import Mesh
 
 LONG = 1e10
 """Flops of a layer, forward and backward, from which on a stop is asked for between layers: some tenths of a second."""
 
 
-def plan_memory(config: TrainConfig, model: LlamaConfig, comm: Communicator) -> MemoryPlan:
-    """What a rank will need of this host's memory; what is small is left out."""
-    layers, D, up = model.num_hidden_layers, model.hidden_size, model.intermediate_size + model.up_size
-    heads = model.num_attention_heads
-    attended = (2 * heads + 2 * model.num_key_value_heads) * model.head_dim + D + model.up_size
-    normed = model.intermediate_size + D
+def plan_memory(config: TrainConfig, model: LlamaConfig, local: Local, ranks: int, first: bool) -> MemoryPlan:
+    """What a rank, one of ``ranks`` on this host, will need of its memory; what is small is left out.
+
+    The ``first`` of those that hold the same weights sums gradients in order and saves.
+    """
+    layers, D, up = len(local.layers), model.hidden_size, local.intermediate + local.up
+    attended = (2 * local.heads + 2 * local.kv_heads) * model.head_dim + D + local.up
+    normed = local.intermediate + D
     kept = {"none": attended + normed + 2 * D, "norms": attended + D, "block": D}[config.recompute]
     again = {"none": 0, "norms": normed, "block": attended + normed}[config.recompute]
     assert config.micro_batch_size is not None
     tokens = config.micro_batch_size * config.seq_len
-    head = 2 * tokens * D + min(tokens, HEAD_ROWS) * model.vocab_size
+    head = 2 * tokens * D + min(tokens, HEAD_ROWS) * len(local.vocabulary)
     trained = tokens * (layers * kept + 2 * D) + max(tokens * (again + up + D), head)
     evaluated = math.prod(eval_shape(config)) * (attended + normed + (3 * D if config.recompute == "none" else D))
-    count = model.num_parameters()
-    turned = sum(math.prod(x) for name, x in model.parameter_shapes().items() if name.endswith(TRANSPOSED))
+    count = model.num_parameters(local)
+    turned = sum(math.prod(x) for name, x in model.parameter_shapes(local).items() if name.endswith(TRANSPOSED))
     uses = {
         "weights, gradients, both Adam moments": 16 * count,
-        "gradients summed in order": 4 * count * (config.deterministic and comm.rank == 0),
+        "gradients summed in order": 4 * count * (config.deterministic and first),
         "activations": 4 * max(trained, evaluated),
-        "matrices as they are saved": 4 * turned * (comm.rank == 0),
+        "matrices as they are saved": 4 * turned * first,
     }
-    ranks = comm.local_size
     free = free_memory() // ranks
     knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
     if config.micro_batch_size > 1:
@@ -65,20 +67,22 @@ class CpuEngine:
     lag, place = 0, "the CPU"
 
     def __init__(
-        self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator, between: Between
+        self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, between: Between
     ) -> None:
-        self.config, self.data, self.comm, self.between = config, data, comm, between
+        self.config, self.data, self.mesh, self.comm, self.between = config, data, mesh, mesh.world, between
         self.chosen: dict[str, str] = {}
-        self.plan = together(comm, plan_memory(config, model, comm).check)
-        self.model = make_model(model, numpy_ops, recompute=config.recompute)
-        self.weights = Parameters(model.parameter_shapes(), groups=model.fused_groups())
+        local = model.local(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, mesh.pp.size)
+        plan = plan_memory(config, model, local, self.comm.local_size, mesh.gradients.rank == 0)
+        self.plan = together(self.comm, plan.check)
+        self.model = make_model(model, numpy_ops, recompute=config.recompute, local=local)
+        self.weights = Parameters(model.parameter_shapes(local), groups=model.fused_groups(local))
         self.gradients = self.weights.like()
         betas = (config.beta1, config.beta2)
         self.optimizer = AdamW(self.weights, betas=betas, eps=config.eps, weight_decay=config.weight_decay)
         self.schedule = config.make_schedule()
-        self.parallel = DataParallel(comm, self.gradients, deterministic=config.deterministic)
+        self.parallel = DataParallel(mesh.gradients, self.gradients, deterministic=config.deterministic)
         assert config.micro_batch_size is not None  # for_world has chosen it
-        self.rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
+        self.rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
         self._tokens = config.micro_batch_size * config.seq_len
         self._flops = model.flops_per_token(config.seq_len).causal
         self._has_long_layers = self._flops * self._tokens / model.num_hidden_layers > LONG
@@ -94,7 +98,7 @@ class CpuEngine:
                 array[:] = 0
             self.start_step(0, False)
         self.rounds, self.optimizer.step_count = rounds, 0
-        evaluated = math.prod(eval_shape(self.config)) * -(-len(self.data.val_batches()) // self.comm.size)
+        evaluated = math.prod(eval_shape(self.config)) * -(-len(self.data.val_batches()) // self.mesh.dp.size)
         seconds = self._result.seconds
         return seconds * len(rounds), seconds * evaluated / self._tokens / 3  # a backward is two forwards
 
@@ -123,8 +127,9 @@ class CpuEngine:
         config = self.config
         losses = [self._round(step, index) for index in range(len(self.rounds))]
         answers = self.comm.all_gather(np.array([stop, *losses], np.float64))
-        micro_batches = answers[:, 1:].size
-        loss = math.fsum(answers[:, 1:].flat) / micro_batches
+        of_all = answers[self.mesh.reporters(), 1:]
+        micro_batches = of_all.size
+        loss = math.fsum(of_all.flat) / micro_batches
         norm = global_norm(self.gradients.flat) / micro_batches
         lr = self.schedule(step)
         if not math.isfinite(norm) or (config.skip_outliers and norm > config.skip_outliers):
@@ -139,7 +144,7 @@ class CpuEngine:
     def _round(self, step: int, index: int) -> float:
         """Forward and backward of this rank's micro-batch of round ``index``; its mean loss."""
         last = index + 1 == len(self.rounds)
-        layers, chunks = self.model.config.num_hidden_layers, -(-self._tokens // HEAD_ROWS)
+        layers, chunks = len(self.model.local.layers), -(-self._tokens // HEAD_ROWS)
         self._tell(f"step {step + 1}", index, len(self.rounds), 2 * layers + chunks)
         tokens, targets = self.data.rows(step, self.rounds[index])
         loss = self.model.loss_and_gradients(
@@ -167,17 +172,17 @@ class CpuEngine:
         return next((name for name, value in self.gradients.items() if not np.isfinite(value).all()), None)
 
     def evaluate(self) -> float:
-        batches, size = self.data.val_batches(), self.comm.size
-        mine = np.full(-(-len(batches) // size), np.nan)
-        layers = self.model.config.num_hidden_layers
+        batches, dp = self.data.val_batches(), self.mesh.dp
+        mine = np.full(-(-len(batches) // dp.size), np.nan)
+        layers = len(self.model.local.layers)
         for slot in range(len(mine)):
             self._tell("validation", slot, len(mine), layers)
-            if (index := slot * size + self.comm.rank) < len(batches):
+            if (index := slot * dp.size + dp.rank) < len(batches):
                 mine[slot] = self.model.loss(self.weights, *batches[index]())
             else:  # the others ask between layers whether to stop
                 for _ in range(layers):
                     self.model.pause()
-        everyone = self.comm.all_gather(mine).T.ravel()[: len(batches)]
+        everyone = self.comm.all_gather(mine)[self.mesh.reporters()].T.ravel()[: len(batches)]
         return math.fsum(everyone) / len(batches)
 
     def sampler(self) -> tuple[Llama, Weights]:

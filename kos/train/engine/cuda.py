@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.communicator import Communicator
 from kos.comm.rendezvous.base import host_id
 from kos.cuda import driver
 from kos.cuda.devices import device_info
@@ -49,6 +48,7 @@ from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
 from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.data import DataParallel, deal
 from kos.train.parallel.failures import together
+from kos.train.parallel.mesh import Mesh
 
 BUCKET_BYTES = 64 << 20  # at least
 BUCKETS = 32  # about, at most: each waits, on all ranks, until a kernel ends and its own find multiprocessors
@@ -63,8 +63,10 @@ class CudaEngine:
 
     lag = 1
 
-    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, comm: Communicator) -> None:
-        self.config, self.data, self.comm = config, data, comm
+    def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh) -> None:
+        comm, group = mesh.world, mesh.gradients
+        self.config, self.data, self.mesh, self.comm, self.group = config, data, mesh, comm, group
+        self.local = local = model.local(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, mesh.pp.size)
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
@@ -75,15 +77,15 @@ class CudaEngine:
         self._drawn: np.ndarray | None = None
         ops = CudaOps(device)
         assert config.micro_batch_size is not None  # for_world has chosen it
-        rounds = deal(config.batch_size, config.micro_batch_size, comm.rank, comm.size)
-        self.sharded = config.zero == 1 and comm.size > 1
-        multiple = comm.size * CHUNK if self.sharded else ALIGNED if comm.size > 1 else 1
+        rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
+        self.sharded = config.zero == 1 and group.size > 1
+        multiple = group.size * CHUNK if self.sharded else ALIGNED if group.size > 1 else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self.lookups = comm.size > 1 and gathers_lookups(config, model, comm.size, len(rounds))
+        self.lookups = group.size > 1 and gathers_lookups(config, model, group.size, len(rounds))
         bucket_bytes, staging, itemsize = BUCKET_BYTES, 0, DTYPES[config.grad_dtype].itemsize
         if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
-            bucket_bytes = max(BUCKET_BYTES, itemsize * model.num_parameters() // BUCKETS)
-        self._reaches = comm.size > 1 and "peer" in comm.backend_name
+            bucket_bytes = max(BUCKET_BYTES, itemsize * model.num_parameters(local) // BUCKETS)
+        self._reaches = group.size > 1 and "peer" in comm.backend_name
         if self._reaches and not config.deterministic:
             staging = bucket_bytes
 
@@ -92,12 +94,12 @@ class CudaEngine:
                 saved = {"weights and both Adam moments, to be saved": 12 * model.num_parameters()}
                 MemoryPlan(saved, 0, free_memory(), "rank 0's host", {}).check()
             return plan_memory(
-                config, model, ops, ranks=comm.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
-                sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and comm.rank == 0,
+                config, model, local, ops, ranks=group.size, head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds),
+                sharing=uuids.count(uuids[comm.rank]), carry=config.deterministic and group.rank == 0,
                 lookups=self.lookups, staging=staging, bucket=max(bucket_bytes // itemsize, multiple),
             ).check()  # fmt: skip
 
-        heads = (model.num_attention_heads, model.num_key_value_heads, model.head_dim)
+        heads = (local.heads, local.kv_heads, model.head_dim)
         shape = cudnn.Shape(config.micro_batch_size, config.seq_len, *heads, config.dtype)
         asked = config.attention.replace("auto", "flash") if config.deterministic else config.attention  # not by time
         self.attention = cudnn.choose(asked, shape, ops, comm, plan)
@@ -107,14 +109,14 @@ class CudaEngine:
         self.ops = ops
         if not config.deterministic:
             ops.algorithms.update(self._search(model, len(rounds)))
-        self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute)
+        self.model = make_model(model, ops, head_rows=HEAD_ROWS, recompute=config.recompute, local=local)
         self.model.arena.reserve(self.plan.arena)
         self.model.arena.fix()
-        shapes, groups = model.parameter_shapes(), model.fused_groups()
+        shapes, groups = model.parameter_shapes(local), model.fused_groups(local)
         self.gradients = Parameters(shapes, config.grad_dtype, groups, self._zeros, multiple)
         self.gradients.zeros = ops.zeros  # nobody reaches into what else is like them
         self.parallel = DataParallel(
-            comm, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
+            group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
             least_bytes=bucket_bytes // 4, sharded=self.sharded,
             lookups=model.embedding if self.lookups else None, tied=model.tie_word_embeddings,
         )  # fmt: skip
@@ -135,7 +137,7 @@ class CudaEngine:
         # What a rank knows after a step: whether it was asked to stop, and its losses.
         self._mine = ops.zeros(1 + len(rounds), np.float64)
         self._all = self._mine if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
-        self._rounds, self._micro_batches = len(rounds), comm.size * len(rounds)
+        self._rounds, self._micro_batches = len(rounds), mesh.dp.size * len(rounds)
         self._graph: Graph | None = None
         self._late = [_Late(self._all, self.optimizer.state) for _ in range(self.lag + 2)]
         self._newest: _Late | None = None  # of the steps under way
@@ -144,7 +146,7 @@ class CudaEngine:
         """Memory that the ranks of a machine reach into, where they can: collectives beside a pass leave it all SMs."""
         if not self._reaches:
             return self.ops.zeros(size, dtype)
-        memory = self.comm.allocate(size, dtype)
+        memory = self.group.comm.allocate(size, dtype)
         array = Array(memory.pointer, memory.shape, memory.dtype, memory.device, owner=memory, stream=self.ops.stream)
         self.ops.zero(array)
         return array
@@ -159,6 +161,7 @@ class CudaEngine:
         """
         ops, config = self.ops, self.config
         model = dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
+        local = model.local(self.mesh.tp.rank, self.mesh.tp.size)
 
         def passes() -> dict[str, str]:
             sizes = {len(piece) for batch in self.data.val_batches()[:1] for piece in self._pieces(batch()[0])}
@@ -173,9 +176,9 @@ class CudaEngine:
                 return found
             trying = CudaOps(ops.device, ops.stream, algorithms=found, search=True)
             trying.cudnn = ops.cudnn
-            trial = make_model(model, trying, head_rows=HEAD_ROWS, recompute=config.recompute)
+            trial = make_model(model, trying, head_rows=HEAD_ROWS, recompute=config.recompute, local=local)
             trial.arena.reserve(self.plan.arena)
-            weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), trying.zeros)
+            weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), trying.zeros)
             gradients, loss = weights.like(config.grad_dtype), trying.zeros(1, np.float64)
             random = np.random.default_rng(0)
             _draw_quickly(weights, random, trying)
@@ -290,7 +293,7 @@ class CudaEngine:
             for bucket, whole, mine, held in self._staged(source):
                 self.ops.copy(held, mine)
                 if self.sharded:
-                    self.comm.all_gather(mine, whole)
+                    self.group.comm.all_gather(mine, whole)
                     self.comm.synchronize()
                 if target is not None:
                     whole[: target[bucket].size].copy_to(target[bucket], self.ops.stream)
@@ -358,7 +361,7 @@ class CudaEngine:
             self.parallel.finish_round(index, self._rounds)
 
     def _queue_norm(self) -> None:
-        self.optimizer.queue_norm(self.gradients, self.comm.all_reduce if self.sharded else None)
+        self.optimizer.queue_norm(self.gradients, self.group.comm.all_reduce if self.sharded else None)
 
     def finish_step(self, step: int) -> StepResult:
         late = self._late[step % len(self._late)]
@@ -376,10 +379,11 @@ class CudaEngine:
         if self._newest is late:
             self._newest = None
         answers = late.answers.reshape(self.comm.size, -1)
+        losses = answers[self.mesh.reporters(), 1:]
         after = dict(zip(STATE, map(float, late.state), strict=True))
-        loss = float(answers[:, 1:].sum()) / self._micro_batches
+        loss = float(losses.sum()) / self._micro_batches
         if math.isfinite(loss):
-            loss = math.fsum(answers[:, 1:].flat) / self._micro_batches
+            loss = math.fsum(losses.flat) / self._micro_batches
         return StepResult(loss, after["norm"], after["lr"], late.seconds(), bool(answers[:, 0].any()))
 
     def not_finite(self, step: int) -> str | None:
@@ -393,12 +397,13 @@ class CudaEngine:
     def evaluate(self) -> float:
         batches, weights = self.data.val_batches(), self._whole_weights()
         mine = []
-        for index in range(self.comm.rank, len(batches), self.comm.size):
+        for index in range(self.mesh.dp.rank, len(batches), self.mesh.dp.size):
             tokens, targets = batches[index]()
             pieces = zip(self._pieces(tokens), self._pieces(targets), strict=True)
             mine.append(sum(self.model.loss(weights, x, y) * (len(x) / len(tokens)) for x, y in pieces))
         said = self.comm.all_gather_bytes(np.array(mine, np.float64).tobytes())
-        return math.fsum(np.frombuffer(b"".join(said), np.float64)) / len(batches)
+        losses = b"".join(said[rank] for rank in self.mesh.reporters())
+        return math.fsum(np.frombuffer(losses, np.float64)) / len(batches)
 
     def sampler(self) -> tuple[Llama, Weights]:
         ops = CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search

@@ -17,6 +17,7 @@ from kos.train.config.options import TrainConfig
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
 from kos.train.ops.cuda import attention, cublaslt
 from kos.train.ops.cuda.dialect import CudaOps
 
@@ -60,22 +61,26 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, ops: CudaOps, *, ranks: int, head_rows: int, multiple: int,
-    rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False, staging: int = 0, bucket: int = 0,
+    config: TrainConfig, model: LlamaConfig, local: Local, ops: CudaOps, *, ranks: int, head_rows: int,
+    multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False, staging: int = 0,
+    bucket: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank.  ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
+    """The plan of one of ``ranks`` that hold the same weights.
+
+    ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
     ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is loaded or saved."""
     assert config.micro_batch_size is not None
-    count = -(-model.num_parameters() // multiple) * multiple
+    count = -(-model.num_parameters(local) // multiple) * multiple
     itemsize = DTYPES[config.dtype].itemsize
     sharded = config.zero == 1 and ranks > 1
     held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
     master = config.master_dtype
     has_copy = sharded or config.dtype != master
     rows = min(head_rows, config.micro_batch_size * config.seq_len)
-    logits = rows * model.vocab_size * itemsize
-    arena = max(_peak(config, model, ops, head_rows, ranks if lookups else 1), 4 * min(bucket, count) + ALIGNMENT)
+    logits = rows * len(local.vocabulary) * itemsize
+    peak = _peak(config, model, local, ops, head_rows, ranks if lookups else 1)
+    arena = max(peak, 4 * min(bucket, count) + ALIGNMENT)
     uses = {
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
@@ -103,11 +108,13 @@ def plan_memory(
     return MemoryPlan({use: size for use, size in uses.items() if size}, arena, free // sharing, name, knobs)
 
 
-def _peak(config: TrainConfig, model: LlamaConfig, ops: CudaOps, head_rows: int, looking: int) -> int:
+def _peak(
+    config: TrainConfig, model: LlamaConfig, local: Local, ops: CudaOps, head_rows: int, looking: int
+) -> int:
     """Bytes that a pass, or a validation, takes from the arena at most; ``looking``: ranks whose lookups it gathers."""
     sizing = _Sizing(ops)
-    llama = make_model(model, sizing, head_rows=head_rows, recompute=config.recompute)
-    weights = Parameters(model.parameter_shapes(), config.dtype, model.fused_groups(), sizing.zeros)
+    llama = make_model(model, sizing, head_rows=head_rows, recompute=config.recompute, local=local)
+    weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
     gradients = weights.like(config.grad_dtype)
     assert config.micro_batch_size is not None
     tokens = sizing.zeros((config.micro_batch_size, config.seq_len), np.int32)

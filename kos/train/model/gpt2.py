@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kos.errors import ConfigError
+from kos.memory.arena import Arena
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
+from kos.train.model.shapes import Local
 from kos.train.ops import Array, Ops
 
 POSITIONS = "transformer.wpe.weight"
@@ -50,10 +52,15 @@ class GPT2Config(LlamaConfig):
         names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
         return LayerNames(*(f"transformer.h.{layer}.{name}.weight" for name in names))
 
-    def fused_groups(self) -> dict[str, tuple[str, ...]]:
+    def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
+        if tp * pp > 1:
+            raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
+        return super().local()
+
+    def fused_groups(self, local: Local | None = None) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, local: Local | None = None) -> dict[str, tuple[int, ...]]:
         D, F = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
         for layer in reversed(range(self.num_hidden_layers)):
@@ -70,8 +77,8 @@ def bias_of(name: str) -> str:
 class GPT2(Llama):
     """The stages of ``Llama`` with GPT-2's parts in place of LLaMA's."""
 
-    def embed(self, weights: Weights, tokens_N: Array, seq_len: int) -> Array:
-        x_ND = super().embed(weights, tokens_N, seq_len)
+    def embed(self, weights: Weights, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
+        x_ND = super().embed(weights, tokens_N, seq_len, keep)
         for start in range(0, len(tokens_N), seq_len):
             sample = x_ND[start : start + seq_len]
             self.ops.add(sample, weights[POSITIONS][:seq_len], sample)
@@ -86,11 +93,11 @@ class GPT2(Llama):
         into.final(POSITIONS)
         super().embed_backward(tokens_N, seq_len, dx_ND, into)
 
-    def _norm_statistics(self, weights: Weights, rows: int) -> Array:
-        return self._take_statistics(weights, 2, rows)
+    def _norm_statistics(self, x_ND: Array, arena: Arena) -> Array:
+        return arena.take((2, len(x_ND)), self.ops.statistics_dtype(x_ND.dtype))
 
-    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array) -> Array:
-        normed_ND = self._take(weights, *x_ND.shape)
+    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array, arena: Arena) -> Array:
+        normed_ND = arena.take(x_ND.shape, x_ND.dtype)
         eps = self.config.rms_norm_eps
         self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, normed_ND, rstd_N)
         return normed_ND
@@ -113,7 +120,7 @@ class GPT2(Llama):
         self.ops.sum_rows(d_out, into.of[bias_of(name)], into.accumulate, self.arena)
         into.final(bias_of(name))
 
-    def _turn(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
+    def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
         pass
 
     def _activate(self, gate_up_N2F: Array, hidden_NF: Array) -> None:
@@ -123,7 +130,9 @@ class GPT2(Llama):
         self.ops.gelu_backward(d_hidden, gate_up, d_gate_up, self.arena)
 
 
-def make_model(config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none") -> Llama:
+def make_model(
+    config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none", local: Local | None = None
+) -> Llama:
     """The model of a configuration: GPT-2 or LLaMA."""
     kind = GPT2 if isinstance(config, GPT2Config) else Llama
-    return kind(config, ops, head_rows=head_rows, recompute=recompute)
+    return kind(config, ops, head_rows=head_rows, recompute=recompute, local=local)

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kos.errors import ConfigError
 from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local, split_layers
 
 DRAWN = 1 << 26  # initial weights that have a random generator of their own: half a second of one core
 
@@ -126,16 +127,35 @@ class LlamaConfig:
                  "mlp.gate_up_proj", "mlp.down_proj")  # fmt: skip
         return LayerNames(*(f"{prefix}{name}.weight" for name in names))
 
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, in the order in which the backward finishes the gradients."""
-        D, F = self.hidden_size, self.intermediate_size
-        A, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+    def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
+        """The part of one rank of ``tp`` times ``pp``; the whole model unless told otherwise.
+
+        ConfigError where heads, intermediate size or vocabulary do not divide, or a stage would have no layer.
+        """
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            if (got := getattr(self, name)) % tp:
+                raise ConfigError(f"--tp {tp}: expected {name} to be a multiple of {tp}, got {got}")
+        if pp > self.num_hidden_layers:
+            raise ConfigError(f"--pp {pp}: expected at most a stage a layer, {self.num_hidden_layers}, got {pp}")
+        rows = self.vocab_size // tp
+        return Local(
+            split_layers(self.num_hidden_layers, pp, pp_rank),
+            self.num_attention_heads // tp, self.num_key_value_heads // tp,
+            self.intermediate_size // tp, self.up_size // tp,
+            range(tp_rank * rows, (tp_rank + 1) * rows), pp_rank == 0, pp_rank == pp - 1,
+        )  # fmt: skip
+
+    def parameter_shapes(self, local: Local | None = None) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, in the order in which the backward finishes the gradients: of the whole, or of a part."""
+        local = local or self.local()
+        D, F, rows = self.hidden_size, local.intermediate, len(local.vocabulary)
+        A, kv = local.heads * self.head_dim, local.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {}
-        if not self.tie_word_embeddings:
-            shapes[self.head] = (self.vocab_size, D)
-        shapes[self.final_norm] = (D,)
-        groups = self.fused_groups()
-        for layer in reversed(range(self.num_hidden_layers)):
+        if local.last:
+            shapes |= {} if self.tie_word_embeddings else {self.head: (rows, D)}
+            shapes[self.final_norm] = (D,)
+        groups = self.fused_groups(local)
+        for layer in reversed(local.layers):
             names = self.layer_names(layer)
             shapes[names.down] = (D, F)
             shapes |= dict.fromkeys(groups[names.gate_up], (F, D))
@@ -143,21 +163,22 @@ class LlamaConfig:
             shapes[names.o] = (D, A)
             shapes |= zip(groups[names.qkv], ((A, D), (kv, D), (kv, D)), strict=True)
             shapes[names.input_norm] = (D,)
-        shapes[self.embedding] = (self.vocab_size, D)
+        if local.first or (local.last and self.tie_word_embeddings):
+            shapes[self.embedding] = (rows, D)
         return shapes
 
-    def fused_groups(self) -> dict[str, tuple[str, ...]]:
+    def fused_groups(self, local: Local | None = None) -> dict[str, tuple[str, ...]]:
         """Group name -> neighbours in ``parameter_shapes`` that the model reads as one matrix."""
         groups: dict[str, tuple[str, ...]] = {}
-        for layer in range(self.num_hidden_layers):
+        for layer in (local or self.local()).layers:
             names = self.layer_names(layer)
             groups[names.gate_up] = tuple(names.gate_up.replace("gate_up", part) for part in ("gate", "up"))
             groups[names.qkv] = tuple(names.qkv.replace("qkv", part) for part in "qkv")
         return groups
 
-    def num_parameters(self) -> int:
+    def num_parameters(self, local: Local | None = None) -> int:
         """A tied embedding counts once."""
-        return sum(math.prod(shape) for shape in self.parameter_shapes().values())
+        return sum(math.prod(shape) for shape in self.parameter_shapes(local).values())
 
     def flops_per_token(self, seq_len: int) -> FlopsPerToken:
         """6 N + 6 L A T (causal) and 6 N + 12 L A T; N counts what multiplies: no lookup, no norms."""

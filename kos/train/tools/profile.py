@@ -95,10 +95,8 @@ def cost(name: str, arguments: tuple[Any, ...], different: Callable[[int], int] 
         nbytes = 2 * len(x) * heads * head_dim * x.dtype.itemsize
     elif name == "swiglu_backward":
         nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
-    elif name == "linear":
-        flops = 2.0 * arrays[0].size * arrays[1].shape[0]
-    elif name == "linear_backward":
-        flops = 4.0 * arrays[1].size * arrays[2].shape[0]
+    elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
+        flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
     elif name.startswith("attention"):  # causal: half of T x T; the backward makes five products of the forward's two
         backward = name == "attention_backward"
         out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]
@@ -112,20 +110,6 @@ def cost(name: str, arguments: tuple[Any, ...], different: Callable[[int], int] 
         nbytes = 2 * (weights.nbytes + first.nbytes + second.nbytes) + weights.size * gradients.dtype.itemsize
         nbytes += weights.size * copy.dtype.itemsize if copy is not weights else 0
     return nbytes, flops
-
-
-def launched(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[str, int, float]:
-    """A kernel by its name, a product by its gradient and M x N x K; its bytes and flops, 0 where not known."""
-    if name == "launch":
-        return str(arguments[1]), 0, 0.0
-    if name == "zero":
-        return name, int(arguments[0].nbytes), 0.0
-    a, b, out = arguments
-    transposed = options.get("transpose_a", False)
-    (m, n), k = out.shape, a.shape[not transposed]
-    arrays = [x for x in (a, b, out, options.get("c")) if x is not None]
-    label = f"{'d_weight' if transposed else 'd_input'} {m} x {n} x {k}"
-    return label, sum(int(x.nbytes) for x in arrays), 2.0 * m * n * k
 
 
 class Profiler:
@@ -161,7 +145,8 @@ class Profiler:
             label = str(arguments[1]) if name == "launch" else name
             moved = cost(label, arguments if known is None else known, self.different)
             if name.startswith("linear"):
-                shape = len(arguments[0]), *arguments[2 if name == "linear_backward" else 1].shape
+                (rows, inner), matrix = arguments[0].shape, arguments[1].shape
+                shape = (rows, *matrix) if name == "linear" else (rows, inner, matrix[1])
                 label += f" {' x '.join(map(str, shape))}"
             self.spans.append(Span(label, COMPUTE, begin, end, *moved))
             if len(kernels) > 1:
@@ -177,14 +162,14 @@ class Profiler:
         def watch(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             def run(*arguments: Any, **options: Any) -> Any:
                 if self.kernels is not None:
-                    label, nbytes, flops = launched(name, arguments, options)
                     begin = self.marks.mark() if self.kernels else None
-                    self.kernels.append(Span(label, COMPUTE, begin, None, nbytes, flops))
+                    label, nbytes = (name, int(arguments[0].nbytes)) if name == "zero" else (str(arguments[1]), 0)
+                    self.kernels.append(Span(label, COMPUTE, begin, None, nbytes))
                 return function(*arguments, **options)
 
             return run
 
-        for name in ("launch", "matmul", "zero"):
+        for name in ("launch", "zero"):
             setattr(ops, name, watch(name, getattr(ops, name)))
 
     def _different(self, tokens: int) -> int:

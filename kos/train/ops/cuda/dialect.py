@@ -205,11 +205,11 @@ class CudaOps:
     ) -> None:
         self.matmul(x, weight, out, transpose_b=True, c=residual, bias=bias)
 
-    def linear_backward(
-        self, d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
-    ) -> None:
-        self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
+    def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
         self.matmul(d_out, weight, dx)
+
+    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+        self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         rows, columns = x.shape
