@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kos.errors import ConfigError, KosError
-from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.data.tokenizers import read_tokenizer
-from kos.train.model.generate import sample_text
-from kos.train.model.gpt2 import make_model
-from kos.train.model.parameters import Parameters
-from kos.train.ops import numpy as numpy_ops
+from kos.train.trained import load
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,12 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, value in {"tokens": arguments.tokens, **options}.items():
             if not value >= 0:
                 raise ConfigError(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
-        found = checkpoint.find(arguments.run, without=checkpoint.OPTIMIZER)
-        model = make_model(huggingface.read_config(found.path), numpy_ops)
-        weights = Parameters(model.config.parameter_shapes(), groups=model.config.fused_groups())
-        huggingface.read_weights(found.path, weights)
-        tokenizer = read_tokenizer(found.path)
-        text = sample_text(model, weights, tokenizer, arguments.prompt, arguments.tokens, **options)
+        text = load(arguments.run).generate(arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)
         return 1
