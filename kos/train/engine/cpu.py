@@ -125,7 +125,8 @@ class CpuEngine:
         """All of it."""
         began = time.perf_counter()
         config = self.config
-        losses = [self._round(step, index) for index in range(len(self.rounds))]
+        count = np.array([self.data.targets_per_micro_batch(step, len(self.rounds[0]))], self.weights.flat.dtype)
+        losses = [self._round(step, index, count) for index in range(len(self.rounds))]
         answers = self.comm.all_gather(np.array([stop, *losses], np.float64))
         of_all = answers[self.mesh.reporters(), 1:]
         micro_batches = of_all.size
@@ -141,15 +142,15 @@ class CpuEngine:
     def finish_step(self, step: int) -> StepResult:
         return self._result
 
-    def _round(self, step: int, index: int) -> float:
-        """Forward and backward of this rank's micro-batch of round ``index``; its mean loss."""
+    def _round(self, step: int, index: int, count: np.ndarray) -> float:
+        """Forward and backward of this rank's micro-batch of round ``index``; its loss over ``count`` targets."""
         last = index + 1 == len(self.rounds)
         layers, chunks = len(self.model.local.layers), -(-self._tokens // HEAD_ROWS)
         self._tell(f"step {step + 1}", index, len(self.rounds), 2 * layers + chunks)
         tokens, targets = self.data.rows(step, self.rounds[index])
         loss = self.model.loss_and_gradients(
             self.weights, tokens, targets, self.gradients, accumulate=self.parallel.accumulates(index),
-            on_gradient=self.parallel.gradient_ready if last else None,
+            on_gradient=self.parallel.gradient_ready if last else None, count=count,
         )  # fmt: skip
         self.parallel.finish_round(index, len(self.rounds))
         return loss

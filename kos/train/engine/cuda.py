@@ -356,7 +356,7 @@ class CudaEngine:
                     weights, tokens, targets, self.gradients, self._mine[1 + index : 2 + index],
                     accumulate=self.parallel.accumulates(index),
                     on_gradient=self.parallel.gradient_ready if last else None,
-                    lookups=lookups if last and self.lookups else None,
+                    lookups=lookups if last and self.lookups else None, count=self.feed.count,
                 )  # fmt: skip
             self.parallel.finish_round(index, self._rounds)
 

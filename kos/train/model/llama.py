@@ -99,23 +99,24 @@ class Llama:
 
     def loss_and_gradients(
         self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, *, accumulate: bool,
-        on_gradient: Callable[[str], object] | None = None,
+        on_gradient: Callable[[str], object] | None = None, count: Array | None = None,
     ) -> float:  # fmt: skip
         """The mean loss over the targets, its gradients written to (``accumulate``: added to) ``gradients``.
 
+        ``count`` (1,), of ``ops.statistics_dtype``, is what sums over targets are divided by; default: their number.
         ``on_gradient(name)`` is called when a gradient is final, in the order of ``parameter_shapes``.
         A loss that is not finite is returned as it is.
         """
         with self.ops.step(self.arena):
             loss = self.arena.take((1,), np.dtype(np.float64))
             self.queue_loss_and_gradients(
-                weights, tokens, targets, gradients, loss, accumulate=accumulate, on_gradient=on_gradient
+                weights, tokens, targets, gradients, loss, accumulate=accumulate, on_gradient=on_gradient, count=count
             )
             return float(self.ops.to_host(loss)[0])
 
     def queue_loss_and_gradients(
         self, weights: Weights, tokens: Array, targets: Array, gradients: Weights, loss: Array, *, accumulate: bool,
-        on_gradient: Callable[[str], object] | None = None, lookups: Lookups | None = None,
+        on_gradient: Callable[[str], object] | None = None, lookups: Lookups | None = None, count: Array | None = None,
     ) -> None:  # fmt: skip
         """As ``loss_and_gradients``, inside ``ops.step`` of the caller: the loss goes to ``loss`` (1,), float64.
 
@@ -129,7 +130,7 @@ class Llama:
             slot, seq_len = Slot(self.arena), tokens.shape[1]
             tokens_N, targets_N = self._flatten(tokens, targets)
             x_ND = self.forward(weights, slot, self.embed(weights, tokens_N, seq_len, slot.arena), seq_len)
-            losses_N, count = self._loss_arrays(x_ND, targets_N)
+            losses_N, count = self._loss_arrays(x_ND, targets_N, count)
             dx_ND = self.arena.take(x_ND.shape, x_ND.dtype)
             self.head_loss_and_gradients(weights, x_ND, targets_N, count, losses_N, dx_ND, into)
             self.backward(weights, slot, dx_ND, seq_len, into)
@@ -378,10 +379,12 @@ class Llama:
             )
         return self.ops.indices(tokens.reshape(-1), self.arena), self.ops.indices(targets.reshape(-1), self.arena)
 
-    def _loss_arrays(self, x_ND: Array, targets_N: Array) -> tuple[Array, Array]:
+    def _loss_arrays(self, x_ND: Array, targets_N: Array, count: Array | None = None) -> tuple[Array, Array]:
         wide = self.ops.statistics_dtype(x_ND.dtype)
-        losses_N, count = self.arena.take((len(targets_N),), wide), self.arena.take((1,), wide)
-        self.ops.count_targets(targets_N, count)
+        losses_N = self.arena.take((len(targets_N),), wide)
+        if count is None:
+            count = self.arena.take((1,), wide)
+            self.ops.count_targets(targets_N, count)
         return losses_N, count
 
     def _logits(self, weights: Weights, normed_ND: Array) -> Array:
