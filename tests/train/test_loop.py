@@ -18,6 +18,8 @@ from kos.train.checkpoint import checkpoint
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.engine.cpu import CpuEngine
+from kos.train.ops.optimizer import BLOCK
+from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog, read_metrics
 
@@ -58,6 +60,36 @@ def _losses(rows: list[dict[str, Any]], key: str = "loss") -> np.ndarray:
 def _weights(out: Path) -> bytes:
     found = checkpoint.find(out)
     return b"".join((found.path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
+
+
+@pytest.mark.parametrize(("ranks", "deterministic"), [(2, True), (3, False)])
+def test_zero_1_gives_the_bits_of_whole_moments(
+    text: Path, tmp_path: Path, ranks: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank holds its part of the moments; a run goes on with or without it."""
+    monkeypatch.setitem(DataParallel.__init__.__kwdefaults__, "bucket_bytes", 4 * BLOCK * ranks)
+    how: dict[str, Any] = {"deterministic": deterministic, "batch_size": 24, "save_every": 0, "eval_every": 5}
+    whole, sharded = (_train(text, tmp_path / f"zero{z}", ranks, zero=z, steps=10, **how) for z in (0, 1))
+    part = {}
+
+    def look(comm: Communicator) -> None:
+        trainer = Trainer(_config(text, tmp_path / "other", zero=1, steps=20, resume=str(half), **how), comm)
+        part[comm.rank] = trainer.engine.optimizer.exp_avg.flat.size
+        trainer.run()
+
+    half = checkpoint.find(tmp_path / "zero0").path
+    spawn(look, ranks, timeout=100)
+    assert len(set(part.values())) == 1 and part[0] * ranks < _size(tmp_path / "zero0") + 2 * BLOCK * ranks
+    on = _train(text, tmp_path / "zero0", ranks, zero=0, steps=20, resume="auto", **how)[10:]
+    other = read_metrics(tmp_path / "other" / "metrics.jsonl")
+    for key in ("loss", "grad_norm"):
+        same = np.array_equal if deterministic else lambda a, b: np.allclose(a, b, rtol=1e-5)
+        assert same(_losses(whole, key), _losses(sharded, key)) and same(_losses(on, key), _losses(other, key))
+    assert not deterministic or _weights(tmp_path / "zero0") == _weights(tmp_path / "other")
+
+
+def _size(out: Path) -> int:
+    return sum(x.size for x in load_file(checkpoint.find(out).path / "model.safetensors").values())
 
 
 def test_a_run_learns_and_leaves_what_it_promises(text: Path, tmp_path: Path, capsys: Any) -> None:

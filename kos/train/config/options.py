@@ -34,7 +34,7 @@ CUDA_MICRO_BATCH_TOKENS = 32_768
 
 ON_CPU: dict[str, tuple[Any, ...]] = {
     "dtype": ("auto", "float32"), "master_weights": ("float32",), "grad_dtype": ("float32",),
-    "attention": ("auto", "flash"), "zero": (0,), "graph": (True,),
+    "attention": ("auto", "flash"), "graph": (True,),
 }  # fmt: skip
 """Options that mean something on GPUs only, and what they may be on a CPU."""
 
@@ -128,7 +128,7 @@ class TrainConfig(Section):
         "rank, where there are several, add up in float32; over ranks peer rounds once, nccl at each rank)",
         "float32",
     )
-    zero: int = option("Device", "of GPUs, 1: each keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
+    zero: int = option("Device", "1: each rank keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
     recompute: Literal["none", "norms", "block"] = option(
         "Device", "what the backward computes again to save memory: none, norms (and SwiGLU) or whole blocks", "none"
     )

@@ -38,6 +38,7 @@ from kos.train.engine.feed import Feed
 from kos.train.engine.machine import free_memory, peak_flops
 from kos.train.engine.memory_plan import MemoryPlan, plan_memory
 from kos.train.engine.protocol import StepResult
+from kos.train.engine.step import StepProgram
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Llama, Weights
 from kos.train.model.llama_config import LlamaConfig
@@ -58,7 +59,7 @@ DRAWN = 250_000  # elements of the weights drawn for the search; no power of two
 _LOOK_EVERY = 2e-4  # seconds between two looks at whether a step is over
 
 
-class CudaEngine:
+class CudaEngine(StepProgram):
     """One GPU of this rank; with ``--zero 1`` it holds its share of master weights and moments only."""
 
     lag = 1
@@ -134,12 +135,13 @@ class CudaEngine:
             seed=config.seed,
         )  # fmt: skip
         self.feed = Feed(data, rounds, ops)
+        self.count = self.feed.count
         # What a rank knows after a step: whether it was asked to stop, and its losses.
-        self._mine = ops.zeros(1 + len(rounds), np.float64)
-        self._all = self._mine if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
-        self._rounds, self._micro_batches = len(rounds), mesh.dp.size * len(rounds)
+        self.known = ops.zeros(1 + len(rounds), np.float64)
+        self.known_of_all = self.known if comm.size == 1 else ops.zeros((comm.size, 1 + len(rounds)), np.float64)
+        self.accumulation_steps, self._micro_batches = len(rounds), mesh.dp.size * len(rounds)
         self._graph: Graph | None = None
-        self._late = [_Late(self._all, self.optimizer.state) for _ in range(self.lag + 2)]
+        self._late = [_Late(self.known_of_all, self.optimizer.state) for _ in range(self.lag + 2)]
         self._newest: _Late | None = None  # of the steps under way
 
     def _zeros(self, size: int, dtype: Any) -> Array:
@@ -301,13 +303,6 @@ class CudaEngine:
             state.step_count = self.optimizer.step_count
         return state
 
-    def _whole_weights(self) -> Weights:
-        """The weights that passes read; with ZeRO-1 each rank's are gathered first."""
-        if self.sharded:
-            self.parallel.gather(self.weights).wait()
-            self.comm.synchronize()  # what waits for the GPU next knows no timeout
-        return self.weights
-
     # --- steps ---------------------------------------------------------------------------------------
 
     def start_step(self, step: int, stop: bool) -> None:
@@ -316,13 +311,13 @@ class CudaEngine:
         late.begin(stream, self._newest)
         late.asked[0] = stop
         self.feed.take(step)
-        self._mine[:1].copy_from(late.asked, stream)
+        self.known[:1].copy_from(late.asked, stream)
         if self.config.graph:
             self._graph = self._graph or self._capture()
             self._graph.replay(stream)
         else:
-            self._queue_step()
-        late.fetch(self._all, self.optimizer.state, stream)
+            self.queue_step()
+        late.fetch(self.known_of_all, self.optimizer.state, stream)
         self._newest = late
         if step + 1 < self.config.steps:
             self.feed.fetch(step + 1)
@@ -331,37 +326,20 @@ class CudaEngine:
         """The step as a graph, after a rehearsal without effect has loaded all kernels and met all ranks."""
         count = self.optimizer.step_count
         self.optimizer.halt()
-        self._queue_step()
+        self.queue_step()
         self.optimizer.step_count = count
         with capture(self.ops.stream) as graph:
-            self._queue_step()
+            self.queue_step()
         return graph
 
-    def _queue_step(self) -> None:
-        self._queue_gradients()
-        if self.comm.size > 1:
-            self.comm.all_gather(self._mine, self._all)
-        self._queue_norm()
-        self.optimizer.queue_update(self.gradients, 1 / self._micro_batches)
+    def micro_batch(self, index: int) -> tuple[Array, Array]:
+        return self.feed.batch[index][0], self.feed.batch[index][1]
 
-    def _queue_gradients(self) -> None:
-        """Forward and backward of every micro-batch of this rank, and the sums over all."""
-        weights = self.parallel.gather(self.weights) if self.sharded else self.weights
-        lookups = partial(self.parallel.gather_lookups, self.model.arena)
-        for index in range(self._rounds):
-            last = index + 1 == self._rounds
-            tokens, targets = self.feed.batch[index][0], self.feed.batch[index][1]
-            with self.ops.step(self.model.arena):
-                self.model.queue_loss_and_gradients(
-                    weights, tokens, targets, self.gradients, self._mine[1 + index : 2 + index],
-                    accumulate=self.parallel.accumulates(index),
-                    on_gradient=self.parallel.gradient_ready if last else None,
-                    lookups=lookups if last and self.lookups else None, count=self.feed.count,
-                )  # fmt: skip
-            self.parallel.finish_round(index, self._rounds)
-
-    def _queue_norm(self) -> None:
+    def queue_norm(self) -> None:
         self.optimizer.queue_norm(self.gradients, self.group.comm.all_reduce if self.sharded else None)
+
+    def queue_update(self) -> None:
+        self.optimizer.queue_update(self.gradients, 1 / self._micro_batches)
 
     def finish_step(self, step: int) -> StepResult:
         late = self._late[step % len(self._late)]
@@ -388,14 +366,14 @@ class CudaEngine:
 
     def not_finite(self, step: int) -> str | None:
         self.feed.take(step)  # nothing has changed since, but the gradients are those of a later step
-        self._queue_gradients()
-        self._queue_norm()
+        self.queue_gradients()
+        self.queue_norm()
         return self.optimizer.not_finite()
 
     # --- between steps -------------------------------------------------------------------------------
 
     def evaluate(self) -> float:
-        batches, weights = self.data.val_batches(), self._whole_weights()
+        batches, weights = self.data.val_batches(), self.whole_weights()
         mine = []
         for index in range(self.mesh.dp.rank, len(batches), self.mesh.dp.size):
             tokens, targets = batches[index]()
@@ -407,7 +385,7 @@ class CudaEngine:
 
     def sampler(self) -> tuple[Llama, Weights]:
         ops = CudaOps(self.ops.device, self.ops.stream)  # each length is met once: not worth a search
-        return make_model(self.model.config, ops), self._whole_weights()
+        return make_model(self.model.config, ops), self.whole_weights()
 
     def close(self) -> None:
         self._graph = None  # NCCL ends no communicator of which a graph holds calls

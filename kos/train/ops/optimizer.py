@@ -8,22 +8,41 @@ block lies in the cache: a step reads and writes each array of the state once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from kos.train.model.parameters import Parameters
+from kos.train.model.parameters import Parameters, Shard
 
 BLOCK = 16_384  # elements: weights, gradients, two moments and one temporary are 320 KiB, within an L2
 
 
+def squares(flat: np.ndarray, parts: Sequence[slice]) -> np.ndarray:
+    """The sum of squares of each ``BLOCK`` of ``flat``, fp32 within a block; 0 for those outside of ``parts``.
+
+    A part begins at a multiple of ``BLOCK``; what it has beyond the end of ``flat`` is not looked at.
+    """
+    sums = np.zeros(-(-flat.size // BLOCK))
+    for part in parts:
+        for start in range(part.start, min(part.stop, flat.size), BLOCK):
+            block = flat[start : min(start + BLOCK, part.stop)]
+            sums[start // BLOCK] = np.dot(block, block)
+    return sums
+
+
+def root_of_sum(sums: np.ndarray) -> float:
+    """In float64, one after another: the bits do not depend on who worked out which."""
+    total = 0.0
+    for each in sums.tolist():
+        total += each
+    return math.sqrt(total)
+
+
 def global_norm(flat: np.ndarray) -> float:
     """The Euclidean norm of a flat fp32 array: fp32 within a block, float64 across blocks."""
-    total = 0.0
-    for start in range(0, flat.size, BLOCK):
-        block = flat[start : start + BLOCK]
-        total += float(np.dot(block, block))
-    return math.sqrt(total)
+    return root_of_sum(squares(flat, [slice(0, flat.size)]))
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -32,16 +51,20 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
 
 
 class AdamW:
-    """AdamW over ``weights.flat``; matrices are decayed, vectors (norms) are not."""
+    """AdamW over ``weights.flat``; matrices are decayed, vectors (norms) are not.
+
+    With ``parts`` only those are updated, and have moments (ZeRO-1).
+    """
 
     def __init__(
         self, weights: Parameters, *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-        weight_decay: float = 0.1,
+        weight_decay: float = 0.1, parts: Sequence[slice] | None = None,
     ) -> None:  # fmt: skip
-        self.weights, self.exp_avg, self.exp_avg_sq = weights, weights.like(), weights.like()
+        held: Any = weights.like() if parts is None else Shard(weights, parts, weights.flat.dtype)
+        self.weights, self.exp_avg, self.exp_avg_sq = weights, held, held.like()
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.step_count = 0
-        self._blocks = _blocks(weights)
+        self._blocks = _blocks(weights, held.parts())
         self._scratch = np.empty(BLOCK, weights.flat.dtype)
 
     def step(self, gradients: Parameters, lr: float, scale: float = 1.0) -> None:
@@ -53,9 +76,9 @@ class AdamW:
         beta1, beta2 = self.betas
         step_size = lr / (1 - beta1**self.step_count)
         root = 1 / math.sqrt(1 - beta2**self.step_count)
-        arrays = (self.weights.flat, gradients.flat, self.exp_avg.flat, self.exp_avg_sq.flat)
-        for span, decayed in self._blocks:
-            w, g, m, v = (array[span] for array in arrays)
+        for span, local, decayed in self._blocks:
+            w, g = self.weights.flat[span], gradients.flat[span]
+            m, v = self.exp_avg.flat[local], self.exp_avg_sq.flat[local]
             t = self._scratch[: w.size]
             if scale != 1.0:
                 g *= scale
@@ -75,13 +98,16 @@ class AdamW:
             w -= t
 
 
-def _blocks(weights: Parameters) -> list[tuple[slice, bool]]:
-    """Slices of the flat array that fit in the cache, each of one tensor, and whether it is decayed."""
-    return [
-        (slice(at, min(at + BLOCK, span.stop)), len(weights.shapes[name]) >= 2)
-        for name, span in weights.spans.items()
-        for at in range(span.start, span.stop, BLOCK)
-    ]
+def _blocks(weights: Parameters, parts: Sequence[tuple[slice, slice]]) -> list[tuple[slice, slice, bool]]:
+    """Slices that fit in the cache, each of one tensor and part: of the flat array, of what is held; if decayed."""
+    blocks = []
+    for name, span in weights.spans.items():
+        for part, local in parts:
+            stop = min(span.stop, part.stop)
+            for at in range(max(span.start, part.start), stop, BLOCK):
+                end, shift = min(at + BLOCK, stop), local.start - part.start
+                blocks.append((slice(at, end), slice(at + shift, end + shift), len(weights.shapes[name]) >= 2))
+    return blocks
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Profiler:
         else:
             engine.optimizer.ops = watched
             self._watch_kernels(self.ops)
-            engine._queue_step = self._alone(engine._queue_step)
+            engine.queue_step = self._alone(engine.queue_step)
         for part in getattr(comm.backend, "gpus", (comm.backend,)):
             if isinstance(part, DeviceBackend):
                 self._watch(part)
