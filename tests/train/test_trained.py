@@ -92,7 +92,7 @@ def test_wrong_targets_are_named(run: Path) -> None:
     for targets in ([1, 2, 3], [1, -2], [1, 99]):
         with pytest.raises(InvalidArgument, match=r"expected targets of shape \(1, 2\) from -1 to \d+, got "):
             model.loss([1, 2], targets)
-    with pytest.raises(InvalidArgument, match="expected temperature of 0 or more, got -1"):
+    with pytest.raises(InvalidArgument, match="temperature: expected 0 or more, got -1"):
         model.generate(temperature=-1)
     with pytest.raises(AttributeError, match=r"module 'kos.train' has no attribute 'lode'"):
         kos.train.lode  # noqa: B018
