@@ -182,7 +182,7 @@ def test_a_save_that_takes_long_is_waited_for_and_that_is_said(monkeypatch: Any)
 
 MOMENTS = {
     "imports": "from kos.train.config import flags\nparse = flags.parse\nflags.parse = lambda a: (go(), parse(a))[1]\n",
-    "loading": "from kos.train import run as loop\nloop.load_data = lambda config: go()\n",
+    "loading": "from kos.train import run as loop\nloop.load_data = lambda *a: go()\n",
     "weights": "from kos.train.model.llama_config import LlamaConfig\nLlamaConfig.init_weights = lambda *a: go()\n",
     "validation": "from kos.train.engine import cpu\nlast = cpu.CpuEngine.evaluate\n"
     "cpu.CpuEngine.evaluate = lambda self: (go(), last(self))[1]\n",
