@@ -1,6 +1,6 @@
 """Every error that kos raises on purpose, in one hierarchy.
 
-Each message names what was expected and what was got.  ``KosError`` catches all of them; those that
+Each message names expected and got.  ``KosError`` catches all of them; those that
 stand for a builtin condition also inherit the builtin (``ValueError``, ``TimeoutError``).
 """
 
@@ -72,7 +72,7 @@ class TrainingError(KosError):
 
 
 class OutOfMemory(KosError, MemoryError):
-    """A device or a planned area has too little memory; names what was asked and what is free."""
+    """A device or a planned area has too little memory; names the bytes asked for and free."""
 
 
 class CudaError(KosError):

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, the user's cache, what can be written, and readers that have seen enough."""
+"""Files that appear whole or not at all, the user's cache, checks of output files, and closed output pipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file to a temporary name, fsync it, and rename it.  A failure leaves what was there."""
+    """Write a file to a temporary name, fsync it, and rename it.  A failure leaves the former file."""
     # A name of its own and no lock: a signal may ask for the same file in the midst of this.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_drafts)}.tmp")
     try:
@@ -46,7 +46,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """What is printed within is on its way at the end; a reader that has seen enough, ``head`` for one, is no error."""
+    """Flush the output at the end of the block.  A reader that closes the pipe early, such as ``head``, is no error."""
     try:
         yield
         if sys.stdout is not None:  # else it was closed before

@@ -16,7 +16,6 @@ import pytest
 from kos.doctor import checks, ranks
 from kos.doctor.__main__ import Doctor
 from kos.doctor.checks import BAD, NO, OK, Check
-from kos.doctor.ranks import Matrix
 from kos.doctor.report import Report
 from kos.errors import install
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
@@ -24,16 +23,13 @@ from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 ROOT = Path(__file__).resolve().parents[1]
 
 
-PATIENT = "import kos.doctor.__main__ as d\nd.NOTICE, d.GRACE = 1e3, 1e3"  # for a slow machine
+PATIENT = "import kos.doctor.__main__ as d\nd.GRACE = 1e3"  # for a slow machine
 
 
 def run(*arguments: str, launcher: tuple[str, ...] = (), code: str = "", **environment: str) -> tuple[int, str]:
     """Exit code and output of the doctor in processes of its own; ``code`` runs before it."""
-    start = (
-        ["-m", "kos.doctor"]
-        if not code
-        else ["-c", f"{code}\nimport sys, kos.doctor.__main__ as d\nsys.exit(d.main())"]
-    )
+    code = f"{code}\nimport sys, kos.doctor.__main__ as d\nsys.exit(d.main())" if code else ""
+    start = ("-c", code) if code else ("-m", "kos.doctor")
     pipes = {"capture_output": False, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = run_program(*launcher, sys.executable, *start, *arguments, env={**OUTSIDE, **environment}, **pipes)
     return done.returncode, done.stdout
@@ -49,31 +45,22 @@ def test_alone() -> None:
 
 
 @needs_mpirun
-def test_under_mpirun(tmp_path: Path) -> None:
-    picture = tmp_path / "pairs.png"
-    code, said = run("--plot", str(picture), "--json", launcher=(MPIRUN, "-n", "2"), code=PATIENT)
+def test_under_mpirun() -> None:
+    code, said = run("--json", launcher=(MPIRUN, "-n", "2"), code=PATIENT)
     report = json.loads(said)
     assert code == 0 and report["will_train"] and report["ranks"] == 2
     assert next(check for check in report["checks"] if check["name"] == "all_reduce")["ranks"] == [0, 1]
     assert any(line.split()[:4] == ["all_reduce", "mpi", "shared", "memory"] for line in report["backends"])
-    host = next(matrix for matrix in report["matrices"] if matrix["what"] == "host")
-    for rows in (host["gigabytes_per_second"], host["latency_us"]):
-        assert rows[0][0] is rows[1][1] is None and rows[0][1] > 0 and rows[1][0] > 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @needs_mpirun
-@pytest.mark.parametrize(("missing", "told"), [(0, "kos: error: rank 1: "), (1, "bad ")])
-def test_a_rank_that_does_not_reach_mpi_init(missing: int, told: str) -> None:
-    late = f'test "$OMPI_COMM_WORLD_RANK" = {missing} && sleep 300; exec "$@"'
-    code = "import kos.doctor.__main__ as d\nd.NOTICE, d.GRACE = 0.5, 1.0\n"
-    code += "d.faulthandler.dump_traceback_later = lambda *_, **__: None"  # which is for what holds Python up
+def test_a_rank_that_does_not_reach_mpi_init() -> None:
+    late = 'test "$OMPI_COMM_WORLD_RANK" = 1 && sleep 300; exec "$@"'
+    code = "import kos.doctor.__main__ as d\nd.GRACE = 1.0\n"
+    code += "d.faulthandler.dump_traceback_later = lambda *_, **__: None"  # for waits that hold Python's lock
     status, said = run("--timeout", "1", launcher=(MPIRUN, "-n", "2", "sh", "-c", late, "sh"), code=code)
-    assert status == 1
-    why = f"; MPI_Init waits for 2 ranks, of which rank {1 - missing} came on this host"
     lines = [" ".join(line.split()) for line in said.splitlines()]
-    assert f"kos: rank {1 - missing}: finding the other ranks: no end yet after 0.5 s of 1{why}" in lines
-    assert f"{told}finding the other ranks{':' * (missing == 0)} no end within 1 s{why}" in lines
+    assert status == 1 and "bad finding the other ranks no end within 1 s" in lines
 
 
 def place(rank: int, size: int) -> dict[str, str]:
@@ -88,9 +75,6 @@ def test_a_rank_that_does_not_come() -> None:
     assert code == 1 and "These" not in said
     assert "did not come within 1 s" in said and "ok   Python" in said
     assert said.splitlines()[-1] == "This rank cannot train, see: finding the other ranks."
-
-
-def test_a_rank_that_is_not_0_says_on_one_line_that_nobody_came() -> None:
     code, said = run("--timeout", "1", code=PATIENT, **place(1, 2))
     assert code == 1 and said.count("\n") == 1
     assert said.startswith("kos: error: rank 1: finding the other ranks: rendezvous: rank 1 did not reach rank 0")
@@ -105,32 +89,6 @@ def test_ranks_by_environment() -> None:
     code, said = run("--json", code=PATIENT, **where)
     other.join()
     assert code == 0 and json.loads(said)["ranks"] == 2 and told[0] == (0, "")
-
-
-@pytest.mark.parametrize(
-    ("size", "file", "problem"),
-    [
-        (1, "x.pdf", "expected a picture's name that ends in .png or .svg"),
-        (1, "/nowhere/x.png", "expected a file to write, got no such folder"),
-        (1, "x.png", f"a picture needs matplotlib: {install('plot')}"),
-        pytest.param(2, "x.png", "a picture", marks=needs_mpirun),
-    ],
-)
-def test_what_cannot_be_plotted_is_refused_first(tmp_path: Path, size: int, file: str, problem: str) -> None:
-    (tmp_path / "matplotlib.py").write_text("raise ImportError")
-    launcher = (MPIRUN, "-n", "2") if size > 1 else ()
-    code, said = run("--plot", str(tmp_path / file), launcher=launcher, PYTHONPATH=f"{tmp_path}:{ROOT}")
-    lines = [line for line in said.splitlines() if line.startswith("kos: error: --plot: ")]
-    assert code == 2 and 1 <= len(lines) <= size and problem in lines[0]  # mpirun may end the slower one
-    assert size > 1 or said.count("\n") == 1
-
-
-def test_a_picture_of_nothing(tmp_path: Path) -> None:
-    code, said = run("--plot", str(tmp_path / "x.png"))
-    assert code == 2 and "This rank can train." in said and not (tmp_path / "x.png").exists()
-    assert said.splitlines()[-1].startswith("kos: error: --plot: nothing to measure: expected two ranks or more")
-    code, said = run("--measure")
-    assert code == 0 and "no   --measure " in said
 
 
 def test_another_mpirun() -> None:
@@ -155,28 +113,30 @@ def test_what_hangs_is_told_and_ended(wait: str, told: str) -> None:
     assert "Timeout" in said or "no end within 1 s" in said
 
 
-def test_no_alarm_goes_off_while_the_report_is_printed_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_alarms_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     alarms: list[str] = []
     for name in ("dump_traceback_later", "cancel_dump_traceback_later"):
         monkeypatch.setattr(f"faulthandler.{name}", lambda *_, name=name, **__: alarms.append(name))
     doctor = Doctor(argparse.Namespace())
     doctor.begin("a stage", 60)
-    assert all(timer.is_alive() for timer in doctor.timers) and alarms[-1] == "dump_traceback_later"
+    assert doctor.alarm is not None and doctor.alarm.is_alive() and alarms[-1] == "dump_traceback_later"
     doctor.rest()
-    assert all(timer.finished.is_set() for timer in doctor.timers) and alarms[-1] == "cancel_dump_traceback_later"
+    assert doctor.alarm.finished.is_set() and alarms[-1] == "cancel_dump_traceback_later"
 
 
-def test_what_nobody_expected_is_a_finding() -> None:
-    code = "import kos.doctor.__main__ as d\nd.ranks.trial = lambda comm: 1 / 0"
+@pytest.mark.parametrize(
+    ("code", "finding"),
+    [
+        ("import kos.doctor.__main__ as d\nd.ranks.trial = lambda comm: 1 / 0", "ZeroDivisionError: division"),
+        (
+            "from kos.comm import Communicator as C\nf = C.all_reduce\nC.all_reduce = lambda self, x: f(self, x) + 1",
+            "in memory of the host: 1000003 of 1000003 elements are wrong",
+        ),
+    ],
+)
+def test_an_all_reduce_that_fails_or_is_wrong(code: str, finding: str) -> None:
     status, said = run(code=code)
-    assert status == 1 and "bad  all_reduce" in said
-    assert "ZeroDivisionError: division" in said and "backend  usable" in said
-
-
-def test_a_wrong_sum_ends_training() -> None:
-    code = "from kos.comm import Communicator as C\nf = C.all_reduce\nC.all_reduce = lambda self, x: f(self, x) + 1"
-    status, said = run(code=code)
-    assert status == 1 and "in memory of the host: 1000003 of 1000003 elements are wrong" in said
+    assert status == 1 and "bad  all_reduce" in said and finding in said and "backend  usable" in said
     assert said.splitlines()[-1] == "This rank cannot train, see: all_reduce."
 
 
@@ -196,9 +156,7 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_version", lambda name: None if name in ("rich", "nccl4py") else "1.0")
     found = {check.name: check for check in checks.packages()}
     assert found["packages (core)"].verdict == OK
-    assert found["packages (train)"] == Check(
-        "packages (train)", BAD, "not installed: rich", install("train")
-    )
+    assert found["packages (train)"] == Check("packages (train)", BAD, "not installed: rich", install("train"))
     assert found["packages (cuda)"] == Check("packages (cuda)", NO, "not installed: nccl4py")  # and no GPU to want it
     monkeypatch.setattr(checks, "_kernel_driver", lambda: "NVRM version: 580")
     found = {check.name: check for check in checks.packages()}
@@ -296,23 +254,15 @@ def test_the_report_says_what_is_common_once() -> None:
     report = Report(size=3)
     same, mine = Check("one", OK, "alike"), Check("two", NO, "differs", "mend it")
     report.add([[same, mine], [same, Check("two", NO, "differs more", "mend it")], [same, Check("two", BAD, "broken")]])
-    report.matrices = [Matrix("GPU", ["0", "1"], [[None, 394.0], [393.5, None]], [[None, 1.2], [1.25, None]])]
     said = report.to_text()
     assert "ok   one  alike\n" in said and "no   two  differs  (rank 0)\n          -> mend it\n" in said
     assert said.count("mend it") == 1
-    assert "bad  two  broken  (rank 2)" in said and "393.5" in said
+    assert "bad  two  broken  (rank 2)" in said
     assert said.endswith("These 3 ranks cannot train, see: two.") and not report.to_json()["will_train"]
 
 
 @pytest.mark.gpu
 def test_gpus_of_one_process() -> None:
-    size = len(ranks.visible_devices())
-    if size < 2:
+    if len(ranks.visible_devices()) < 2:
         pytest.skip("needs two GPUs")
-    check, matrix = ranks.gpus_of_this_process(20, measure=True)
-    assert check.verdict == OK and matrix is not None
-    print(matrix)
-    for i in range(size):
-        for j in range(size):
-            if i != j:
-                assert (matrix.gigabytes_per_second[i][j] or 0) > 1 and 0.1 < (matrix.latency_us[i][j] or 0) < 100
+    assert ranks.gpus_of_this_process(20).verdict == OK

@@ -7,7 +7,7 @@ import logging
 import os
 from datetime import datetime
 
-from kos.comm.arguments import check_timeout, number_in
+from kos.comm.arguments import check_timeout, number_in, truth
 from kos.comm.backend import Backend, Probe
 from kos.comm.communicator import Communicator
 from kos.comm.gpu.auto import AutoBackend
@@ -19,7 +19,7 @@ from kos.comm.registry import BACKENDS, probe_all, register_backend, register_in
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.choose import default_rendezvous
 from kos.comm.tuning import for_group
-from kos.comm.work import Work
+from kos.comm.work import ProgressThread, Work
 from kos.errors import BackendUnavailable, InvalidArgument, RendezvousError
 
 __all__ = [
@@ -36,13 +36,14 @@ def init(
     timeout: float = 120.0,
     device: int | None = None,
     process_hooks: bool = True,
+    progress_thread: bool = False,
 ) -> Communicator:
     """The communicator of all ranks of this program.  Collective.
 
     ``backend`` is a name: one of kos's own, of ``kos.register_backend``, or of an installed package.  "auto" takes for
     host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster at
     (``Communicator.explain`` says what and why).  ``rendezvous`` is how the ranks find each other.  Without one it is
-    MPI under mpirun, else the environment where torchrun, srun or a shell says which rank this is, else a group of
+    MPI under mpirun, else the environment where torchrun, srun or a shell sets the rank, else a group of
     one; with ``backend="mpi"`` it is MPI, which makes a group of one of a process that no mpirun started.  ``timeout``
     in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where it uses one
     (default: by its place among the ranks of the machine).  NCCL's ranks join on a thread: its first call waits for
@@ -51,6 +52,12 @@ def init(
     ``process_hooks=False`` leaves the process as it is, for a framework that ends and reports its jobs itself: kos then
     sets no exception hooks, no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable
     or setting of Open MPI and mpi4py.
+
+    ``progress_thread=True`` moves operations with ``async_op=True`` on host memory while the program computes; without
+    it they move only while the program is in kos (``Work.wait``, ``done``, another call).  What overlaps is computation
+    that frees Python's lock, as NumPy's does on large arrays.  It pays where ranks wait for a network or have idle
+    cores, not between ranks of one host that keep all cores busy.  The thread sleeps while nothing is in flight, and
+    ends with the communicator that ``init`` returns.  Raises BackendUnavailable for an MPI without THREAD_MULTIPLE.
 
     Raises BackendUnavailable where the backend asked for cannot run, or none for the ``device`` that a rank was
     given, with the reason; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where
@@ -65,33 +72,39 @@ def init(
     if not isinstance(rendezvous, Rendezvous | None):
         raise InvalidArgument(f"rendezvous: expected a Rendezvous or None, got {rendezvous!r}")
     device = None if device is None else number_in("device", device, 0, 1 << 16)
+    progress_thread = truth("progress_thread", progress_thread)
     listen()
     if rendezvous is None:
         rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)
     if device is not None:
         rendezvous.device = device
     rendezvous.call = "init"
-    probes, told = _agree(backend, device, rendezvous)
+    probes, requested = _agree(backend, device, rendezvous)
     chosen = backend
     if backend == "auto":
         usable = [name for name, probe in probes.items() if probe.usable]
         chosen = next((name for name in usable if not BACKENDS[name].on_gpu), "")
         if not chosen:
             raise BackendUnavailable(f"auto: no backend can run here: {_reasons(probes)}")
-    elif told is not None and not BACKENDS[backend].on_gpu:
-        raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {told}")
+    elif requested is not None and not BACKENDS[backend].on_gpu:
+        raise InvalidArgument(f"device: expected None with backend {backend!r}, which uses no GPU, got {requested}")
     elif not probes[backend].usable:
         raise BackendUnavailable(f"{backend}: {probes[backend].reason}")
     log.info("backend %s: %s", chosen, probes[chosen].reason)
     made = BACKENDS[chosen](rendezvous)
+    if progress_thread:
+        made.check_threads()
     if backend == "auto":
         if gpus := _for_gpus(rendezvous, probes, made):
             made = AutoBackend(rendezvous, made, gpus)
-        elif told is not None:
+        elif requested is not None:
             made.close()
             why = _reasons({name: probes[name] for name, kind in BACKENDS.items() if kind.on_gpu})
-            raise BackendUnavailable(f"auto: expected a backend for GPU {told}, got none: {why}")
-    return Communicator(made, rendezvous, probes, timeout)
+            raise BackendUnavailable(f"auto: expected a backend for GPU {requested}, got none: {why}")
+    comm = Communicator(made, rendezvous, probes, timeout)
+    if progress_thread:
+        comm._progress = ProgressThread(made.engine)
+    return comm
 
 
 def _reasons(probes: dict[str, Probe]) -> str:
@@ -120,13 +133,13 @@ def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend) -
 def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dict[str, Probe], str | None]:
     """What all ranks together can use: a backend that one rank cannot use is usable on none.
 
-    Beside it the first device that a rank was told to use, and that rank.
+    Beside it the first device that a rank requested, and that rank.
     """
     mine = probe_all(BACKENDS, rendezvous)
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
     job = f"{datetime.now():%Y%m%d-%H%M%S-%f}-{os.urandom(4).hex()}"  # begins with the time: folders are sorted
-    said = [wanted, ballot, job, device]
-    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(said).encode())]
+    mine_ballot = [wanted, ballot, job, device]
+    ballots = [json.loads(b) for b in rendezvous.allgather(json.dumps(mine_ballot).encode())]
     rendezvous.job = ballots[0][2]
     for rank, (theirs, *_) in enumerate(ballots):
         if theirs != wanted:

@@ -1,48 +1,36 @@
 """Backend: the trait behind a Communicator.
 
-A backend brings a point-to-point transport and, where it has them, native calls.  This base class carries
-every operation: it stages the reduction (16-bit floats accumulate in fp32), asks ``native`` first, and runs
-a schedule over the transport where there is no native call.  So every backend has every operation, and
-every operation has one meaning.
+``ScheduledBackend`` (scheduled.py) carries every operation over messages, ``DeviceBackend`` (gpu/) by kernels.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from kos.comm.cached import CallCache
 from kos.comm.failures import again
-from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Call, Operation
+from kos.comm.operation import Call
 from kos.comm.recorder import failed
-from kos.comm.reduction import Reduction
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.schedules import runnable
-from kos.comm.schedules.execute import Request, Transport, execute
-from kos.comm.work import Engine, Idle, Steps, Work
+from kos.comm.work import Engine, Idle, Work
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
     CollectiveTimeout,
     Interrupted,
-    InvalidArgument,
     KosError,
     RankLost,
 )
 
-Array = np.ndarray[Any, Any]
-Key = TypeVar("Key")
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can carry a group; ``reason`` says why not (or with what)."""
+    """Whether a backend can carry a group; ``reason`` is why not, or what it uses."""
 
     usable: bool
     reason: str
@@ -52,20 +40,7 @@ class Probe:
 
 _UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # raised where the call is not known, by a transport
 
-SHRINKS = "it shrinks the communicator"  # how a rank that goes on without the lost ones is gone
-
-# The schedule of each collective, and the one that adds in rank order.
-_DEFAULTS = {
-    "all_reduce": ("ring", "two_shot"),
-    "reduce": ("tree", "one_shot"),
-    "reduce_scatter": ("ring", "one_shot"),
-    "broadcast": ("tree", "tree"),
-    "all_gather": ("ring", "ring"),
-    "all_to_all": ("pairwise", "pairwise"),
-    "gather": ("direct", "direct"),
-    "scatter": ("direct", "direct"),
-}
-_SMALL = 32 * 1024  # bytes under which latency, not bandwidth, decides between schedules
+SHRINKS = "it shrinks the communicator"  # why a survivor has closed the old one
 
 _SHOWN = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
 _SHOWN_BYTES = {"1 KB": 1 << 10, "32 KB": 1 << 15, "1 MB": 1 << 20, "32 MB": 1 << 25, "1 GB": 1 << 30}
@@ -73,7 +48,7 @@ _BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, Tru
 
 
 class Backend(ABC):
-    """One way to carry collectives.  Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
+    """One way to carry operations.  Subclasses give ``name``, ``probe``, ``prepare`` and ``start``."""
 
     name: str
     on_gpu: ClassVar[bool] = False
@@ -83,9 +58,8 @@ class Backend(ABC):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
-        self.timeout = rendezvous.timeout  # seconds that it waits where no operation says; follows the communicator's
+        self.timeout = rendezvous.timeout  # seconds, where no operation has one; follows the communicator's
         self.engine = engine or Engine()
-        self.transport: Transport
         self.cache = CallCache()
         self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
 
@@ -99,27 +73,27 @@ class Backend(ABC):
         """How one wait of this backend waits."""
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
-        """The same kind of backend for a part of the group; its operations progress with this one's.
+        """The backend of a split, whose operations progress with this one's; None where ``rendezvous`` and color are.
 
-        Called on every rank, as ``Communicator.split`` was; ``rendezvous`` is None where ``color`` is.
+        Called on every rank, as ``Communicator.split`` was.
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
-    def withdraw(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         """``abort`` before ``shrink``, which may build upon what this leaves."""
         self.abort(reason)
 
     def shrink(self, rendezvous: Rendezvous) -> Backend:
-        """The backend of the ranks of ``rendezvous``, which are left of this one's.  Collective, after ``withdraw``."""
+        """The backend of the ranks of ``rendezvous``, the survivors of this one's.  Collective, after ``revoke``."""
         backend = self.split(rendezvous, 0, rendezvous.rank)
         assert backend is not None
         return backend
 
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
-        """Give back what the backend holds.  Collective; nothing may be in flight."""
+        """Free what the backend holds.  Collective; nothing may be in flight."""
 
     def abort(self, reason: str) -> None:  # noqa: B027
-        """Give up on everything in flight without waiting for anybody; ranks that can be told hear why."""
+        """End everything in flight without waiting for other ranks; they are notified of the reason where possible."""
 
     def synchronize(  # noqa: B027
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
@@ -130,20 +104,15 @@ class Backend(ABC):
         """An array in the memory that this backend moves best.  Collective."""
         return np.empty(shape, dtype)
 
+    @abstractmethod
     def prepare(self, call: Call) -> None:
         """Refuse, before anything is sent, what this backend cannot carry; find what can be found beforehand.
 
         Raises InvalidArgument, for memory of a GPU for one.
         """
-        o, options = call.operation, call.operation.options
-        buffer = o.send or o.recv
-        if buffer is not None and buffer.device is not None:
-            raise InvalidArgument(
-                f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
-                f"{buffer.place}; nccl, peer and auto carry it"
-            )
-        if options.algorithm != AUTO and self.size > 1:
-            runnable(o.name, options.algorithm, self.size, root=o.root or 0)
+
+    def check_threads(self) -> None:  # noqa: B027
+        """Raise BackendUnavailable where operations may not be moved by another thread than the program's."""
 
     @property
     def carries_host(self) -> bool:
@@ -158,7 +127,7 @@ class Backend(ABC):
         """Whether it started ``work``; splits share an engine."""
         return work.backend is self
 
-    def check_fit(self, what: object) -> None:
+    def raise_failure(self, what: object) -> None:
         """Raise the first failure of this communicator, if there was one, from ``what``, which is called now."""
         if self.broken is not None:
             raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
@@ -166,21 +135,15 @@ class Backend(ABC):
     def refuse(self, call: Call) -> NoReturn:
         """Raise the first failure of this communicator from ``call``, which is on record already."""
         try:
-            self.check_fit(call.name)
+            self.raise_failure(call.name)
         except KosError as error:
             failed(call, error)
             raise
         raise AssertionError(f"{call}: refused without a reason")
 
+    @abstractmethod
     def start(self, call: Call) -> Work[Any] | None:
-        """Launch a prepared call; None where it is queued in the order of its stream, so that nobody waits."""
-        if self.broken is not None:
-            self.refuse(call)
-        if self.ledger.board.last is not None:
-            self.ledger.board.go_on()
-        work: Work[Any] = Work(call, self._steps(call), self)
-        self.engine.launch(work)
-        return work
+        """Launch a prepared call; None where it is queued on its stream and needs no wait."""
 
     def in_order(self, calls: Sequence[Call]) -> Sequence[Call]:
         """The calls of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
@@ -194,35 +157,21 @@ class Backend(ABC):
         """What waits for a prepared call where ``start`` returns None; None where ``start`` returns a Work."""
         return None
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         """By which backend and algorithm an operation on float32 goes; ``nbytes`` are those that a rank brings."""
-        return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
+        return self.name
 
     def routes(self, place: str = "") -> list[tuple[str, ...]]:
-        """``carrier`` of the usual operations as the rows of a table, for ``Communicator.explain``."""
+        """``route_of`` the usual operations as the rows of a table, for ``Communicator.explain``."""
         rows: list[tuple[str, ...]] = [(f"float32{place}", *_SHOWN_BYTES)]
         for name in _SHOWN if self.size > 1 else ():
             alike: dict[tuple[str, ...], list[str]] = {}
             for kind, how in _BUFFERS.items():
-                cells = tuple(self.carrier(name, nbytes, *how) for nbytes in _SHOWN_BYTES.values())
+                cells = tuple(self.route_of(name, nbytes, *how) for nbytes in _SHOWN_BYTES.values())
                 alike.setdefault(cells, []).append(kind)
             labels = (name if "" in kinds else f"{name} ({'; '.join(kinds)})" for kinds in alike.values())
             rows += [(label, *cells) for label, cells in zip(labels, alike, strict=True)]
         return rows if rows[1:] else []
-
-    # What a subclass may add.
-
-    def agree(self, call: Call) -> Callable[[], bool] | None:
-        """Compare this call with the other ranks' calls of the same sequence number.
-
-        Returns a poll that says whether every rank has come (None if this backend cannot see), and raises
-        CollectiveMismatch where the calls do not belong together.
-        """
-        return None
-
-    def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
-        """The backend's own call for one staged collective, or None to have it run as a schedule."""
-        return None
 
     def missing(self, call: Call) -> str:
         """At a timeout: which ranks did not arrive, as far as known."""
@@ -237,11 +186,11 @@ class Backend(ABC):
         """The error of an operation that took too long."""
         return CollectiveTimeout(f"{call}: not complete after {seconds} s; {self.missing(call)}")
 
-    def report(self, call: Call | None) -> None:  # noqa: B027
+    def report_wait(self, call: Call | None) -> None:  # noqa: B027
         """This rank has waited for ``call`` for a while, and still does; None: no longer."""
 
     def failed(self, call: Call, error: Exception) -> KosError:
-        """What to raise for an error in an operation; also leaves its memory safe to give back."""
+        """What to raise for an error in an operation, whose memory may be freed afterwards."""
         if not isinstance(error, KosError):
             cause, error = error, CollectiveError(f"{call}: {type(error).__name__}: {error}")
             error.__cause__ = cause
@@ -251,222 +200,13 @@ class Backend(ABC):
             self.broken = again(error)
         return error
 
-    # How operations are carried.
-
-    def _steps(self, call: Call) -> Steps:
-        carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
-        everybody_came = self.agree(call) if call.collective else None
-        if everybody_came is None:
-            yield from carry(call)
-            return
-        try:
-            while not everybody_came():  # before a byte moves: lengths that differ are not MPI's to meet
-                yield
-            for _ in carry(call):
-                everybody_came()  # raises where waiting would not end
-                yield
-        except BaseException:
-            tag = self._tag(call)
-            self.transport.forget(lambda message: message.tag == tag)
-            raise
-
-    def _carry(self, call: Call, collective: str, **spaces: Array) -> Steps:
-        """Run one staged collective, natively or as a schedule."""
-        o = call.operation
-        if self.size == 1:
-            if "input" in spaces:
-                np.copyto(spaces["output"], spaces["input"])
-            return
-        native = self.native(call, spaces, collective)
-        if native is not None:
-            yield from native
-            return
-        nbytes = max(space.nbytes for space in spaces.values())
-        if nbytes == 0:
-            return
-        algorithm = self.choose(o, collective, nbytes)
-        schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
-        combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves asks for none
-        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(call))
-
-    def choose(self, o: Operation, collective: str, nbytes: int) -> str:
-        """The schedule for a call that leaves the choice to us."""
-        if o.options.algorithm != AUTO:
-            return o.options.algorithm
-        if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
-            return "halving_doubling"
-        return _DEFAULTS[collective][o.options.deterministic]
-
-    def _tag(self, call: Call) -> int:
-        return COLLECTIVE_TAGS + call.sequence % COLLECTIVE_TAGS
-
-    def _all_reduce(self, call: Call) -> Steps:
-        """Also reduce, where ranks other than the root keep their input: partial sums live in a copy."""
-        o = call.operation
-        x, out, reduction = _reducing(o)
-        gets = o.root is None or o.root == self.rank
-        staged = reduction.stage(x, out if gets else None)
-        yield from self._carry(call, o.name, data=staged)
-        if gets:
-            reduction.finish(staged, out)
-
-    _reduce = _all_reduce
-
-    def _reduce_scatter(self, call: Call) -> Steps:
-        o = call.operation
-        x, out, reduction = _reducing(o)
-        staged = x if reduction.is_plain and not np.may_share_memory(x, out) else reduction.stage(x, None)
-        part = out if out.dtype == reduction.carrier else np.empty(out.shape, reduction.carrier)
-        yield from self._carry(call, "reduce_scatter", input=staged, output=part)
-        reduction.finish(part, out)
-
-    def _broadcast(self, call: Call) -> Steps:
-        o = call.operation
-        assert o.send is not None and o.recv is not None
-        if self.rank == o.root and o.send is not o.recv:
-            np.copyto(o.recv.flat, o.send.flat)
-        yield from self._carry(call, "broadcast", data=o.recv.flat)
-
-    def _all_gather(self, call: Call) -> Steps:
-        """Also gather, scatter and all_to_all: what this rank has goes in, what it gets comes out."""
-        o = call.operation
-        spaces = {"input": o.send, "output": o.recv}
-        flat = {space: buffer.flat for space, buffer in spaces.items() if buffer is not None}
-        if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
-            flat["input"] = flat["input"].copy()
-        yield from self._carry(call, o.name, **flat)
-
-    _gather = _scatter = _all_to_all = _all_gather
-
-    def _all_gather_v(self, call: Call) -> Steps:
-        o = call.operation
-        assert o.send is not None and o.recv is not None
-        yield from self._exchange(call, [o.send.flat] * self.size, _pieces(o.recv.flat, o.recv_counts))
-
-    def _all_to_all_v(self, call: Call) -> Steps:
-        o = call.operation
-        assert o.send is not None and o.recv is not None
-        yield from self._exchange(call, _pieces(o.send.flat, o.send_counts), _pieces(o.recv.flat, o.recv_counts))
-
-    def _reduce_scatter_v(self, call: Call) -> Steps:
-        o = call.operation
-        x, out, reduction = _reducing(o)
-        staged = x if reduction.is_plain else reduction.stage(x, None)
-        parts = np.empty((self.size, out.size), staged.dtype)
-        yield from self._exchange(call, _pieces(staged, o.send_counts), list(parts))
-        for part in parts[1:]:
-            reduction.combine(parts[0], part)
-        reduction.finish(parts[0], out)
-
-    def _barrier(self, call: Call) -> Steps:
-        native = self.native(call, {}, "barrier") if self.size > 1 else None
-        yield from self._meet(self._tag(call)) if native is None else native
-
-    _split = _duplicate = _barrier  # the rendezvous, which makes the groups, compares no calls
-
-    def _meet(self, tag: int) -> Steps:
-        """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
-        empty, distance = np.empty(0, np.uint8), 1
-        while distance < self.size:
-            send = self.transport.isend(empty, (self.rank + distance) % self.size, tag)
-            recv = self.transport.irecv(empty, (self.rank - distance) % self.size, tag)
-            yield from self._wait_for(send, recv)
-            distance *= 2
-
-    def _message(self, call: Call) -> Steps:
-        """send, recv and send_recv: the receive is posted first, so that two ranks may swap."""
-        o, message = call.operation, call.operation.message
-        requests: list[Request] = []
-        try:
-            if message.src is not None:
-                assert o.recv is not None
-                requests.append(self.transport.irecv(o.recv.flat, message.src, message.recv_tag))
-            if message.dst is not None:
-                assert o.send is not None
-                requests.append(self.transport.isend(o.send.flat, message.dst, message.tag))
-            wrong: CollectiveMismatch | None = None
-            for request in requests:
-                try:
-                    yield from self._wait_for(request)
-                except CollectiveMismatch as error:  # of one that came; a send beside it is under way
-                    wrong = wrong or error
-            if wrong is not None:
-                raise wrong
-        except BaseException:  # given up, by a timeout for one: these alone, whatever else has their tag
-            self.transport.forget(lambda each: each in requests)
-            raise
-
-    def _exchange(self, call: Call, send: list[Array], recv: list[Array]) -> Steps:
-        """Send piece j to rank j and receive piece j from rank j, all at once.
-
-        Empty pieces travel too: the other side may expect something.
-        """
-        tag, transport = self._tag(call), self.transport
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # from the right on: they spread
-        requests = [transport.irecv(recv[peer], peer, tag) for peer in peers]
-        requests += [transport.isend(send[peer], peer, tag) for peer in peers]
-        np.copyto(recv[self.rank], send[self.rank].copy())
-        yield from self._wait_for(*requests)
-        if call.name == "all_to_all_v":
-            # Two ranks alone know whether their counts agree: nobody goes on before all have found that they do.
-            yield from self._meet(tag)
-
-    @staticmethod
-    def _wait_for(*requests: Request) -> Steps:
-        for request in requests:
-            while not request.done():
-                yield
-
 
 def ends_group(call: Call, error: Exception) -> bool:
-    """Whether its ranks are out of step after that: a message that is given up while it may still be received, too.
+    """Whether its ranks are out of step after that error.
 
-    And one that a Ctrl-C cut short anywhere, as nobody knows where its bytes are then.
+    They are after a collective, after a send that may still be received, and after any call that a Ctrl-C cut short.
     """
     if isinstance(error, Interrupted):
         return True
     sends = call.operation.message.dst is not None
     return call.collective or (sends and not isinstance(error, CollectiveMismatch | RankLost))
-
-
-def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:
-    assert o.send is not None and o.reduction is not None
-    return o.send.flat, (o.recv or o.send).flat, o.reduction
-
-
-def _pieces(x: Array, counts: Sequence[int] | None) -> list[Array]:
-    assert counts is not None
-    ends = np.cumsum(counts)
-    return [x[end - count : end] for end, count in zip(ends, counts, strict=True)]
-
-
-def take(queues: dict[Key, deque[T]], key: Key) -> T | None:
-    """The first entry of that key's queue; an empty queue is not kept."""
-    queue = queues.get(key)
-    if queue is None:
-        return None
-    first = queue.popleft()
-    if not queue:
-        del queues[key]
-    return first
-
-
-def drop(queues: dict[Key, deque[T]], given_up: Callable[[T], bool]) -> None:
-    """Take those entries out of the queues."""
-    for key in list(queues):
-        kept = deque(entry for entry in queues[key] if not given_up(entry))
-        if kept:
-            queues[key] = kept
-        else:
-            del queues[key]
-
-
-def wrong_message(
-    receiver: int, expected: tuple[int, np.dtype[Any]], sender: int, got: tuple[int, np.dtype[Any]]
-) -> CollectiveMismatch:
-    """The error of both ends of a message that is not what was expected: bytes and dtypes."""
-    what, more = (
-        f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
-        for nbytes, dtype in (expected, got)
-    )
-    return CollectiveMismatch(f"rank {receiver} expected {what} from rank {sender}, got {more}")

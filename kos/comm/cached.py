@@ -1,8 +1,8 @@
 """Cached calls: an eager call made again on the same arrays of a GPU skips the checks of its arguments.
 
-Between two calls the caches of a CPU belong to others, so that a hit looks at little: it takes a third of the time of
-the whole call.  The key is the input array; it is a hit where operation, reduce op or root, output and streams are
-those of the cached call.  The first call on an array only marks it: what is used once, a view for one, is not cached.
+The cache key is the input array.  It is a hit where operation, reduce op or root, output and streams are those of the
+cached call.  The first call on an array only marks it: an array that is used once, such as a view, is not cached.
+A hit reads as little memory as it can: it takes a third of the time of the whole call.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import functools
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Required, TypedDict, TypeVar, Unpack, overload
 
 from kos.comm.arguments import (
     check_algorithm,
@@ -41,18 +41,34 @@ Op = ReduceOp | PremulSum
 T = TypeVar("T")
 
 
-class _Plain(TypedDict, total=False):
-    """The keywords of every operation beside ``async_op``, for the overloads."""
+class _Options(TypedDict, total=False):
+    """The keywords of every operation, for the overloads, which differ in ``async_op``."""
 
     stream: Any
     timeout: float | None
+
+
+class _Plain(_Options, total=False):
+    async_op: Literal[False]
+
+
+class _PlainAsync(_Options, total=False):
+    async_op: Required[Literal[True]]
 
 
 class _Moving(_Plain, total=False):
     algorithm: str
 
 
+class _MovingAsync(_PlainAsync, total=False):
+    algorithm: str
+
+
 class _Reducing(_Moving, total=False):
+    deterministic: bool
+
+
+class _ReducingAsync(_MovingAsync, total=False):
     deterministic: bool
 
 
@@ -118,11 +134,9 @@ class Operations:
     # Collectives that reduce.
 
     @overload
-    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
-                   async_op: Literal[False] = ..., **options: Unpack[_Reducing]) -> T: ...
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Reducing]) -> T: ...
     @overload
-    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ...,
-                   async_op: Literal[True], **options: Unpack[_Reducing]) -> Work[T]: ...
+    def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_ReducingAsync]) -> Work[T]: ...
     def all_reduce(self, x: Any, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                    async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                    deterministic: bool = False) -> Any:
@@ -146,10 +160,10 @@ class Operations:
 
     @overload
     def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
-               async_op: Literal[False] = ..., **options: Unpack[_Reducing]) -> T | None: ...
+               **options: Unpack[_Reducing]) -> T | None: ...
     @overload
     def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
-               async_op: Literal[True], **options: Unpack[_Reducing]) -> Work[T | None]: ...
+               **options: Unpack[_ReducingAsync]) -> Work[T | None]: ...
     def reduce(self, x: Any, root: int = 0, op: Op = ReduceOp.SUM, *, out: Any = None, stream: Any = None,
                async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                deterministic: bool = False) -> Any:
@@ -169,11 +183,9 @@ class Operations:
         return self._go(Operation("reduce", self.rank, options, send, recv, reduction, root))
 
     @overload
-    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., *,
-                       async_op: Literal[False] = ..., **options: Unpack[_Reducing]) -> T: ...
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_Reducing]) -> T: ...
     @overload
-    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., *,
-                       async_op: Literal[True], **options: Unpack[_Reducing]) -> Work[T]: ...
+    def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_ReducingAsync]) -> Work[T]: ...
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False) -> Any:
@@ -197,11 +209,11 @@ class Operations:
         return self._go(Operation("reduce_scatter", self.rank, options, send, recv, reduction))
 
     @overload
-    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ..., *,
-                         async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ...,
+                         **options: Unpack[_Plain]) -> T: ...
     @overload
-    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ..., *,
-                         async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
+    def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ...,
+                         **options: Unpack[_PlainAsync]) -> Work[T]: ...
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``reduce_scatter`` with parts of different sizes: ``counts[r]`` elements for rank r.
@@ -223,11 +235,9 @@ class Operations:
     # Collectives that move.
 
     @overload
-    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
-                  async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def broadcast(self, x: T, root: int = ..., *, out: T | None = ...,
-                  async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
+    def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Every rank gets the ``x`` of rank ``root``.
@@ -249,11 +259,9 @@ class Operations:
         return self._go(Operation("broadcast", self.rank, options, send, recv, root=root))
 
     @overload
-    def all_gather(self, x: T, out: T | None = ..., *,
-                   async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def all_gather(self, x: T, out: T | None = ..., *,
-                   async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
+    def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Every rank gets all ranks' ``x``, in rank order.
@@ -273,11 +281,10 @@ class Operations:
         return self._go(Operation("all_gather", self.rank, options, send, recv))
 
     @overload
-    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ..., *,
-                     async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
-    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ..., *,
-                     async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
+    def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ...,
+                     **options: Unpack[_PlainAsync]) -> Work[T]: ...
     def all_gather_v(self, x: Any, counts: Sequence[int], out: Any = None, *, stream: Any = None,
                      async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
@@ -297,11 +304,9 @@ class Operations:
         return self._go(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
 
     @overload
-    def all_to_all(self, x: T, out: T | None = ..., *,
-                   async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def all_to_all(self, x: T, out: T | None = ..., *,
-                   async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
+    def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Part j of rank i's ``x`` becomes part i of rank j's ``out``.
@@ -318,11 +323,11 @@ class Operations:
         return self._go(Operation("all_to_all", self.rank, options, send, recv))
 
     @overload
-    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ..., *,
-                     async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ...,
+                     **options: Unpack[_Plain]) -> T: ...
     @overload
-    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ..., *,
-                     async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
+    def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ...,
+                     **options: Unpack[_PlainAsync]) -> Work[T]: ...
     def all_to_all_v(self, x: Any, send_counts: Sequence[int], recv_counts: Sequence[int], out: Any = None, *,
                      stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_to_all`` of different sizes: ``send_counts[j]`` elements for rank j, ``recv_counts[i]`` from rank i.
@@ -347,11 +352,9 @@ class Operations:
         ))
 
     @overload
-    def gather(self, x: T, root: int = ..., out: T | None = ..., *,
-               async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T | None: ...
+    def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_Moving]) -> T | None: ...
     @overload
-    def gather(self, x: T, root: int = ..., out: T | None = ..., *,
-               async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T | None]: ...
+    def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T | None]: ...
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Rank ``root`` gets all ranks' ``x``, in rank order.
@@ -370,11 +373,9 @@ class Operations:
         return self._go(Operation("gather", self.rank, options, send, recv, root=root))
 
     @overload
-    def scatter(self, x: Any, out: T, root: int = ..., *,
-                async_op: Literal[False] = ..., **options: Unpack[_Moving]) -> T: ...
+    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_Moving]) -> T: ...
     @overload
-    def scatter(self, x: Any, out: T, root: int = ..., *,
-                async_op: Literal[True], **options: Unpack[_Moving]) -> Work[T]: ...
+    def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
         """Rank r gets the r-th of ``size`` equal parts of the root's ``x``, in its ``out``.
@@ -426,11 +427,9 @@ class Operations:
     # Messages.
 
     @overload
-    def send(self, x: Any, dst: int, tag: int = ..., *,
-             async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> None: ...
+    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_Plain]) -> None: ...
     @overload
-    def send(self, x: Any, dst: int, tag: int = ..., *,
-             async_op: Literal[True], **options: Unpack[_Plain]) -> Work[None]: ...
+    def send(self, x: Any, dst: int, tag: int = ..., **options: Unpack[_PlainAsync]) -> Work[None]: ...
     def send(self, x: Any, dst: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst``, which calls ``recv`` with the same ``tag``.
@@ -446,11 +445,9 @@ class Operations:
         return self._go(Operation("send", self.rank, options, _input(x, stream), message=message))
 
     @overload
-    def recv(self, x: T, src: int, tag: int = ..., *,
-             async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
-    def recv(self, x: T, src: int, tag: int = ..., *,
-             async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
+    def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync]) -> Work[T]: ...
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
         """Receive into ``x`` what rank ``src`` sent with ``tag``; returns ``x``.
@@ -465,11 +462,10 @@ class Operations:
         return self._go(Operation("recv", self.rank, options, recv=recv, message=message))
 
     @overload
-    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., *,
-                  async_op: Literal[False] = ..., **options: Unpack[_Plain]) -> T: ...
+    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
     @overload
-    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., *,
-                  async_op: Literal[True], **options: Unpack[_Plain]) -> Work[T]: ...
+    def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ...,
+                  **options: Unpack[_PlainAsync]) -> Work[T]: ...
     def send_recv(self, x: Any, out: Any, dst: int, src: int, tag: int = 0, *, stream: Any = None,
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.

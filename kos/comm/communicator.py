@@ -1,4 +1,4 @@
-"""Communicator: what users hold: a group of ranks, one way to reach them, and its life from init to close."""
+"""Communicator: a group of ranks that users hold, from init to close."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kos.comm.collectives import Operations
 from kos.comm.failures import again
 from kos.comm.operation import Call, Operation, Options
 from kos.comm.persistent import Batch, Persistent
-from kos.comm.recorder import Group, Recorder, failed
+from kos.comm.recorder import Group, Recorder
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.work import Work
+from kos.comm.work import ProgressThread, Work
 from kos.errors import CollectiveError, InvalidArgument, KosError, RendezvousError
 from kos.memory import as_buffer
 from kos.memory.array import Shape, as_dtype
 
 
 class Communicator(Operations):
-    """A group of ranks and one way to reach them.
+    """A group of ranks and the backend that connects them.
 
     Every collective is called by all ranks of the group, in the same order.  Arrays are C-contiguous, of any
     dtype of ``kos.dtypes``, any shape, zero elements included: NumPy's, ``kos.memory.Array``, and whatever
@@ -39,9 +39,8 @@ class Communicator(Operations):
     ``stream``, which is that of the array (``Array.stream``, torch's or CuPy's current one) unless it is given,
     and the legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
     do.  With ``async_op=True`` it runs on a stream of the communicator's own, and ``Work.wait()`` makes
-    ``stream`` wait for it.  The host waits where it is asked to: ``Work.wait(timeout)``, ``Work.synchronize()``,
-    ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU
-    arrays.
+    ``stream`` wait for it.  The host waits in ``Work.wait(timeout)``, ``Work.synchronize()``,
+    ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU arrays.
 
     Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting, whose
     ``wait()`` returns what the call would have; ``timeout`` in seconds replaces the communicator's own. Where
@@ -70,6 +69,7 @@ class Communicator(Operations):
         self._batch: Batch | None = None
         self._persistents: weakref.WeakSet[Persistent[Any]] = weakref.WeakSet()
         self._closed = False
+        self._progress: ProgressThread | None = None
         ranks = list(range(self.size))
         self._group = group or Group(
             Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
@@ -113,7 +113,7 @@ class Communicator(Operations):
         if not isinstance(data, bytes | bytearray | memoryview):
             raise InvalidArgument(f"data: expected bytes, got {type(data).__name__}")
         if not self.backend.carries_host:
-            with self._meeting("all_gather_bytes", timeout):
+            with self._exchange("all_gather_bytes", timeout):
                 return self.rendezvous.allgather(bytes(data))
         x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
         send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
@@ -160,48 +160,55 @@ class Communicator(Operations):
         self._check_open()
         self.synchronize()
         call = "duplicate" if label == "duplicate" else "split"
-        if self.backend.carries_host:  # a call like others: compared with theirs before it waits elsewhere
-            control = Call(Operation(call, self.rank, self._defaults), self.name)
-            self.backend.prepare(control)
-            if (work := self._launch(control, 3)) is not None:
-                work.wait()
-        else:
-            with self._meeting(call):
-                self.rendezvous.barrier()
+        self._agree(Operation(call, self.rank, self._defaults), call, 4)
         name = f"{self.name}.{next(self._splits)}"  # the same on all ranks: all of them split
-        with self._meeting(call):
+        with self._exchange(call):
             rendezvous = self.rendezvous.split(color, key)
             backend = self.backend.split(rendezvous, color, key)
             if rendezvous is None or backend is None:
                 return None
             return self._descendant(f"{name}:{label}", rendezvous, backend)
 
-    def shrink(self) -> Communicator:
-        """The communicator of the ranks that are left when some are gone, in their order; all of them call it.
+    def _agree(self, control: Operation, call: str, depth: int) -> None:
+        """Compare a call of the control plane, made ``depth`` frames up, with the other ranks' calls of any kind."""
+        if self.backend.carries_host:
+            numbered = Call(control, self.name)
+            self.backend.prepare(numbered)
+            numbered.sequence = next(self._collectives)
+            self._group.note(numbered, depth)
+            if (work := self.backend.start(numbered)) is not None:
+                work.wait()
+        else:
+            with self._exchange(call):
+                self.rendezvous.barrier()
 
-        This communicator is given up: ranks that still wait in one of its operations raise RankLost from it.
+    def shrink(self) -> Communicator:
+        """The communicator of the ranks that survive when some are lost, in their order; all survivors call it.
+
+        This communicator is revoked: ranks that still wait in one of its operations raise RankLost from it.
         With MPI it takes ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the
-        group, RendezvousError when a rank that is there does not come within the timeout.  On tcp one that cannot be
+        group, RendezvousError when a survivor does not come within the timeout.  On tcp one that cannot be
         reached counts as gone: where a network breaks in two, both groups go on.
         """
         self._check_open()
         self.rendezvous.check_shrink()
         with self.rendezvous.ledger.board.held():
-            self._give_up(str(self.backend.broken or SHRINKS), self.backend.withdraw)
-            with self._meeting("shrink"):
+            self._end(str(self.backend.broken or SHRINKS), self.backend.revoke)
+            with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 backend = self.backend.shrink(rendezvous)
-        # Once is all, so no number: a split amid which a rank was lost has got one on some ranks and not on others.
+        # Without a number: a split in which a rank was lost was counted on some ranks and not on others.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
     @contextmanager
-    def _meeting(self, call: str, timeout: float | None = None) -> Iterator[None]:
-        """Exchanges of the rendezvous carry ``call``.  Their errors name this communicator and break it."""
+    def _exchange(self, call: str, timeout: float | None = None) -> Iterator[None]:
+        """Exchanges of the rendezvous within belong to ``call``.  Their errors name this communicator and break it."""
         rendezvous = self.rendezvous
         usual = rendezvous.call, rendezvous.timeout
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
         try:
-            yield
+            with self.backend.engine.paused():
+                yield
         except (CollectiveError, RendezvousError) as error:
             rendezvous.ledger.board.post_failure(error)
             named = again(error, f"{self.name}: {error}")
@@ -220,20 +227,20 @@ class Communicator(Operations):
     ) -> None:
         """Wait on the host for all operations of this communicator, at most ``timeout`` seconds for each.
 
-        Raises what failed, if nobody has heard of it yet, and a failure of the communicator again.  This is where
-        failures of operations on a GPU are learned of, besides the waits of a Work and the next call.  ``stream``:
-        wait for everything on that stream instead, replays of captured graphs included; ``until``, likewise: wait
+        Raises the error of an operation that failed, unless it was raised before, and the first failure of the
+        communicator again.  Failures on a GPU are raised here, in the waits of a Work, and in the next call.
+        ``stream``: wait for everything on that stream instead, replays of captured graphs included.  ``until``: wait
         until that function, an event's ``done`` for one, returns True.
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         handle = None if stream is None else self._handle(stream)
-        self.backend.check_fit("synchronize")
+        self.backend.raise_failure("synchronize")
         if until is not None:
             if self.device is None or not callable(until):
                 raise InvalidArgument(f"until: expected None, or a function where GPUs are used, got {until!r}")
             return self.backend.synchronize(limit, handle, until)
         engine = self.backend.engine
-        for work in [*engine.untold, *engine.outstanding()]:
+        for work in [*engine.unreported, *engine.outstanding()]:
             if self.backend.owns(work):
                 work.wait(timeout)
         self.backend.synchronize(limit, handle)
@@ -248,8 +255,8 @@ class Communicator(Operations):
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
         if self.device is not None:
-            with self._meeting(f"allocate of {kind.name}{list(shape)}"):
-                self.rendezvous.barrier()
+            call = f"allocate of {kind.name}{list(shape)}"
+            self._agree(Operation("barrier", self.rank, replace(self._defaults, purpose=call)), call, 3)
         return self.backend.allocate(shape, kind.numpy)
 
     def on_failure(self, callback: Callable[[KosError], None]) -> None:
@@ -279,38 +286,47 @@ class Communicator(Operations):
         if self._closed:
             return
         if self.backend.broken is not None:
-            self._give_up(str(self.backend.broken))  # ranks out of step cannot close together
+            self._end(str(self.backend.broken))  # ranks out of step cannot close together
             self.rendezvous.abort(None)
             return
         self.recorder.close(self._group)
         self._cache.clear()
         self.synchronize()
         self._closed, self.rendezvous.call = True, "close"
+        self._end_thread()
         try:
-            self.backend.close()
+            with self.backend.engine.paused():
+                self.backend.close()
         finally:
             self.rendezvous.close()
 
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
-        """End what is in flight without waiting for anybody; the communicator is closed after it.
+        """End what is in flight without waiting for other ranks; the communicator is closed after it.
 
         Other ranks that wait for this one raise RankLost (mock), or are ended when this process exits, with
         ``code`` as the job's exit status (mpi).
         """
         code = whole_number("code", code)
         if not self._closed:
-            self._give_up(str(reason))
+            self._end(str(reason))
             self.rendezvous.abort(code)
 
-    def _give_up(self, reason: str, end: Callable[[str], None] | None = None) -> None:
+    def _end(self, reason: str, end: Callable[[str], None] | None = None) -> None:
         self._closed = True
         self._cache.clear()
-        (end or self.backend.abort)(reason)  # first: what the others hear is the reason
+        self._end_thread()
         engine = self.backend.engine
-        for work in [*engine.untold, *engine.outstanding()]:
-            if self.backend.owns(work):
-                work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
-        self.recorder.close(self._group, f"given up: {reason}")
+        with engine.paused():
+            (end or self.backend.abort)(reason)  # first: the others get this as the reason
+            for work in [*engine.unreported, *engine.outstanding()]:
+                if self.backend.owns(work):
+                    work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
+        self.recorder.close(self._group, f"aborted: {reason}")
+
+    def _end_thread(self) -> None:
+        thread, self._progress = self._progress, None
+        if thread is not None:
+            thread.close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -335,6 +351,7 @@ class Communicator(Operations):
             return self._batch.add(call)
         if self._closed:
             self._check_open()
+        # ``Persistent.start`` and ``CallCache.repeat`` repeat these lines: a function would be 6% of their time.
         call.sequence = next(self._collectives if call.collective else self._messages)
         self._group.note(call, 3)  # frames up to the caller of the operation
         work = self.backend.start(call)
@@ -347,22 +364,6 @@ class Communicator(Operations):
         if options is self._defaults and call.route.fixed:  # type: ignore[union-attr]
             self._cache.add(call)
         return result
-
-    def _launch(self, call: Call, depth: int) -> Work[Any] | None:
-        """Number a prepared call, note it as asked for by the caller ``depth`` frames up, and start it.
-
-        Not when it was checked: a refused call does not count.  ``Persistent.start`` and ``CallCache.repeat`` do the
-        same in their own lines: another function would be 6% of their time.
-        """
-        if self._closed:
-            self._check_open()
-        call.sequence = next(self._collectives if call.collective else self._messages)
-        self._group.note(call, depth + 1)
-        try:
-            return self.backend.start(call)
-        except Exception as error:
-            failed(call, error)
-            raise
 
     def _launch_all(self, calls: list[Call], overlap: bool) -> list[Work[Any]]:
         """Launch the checked calls of a batch; returns the Work of each."""
@@ -386,7 +387,7 @@ _made: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A process that a rank forks is no rank: it must say nothing in the rank's name, at its end least of all."""
+    """A process that a rank forks is no rank: it reports nothing in the rank's name, at its exit either."""
     for comm in _made:
         comm._closed = True
 

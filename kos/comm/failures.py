@@ -1,13 +1,13 @@
-"""The ledger of failures: what failed first, who is gone, who waits for whom, and the words for it.
+"""The ledger of failures: which rank failed first, which ranks are lost, which wait, and the texts of errors.
 
 Two rules decide which failure a rank raises.  Of the failures of one group the earliest collective counts.  A cause
-counts before its consequences: a rank that left or is late because it failed is not to blame, what it failed of
-is; nor is a rank that itself waits for another.  So every rank of a job names the ranks that failed first.
+counts before its consequences: a rank that closed or is late because of an earlier failure is not to blame, and neither
+is a rank that waits for another.  So every rank of a job names the ranks that failed first.
 
 Ranks are numbered within their group where the caller passes them, and named as ranks of the world in errors.
 ``KosError.ranks`` holds them for programs.
 
-The ledger asks no transport: backends record here what they hear, and carry records (``to_record``) to others.
+The ledger uses no transport: backends record here what they receive, and send records (``to_record``) to others.
 A ``Board`` is what the processes of one host, or the threads of one process, see of each other directly.
 """
 
@@ -32,9 +32,9 @@ Error = TypeVar("Error", bound=KosError)
 _CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
 
 RECENT_SECONDS = 10.0
-"""Beyond a wait's timeout: a failure of a rank that is older than both is not why it left or is late."""
+"""Beyond a wait's timeout: a failure of a rank that is older than both is not why it closed or is late."""
 ABRUPT_SECONDS = 1.0
-"""A failure of a rank that is older is not why its process ended without a word."""
+"""A failure of a rank that is older is not why its process ended without a report."""
 
 
 def again(error: Error, text: object = None) -> Error:
@@ -62,7 +62,7 @@ def from_record(record: Sequence[Any]) -> KosError:
 
 
 class Board:
-    """What this rank waits for and failed of.  Subclasses show it to others, and theirs to this one: world ranks."""
+    """What this rank waits for, and its last failure.  Subclasses share both with the other ranks.  World ranks."""
 
     def __init__(self) -> None:
         self.last: KosError | None = None
@@ -88,22 +88,22 @@ class Board:
             self.release()
 
     def free(self) -> None:
-        """Give its memory back; nobody's waits and failures are seen any more."""
+        """Free its memory; waits and failures are no longer shared."""
 
     def post_failure(self, error: KosError) -> None:
-        """This rank failed because of ``error.ranks``; an error without any says nothing to others."""
+        """This rank failed because of ``error.ranks``; an error that names no ranks is not posted."""
         if error.ranks:
             self.last = error
 
-    def go_on(self) -> None:
-        """This rank makes another call: what it failed of is dealt with, and not why it is late or leaves later."""
+    def clear_failure(self) -> None:
+        """This rank makes another call: its last failure is handled, and not the cause of what comes later."""
         self.last = None
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """This rank waits for those ranks, or no longer."""
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
-        """What that rank failed of last, and how many seconds ago."""
+        """The last failure of that rank, and its age in seconds."""
         return None
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
@@ -125,7 +125,7 @@ class Ledger:
     def __init__(self, world: Sequence[int], rank: int, board: Board | None = None, timeout: float = 120.0) -> None:
         self.world, self.rank, self.timeout = list(world), rank, timeout
         self.board = board or Board()
-        self.failure: tuple[int, KosError] | None = None  # the first collective that a rank failed in
+        self.failure: tuple[int, KosError] | None = None  # of the earliest collective that failed
         self.departed: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> its end, why, and of which failure
 
     def of(self, ranks: Sequence[int], rank: int) -> Ledger:
@@ -157,9 +157,9 @@ class Ledger:
     def lost(
         self, rank: int, why: str, what: object = None, cause: KosError | None = None, window: float | None = None
     ) -> KosError:
-        """The error of ``what``, which waits for a rank that is gone: its own failure, if that is why it is gone.
+        """The error of ``what``, which waits for a rank that is gone: that rank's own failure, if it is the cause.
 
-        That is ``cause`` where it is known, else what the rank failed of within the last ``window`` seconds.
+        That is ``cause`` where it is known, else a failure of that rank within the last ``window`` seconds.
         """
         world = self.world[rank]
         cause = cause or self._failure_of(world, window)
@@ -171,10 +171,10 @@ class Ledger:
         self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
         kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (),
     ) -> KosError:  # fmt: skip
-        """The error of ``what``, in which those ranks are late: names the ranks that hold them up.
+        """The error of ``what``, in which those ranks are late: it names the ranks that delay them.
 
-        ``words`` say, of exactly those ranks, how they are late.  ``arrived`` are ranks that wait for them in ``what``,
-        though their programs may not show it: they wait for a stream of a GPU.
+        ``words`` describe how exactly those ranks are late.  ``arrived`` are ranks that wait in ``what`` without
+        posting it: they wait for a stream of a GPU.
         """
         world = [self.world[rank] for rank in late]
         for rank in world:
@@ -218,14 +218,14 @@ class Ledger:
         return shared
 
     def cause(self, broken: KosError | None, killed: int | None) -> KosError | None:
-        """What this rank failed of before it leaves a group: in that group, in any, or a rank of it was killed."""
+        """Why this rank closes a group: a failure in it, in any group, or a rank of it that was killed."""
         for failure in (broken, self.board.last):
             if failure is not None and failure.ranks:
                 return failure
         return None if killed is None else self.lost(killed, "its process ended")
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
-        """The failure of the others if this rank leaves now: its own, if that is why."""
+        """The failure of the other ranks if this one closes now: its own, if that is why."""
         me = self._names([self.world[self.rank]])
         if cause is not None:
             return again(cause, f"{cause}; {me} left because of it")

@@ -1,4 +1,4 @@
-"""Operation: what a caller asked for, as data.  Call: that operation as a communicator launches it."""
+"""Operation: what a caller requests, as data.  Call: that operation as a communicator launches it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Options:
     """What the caller may say about how an operation is carried out.
 
     ``timeout`` is seconds (None waits for ever).  ``overlap``: beside the stream of the arrays (``async_op``).
-    ``purpose`` names the call of the user that this operation is a part of, where that is another one.
+    ``purpose`` names the call of the user that this operation belongs to, where that is another one.
     """
 
     timeout: float | None = None
@@ -57,7 +57,7 @@ DEFAULTS = Options()
 
 @_frozen
 class Operation:
-    """What the caller asked for, checked.  Counts are elements, one for each rank."""
+    """What the caller requests, checked.  Counts are elements, one for each rank."""
 
     name: str
     rank: int

@@ -41,7 +41,7 @@ class Persistent(Generic[T]):
         if comm._closed:
             comm._check_open()
         # Not whether it is over, which some ranks find and others do not.
-        if self._work is not None and not self._work.told:
+        if self._work is not None and not self._work.reported:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {call}")
         if not self._fixed:  # in a graph another backend may be faster
             self._prepare()

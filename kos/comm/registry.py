@@ -13,8 +13,7 @@ from kos.comm.host.mock import MockBackend
 from kos.comm.host.mpi import MPIBackend
 from kos.comm.host.tcp import TCPBackend
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.work import Idle
-from kos.errors import BackendUnavailable, InvalidArgument
+from kos.errors import InvalidArgument
 
 log = logging.getLogger(__name__)
 
@@ -67,27 +66,16 @@ def _load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except Exception as error:
-        return _unusable(f"its entry point {entry.value} failed: {type(error).__name__}: {error}")
-
-
-def _unusable(reason: str) -> type[Backend]:
-    class Unusable(Backend):
-        @classmethod
-        def probe(cls, rendezvous: Rendezvous) -> Probe:
-            return Probe(False, reason)
-
-        def idle(self) -> Idle:
-            raise BackendUnavailable(reason)
-
-    return Unusable
+        probe = Probe(False, f"its entry point {entry.value} failed: {type(error).__name__}: {error}")
+        return type("Unusable", (Backend,), {"probe": classmethod(lambda kind, rendezvous: probe)})
 
 
 def probe_all(backends: dict[str, type[Backend]], rendezvous: Rendezvous) -> dict[str, Probe]:
-    """What each backend says of this group on this rank."""
+    """The probe of each backend for this group on this rank."""
     probes = {}
     for name, kind in backends.items():
         try:
             probes[name] = kind.probe(rendezvous)
-        except Exception as error:  # of somebody else's
+        except Exception as error:  # in a backend of another package
             probes[name] = Probe(False, f"its probe failed: {type(error).__name__}: {error}")
     return probes

@@ -1,8 +1,9 @@
 """The watchdog: one daemon thread of a process that finds failures while the program waits for a GPU, not for kos.
 
-A few times a second it asks each communicator on a GPU whether a rank died, a library reported an error or a deadline
-passed (``watch``).  A communicator that fails so ends what it has in flight, so that streams drain, and its next use
-raises the error.  The watchdog also calls the functions of ``on_failure``, once each, whoever found the failure.
+A few times a second it checks, for each communicator on a GPU, whether a rank died, a library reported an error or a
+deadline passed (``watch``).  A communicator that fails ends what it has in flight, so that streams
+drain, and its next use raises the error.  The watchdog also calls the functions of ``on_failure``, once each,
+whoever found the failure.
 
 Nothing on the path of a call takes a lock or wakes this thread.
 """

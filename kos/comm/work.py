@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from time import time_ns
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
@@ -16,6 +18,9 @@ from kos.errors import Interrupted, KosError
 T = TypeVar("T")
 _REPORT_EVERY = 0.02
 """Seconds of waiting after which a rank shows the others what it waits for."""
+
+_NAP_SECONDS = 50e-6
+"""Between two polls of a progress thread."""
 
 Steps = Generator[None, None, None]
 
@@ -31,7 +36,7 @@ class Idle(Protocol):
 
 
 class Carrier(Protocol):
-    """What an operation in flight asks of the backend that carries it."""
+    """What an operation in flight needs of its backend."""
 
     engine: Engine
     broken: KosError | None
@@ -42,7 +47,13 @@ class Carrier(Protocol):
 
     def timed_out(self, call: Call, seconds: float | None) -> KosError: ...
 
-    def report(self, call: Call | None) -> None: ...
+    def report_wait(self, call: Call | None) -> None: ...
+
+
+class Stepping(Carrier, Protocol):
+    """A backend whose operations an engine moves."""
+
+    def _steps(self, call: Call) -> Steps: ...
 
 
 class Engine:
@@ -53,33 +64,60 @@ class Engine:
 
     def __init__(self) -> None:
         self._active: list[Work[Any]] = []
-        self.untold: list[Work[Any]] = []  # messages that failed, of which nobody has heard yet
-        self._lock = threading.RLock()
+        self.unreported: list[Work[Any]] = []  # messages that failed, and whose error was not raised yet
+        self.lock = threading.RLock()  # held while operations move
+        self.thread: ProgressThread | None = None
 
-    def launch(self, work: Work[Any]) -> None:
-        """Take the first steps of ``work``: messages that need no waiting are posted when this returns."""
-        with self._lock:
+    def launch(self, call: Call, backend: Stepping) -> Work[Any]:
+        """Take the first steps of ``call``: messages that need no waiting are posted when this returns."""
+        with self.lock:
+            work: Work[Any] = Work(call, backend._steps(call), backend)
             if not work.advance():
                 self._active.append(work)
-                started(work.call)
+                started(call)
+                if self.thread is not None:
+                    self.thread.wake.set()
+        return work
 
-    def poll(self) -> None:
-        """Move every operation as far as it goes without waiting."""
-        with self._lock:
+    def poll(self) -> bool:
+        """Move every operation as far as it goes without waiting; whether some are left in flight."""
+        with self.lock:
             for work in list(self._active):
                 if work.advance():
                     self._active.remove(work)
+            return bool(self._active)
+
+    def pause(self) -> None:
+        """Have the progress thread, if there is one, move nothing until ``resume``: the caller waits itself."""
+        if self.thread is not None:
+            with self.lock:
+                self.thread.paused += 1
+
+    def resume(self) -> None:
+        """Undo one ``pause``."""
+        if self.thread is not None:
+            with self.lock:
+                self.thread.paused -= 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """``pause`` while what operations use is changed."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def drop(self, work: Work[Any]) -> None:
-        """Forget an operation that was given up, or whose failure is told."""
-        with self._lock:
-            for works in (self._active, self.untold):
+        """Forget an operation that was cancelled, or whose failure was raised."""
+        with self.lock:
+            for works in (self._active, self.unreported):
                 if work in works:
                     works.remove(work)
 
     def expire(self, seconds: float) -> bool:
         """Fail all operations in flight, whose time is up after ``seconds``; whether there were any."""
-        with self._lock:
+        with self.lock:
             works = self.outstanding()
             for work in works:
                 work.expire(seconds)
@@ -87,23 +125,56 @@ class Engine:
 
     def outstanding(self) -> list[Work[Any]]:
         """The operations in flight, in the order of their launch."""
-        with self._lock:
+        with self.lock:
             return list(self._active)
+
+
+class ProgressThread:
+    """Moves the operations of an engine while the program computes; sleeps while none is in flight.
+
+    It polls, and naps in between so that the program gets Python's lock.  It does not poll while the program waits.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.wake, self._closed = engine, threading.Event(), False
+        self.paused = 0  # by how many threads of the program
+        self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
+        engine.thread = self
+        atexit.register(self.close)  # runs before the exit handlers of the backend, which were registered earlier
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; operations in flight move again where the program waits for one."""
+        self._engine.thread, self._closed = None, True
+        self.wake.set()
+        self._thread.join()
+        atexit.unregister(self.close)
+
+    def _run(self) -> None:
+        engine = self._engine
+        while not self._closed:
+            with engine.lock:
+                busy = self.paused > 0 or engine.poll()  # with the lock: a program that pauses polls after this
+            if busy:
+                time.sleep(_NAP_SECONDS)
+            else:
+                self.wake.wait()
+                self.wake.clear()
 
 
 class Work(Generic[T]):
     """An operation in flight.  Its ``steps`` are a generator that yields whenever it has to wait."""
 
-    __slots__ = ("_error", "_report_at", "_steps", "asked", "backend", "call", "told")
+    __slots__ = ("_error", "_report_at", "_steps", "backend", "call", "polled_at", "reported")
 
     def __init__(self, call: Call, steps: Steps, backend: Carrier) -> None:
         self.call = call
         self.backend = backend
         self._steps: Steps | None = steps
         self._error: KosError | None = None
-        self.asked: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
+        self.polled_at: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
         self._report_at: float | None = None  # when ``done`` shows next for whom it waits
-        self.told = False  # whether ``wait`` or ``done`` said that it is over
+        self.reported = False  # whether ``wait`` or ``done`` has returned or raised its outcome
 
     def advance(self) -> bool:
         """Go on until the operation has to wait (False) or is over (True).  Errors are kept for ``wait``."""
@@ -121,7 +192,7 @@ class Work(Generic[T]):
         except Exception as error:
             self._fail(error)
             if self.backend.broken is None:
-                self.backend.engine.untold.append(self)
+                self.backend.engine.unreported.append(self)
             return True
         except BaseException as error:  # a Ctrl-C: the generator is over, but what it was doing is not
             self.backend.engine.drop(self)
@@ -132,23 +203,24 @@ class Work(Generic[T]):
     def done(self) -> bool:
         """Whether the operation is over; makes progress without waiting.
 
-        Raises if it failed; CollectiveTimeout if its timeout has passed since this was asked first.
+        Raises if it failed; CollectiveTimeout if its timeout has passed since the first call of ``done``.
         """
         if self._steps is not None:
             self.backend.engine.poll()
             now, timeout = time.monotonic(), self.call.operation.options.timeout
-            self.asked = self.asked or now
-            if self._steps is not None and timeout is not None and now - self.asked > timeout:
+            self.polled_at = self.polled_at or now
+            if self._steps is not None and timeout is not None and now - self.polled_at > timeout:
                 self.expire(timeout)
-            if self._steps is not None and now > (self._report_at or self.asked + _REPORT_EVERY):
-                self.backend.report(self.call)  # to ask again and again is to wait
+            if self._steps is not None and now > (self._report_at or self.polled_at + _REPORT_EVERY):
+                with self.backend.engine.lock:
+                    self.backend.report_wait(self.call)  # a program that polls waits
                 self._report_at = now + _REPORT_EVERY
         if self._steps is not None:
             return False
         if self._report_at is not None:
-            self.backend.report(None)
+            self.backend.report_wait(None)
             self._report_at = None
-        self.told = True
+        self.reported = True
         if self._error is not None:
             self._raise(self._error)
         return True
@@ -164,7 +236,7 @@ class Work(Generic[T]):
             timeout = check_timeout(timeout)
         if self._steps is not None:
             self._wait(self.call.operation.options.timeout if timeout is None else timeout)
-        self.told = True
+        self.reported = True
         if self._error is not None:
             self._raise(self._error)
         recv = self.call.operation.recv
@@ -181,15 +253,17 @@ class Work(Generic[T]):
         return recv.result if recv is not None else None  # type: ignore[return-value]
 
     def cancel(self, error: KosError) -> None:
-        """Give the operation up; ``wait`` raises ``error``."""
-        self.backend.engine.drop(self)
-        if self._steps is not None:
-            self._steps.close()
-            self._fail(error)
+        """End the operation; ``wait`` raises ``error``."""
+        with self.backend.engine.lock:
+            self.backend.engine.drop(self)
+            if self._steps is not None:
+                self._steps.close()
+                self._fail(error)
 
     def expire(self, seconds: float | None) -> None:
-        """Give it up because it took too long: ``wait`` raises CollectiveTimeout."""
-        self.cancel(self.backend.timed_out(self.call, seconds))
+        """End it because it took too long: ``wait`` raises CollectiveTimeout."""
+        with self.backend.engine.lock:
+            self.cancel(self.backend.timed_out(self.call, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
         self.backend.engine.drop(self)
@@ -199,11 +273,12 @@ class Work(Generic[T]):
         now = time.monotonic()
         deadline = None if timeout is None else now + timeout
         backend, report_at, reported = self.backend, now + _REPORT_EVERY, False
-        idle = backend.idle()
+        idle, engine = backend.idle(), backend.engine
+        engine.pause()
         try:
             while True:
                 mark = idle.mark()
-                backend.engine.poll()
+                engine.poll()
                 if self._steps is None:
                     return
                 now = time.monotonic()
@@ -212,12 +287,14 @@ class Work(Generic[T]):
                     self.expire(timeout)
                     return
                 if now > report_at:
-                    backend.report(self.call)
+                    with engine.lock:
+                        backend.report_wait(self.call)
                     report_at, reported = now + _REPORT_EVERY, True
                 idle.pause(mark, remaining)
         finally:
+            engine.resume()
             if reported:
-                backend.report(None)
+                backend.report_wait(None)
 
     def _fail(self, error: Exception) -> None:
         self._steps = None

@@ -1,7 +1,7 @@
-"""Discovery: the GPUs of this machine, their NVLinks and network cards, and which rank takes which.
+"""Discovery: the GPUs of this machine, their NVLinks, and which rank takes which GPU.
 
-The driver enumerates what CUDA_VISIBLE_DEVICES and MIG leave visible; what it does not tell (NUMA nodes,
-network cards) is read from sysfs, NVLinks from NVML.
+The driver lists the GPUs that CUDA_VISIBLE_DEVICES and MIG leave visible.  NUMA nodes are read from sysfs, NVLinks
+from NVML.
 """
 
 from __future__ import annotations
@@ -38,16 +38,6 @@ class DeviceInfo:
         return arch_of(self.compute_capability)
 
 
-@dataclass(frozen=True)
-class RdmaNic:
-    """One RDMA network card."""
-
-    name: str
-    numa_node: int | None
-    state: str  # of its first port, as "ACTIVE"
-    rate: str  # as "400 Gb/sec (4X NDR)"
-
-
 def arch_of(compute_capability: tuple[int, int]) -> str:
     """NVRTC's architecture: with the chip's own instructions ("sm_90a") from Hopper on."""
     major, minor = compute_capability
@@ -56,7 +46,7 @@ def arch_of(compute_capability: tuple[int, int]) -> str:
 
 @functools.cache
 def visible_devices() -> tuple[DeviceInfo, ...]:
-    """Every visible GPU by its ordinal; none where CUDA cannot be used (``driver.unavailable`` says why)."""
+    """Every visible GPU by its ordinal; none where CUDA cannot be used (``driver.unavailable`` gives the reason)."""
     if driver.unavailable() is not None:
         return ()
     return tuple(_inspect(index) for index in range(call(cu.cuDeviceGetCount)))
@@ -135,42 +125,6 @@ def process_numa_node() -> int | None:
         if allowed <= _cpu_list(path / "cpulist"):
             return int(path.name.removeprefix("node"))
     return None
-
-
-def bind_cpu(device: int) -> set[int]:
-    """Bind this process to those of its CPUs that are next to ``device``; returns the CPUs it has then.
-
-    Changes nothing if the machine does not say which they are, or none of them is allowed here.
-    """
-    allowed = os.sched_getaffinity(0)
-    near = allowed & _cpu_list(SYSFS / "bus/pci/devices" / device_info(device).pci_address / "local_cpulist")
-    if near:
-        os.sched_setaffinity(0, near)
-    return near or allowed
-
-
-def rdma_nics() -> list[RdmaNic]:
-    """The RDMA network cards of this machine."""
-    found = []
-    for path in sorted((SYSFS / "class/infiniband").glob("*")):
-        port = path / "ports/1"
-        state = read(port / "state").rpartition(":")[2].strip()
-        found.append(RdmaNic(path.name, _numa_node(path / "device"), state, read(port / "rate")))
-    return found
-
-
-def gpu_direct_rdma() -> str | None:
-    """Why network cards cannot reach GPU memory on this machine, or None if they can."""
-    if driver.unavailable() is not None:
-        return driver.unavailable()
-    if not rdma_nics():
-        return "no RDMA network card (/sys/class/infiniband is empty)"
-    supported = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
-    if (SYSFS / "module/nvidia_peermem").exists() or all(
-        call(cu.cuDeviceGetAttribute, supported, device.index) for device in visible_devices()
-    ):
-        return None
-    return "neither the kernel module nvidia_peermem nor dma-buf export is there"
 
 
 def read(path: Path) -> str:

@@ -1,7 +1,6 @@
 """The CUDA driver behind two helpers: ``call`` checks every return code, ``on_device`` sets the context.
 
-Importing this needs neither a GPU, nor a driver, nor the CUDA packages; what is missing says so when
-``require`` is called.
+Importing this needs no GPU, driver or CUDA packages; ``require`` raises an error that names the missing one.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class _Driver:
 
 cu: Any = _Driver()
 starting = threading.RLock()
-"""Held by a thread that imports the packages, or calls them first: of two that do, one would find half of them."""
+"""Held while a thread imports the packages: a second thread would find them half imported."""
 
 
 @functools.cache
@@ -56,7 +55,7 @@ def unavailable() -> str | None:
 
 
 def _unusable(error: RuntimeError) -> str:
-    """What is wrong with the driver's library: cuda.pathfinder calls any that does not load missing."""
+    """Why the driver's library does not work: cuda.pathfinder reports every library that does not load as missing."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError as loader:
@@ -91,14 +90,14 @@ def error_of(name: str, status: Any) -> CudaError:
 
 
 def library_error(what: str, error: Exception) -> CudaError:
-    """The exception for a failed call of a library, with the driver's word where the context is broken."""
+    """The exception for a failed call of a library, with the driver's error where the context is broken."""
     status = broken()
     return CudaError(f"{what} failed: {error}{f'; {_describe(status)}' if status else ''}")
 
 
 def broken() -> Any:
-    """The error that has made this thread's context of no more use, whatever is asked of it; or None."""
-    status, *_ = cu.cuMemGetInfo()  # it tells what went wrong before, and may be asked while a graph is captured
+    """The error that has made this thread's context unusable, or None."""
+    status, *_ = cu.cuMemGetInfo()  # reports earlier errors, and is allowed during a capture
     return status if status and status.name != "CUDA_ERROR_INVALID_CONTEXT" else None
 
 
@@ -109,7 +108,7 @@ def _describe(status: Any) -> str:
 
 @functools.cache
 def primary_context(device: int) -> Any:
-    """The primary context of ``device``: the one that the CUDA runtime, and so every framework, uses."""
+    """The primary context of ``device``, which the CUDA runtime and every framework use."""
     require()
     return call(cu.cuDevicePrimaryCtxRetain, call(cu.cuDeviceGet, device))
 
@@ -120,7 +119,7 @@ def is_current(device: int) -> bool:
 
 
 class on_device:
-    """Make ``device`` current on this thread in a ``with`` block, and the former one after it; for one block each."""
+    """Make ``device`` current on this thread in a ``with`` block, then restore the former one.  For one block each."""
 
     __slots__ = ("_device", "_pushed")
 
@@ -128,7 +127,7 @@ class on_device:
         self._device = device
 
     def __enter__(self) -> None:
-        self._pushed = not is_current(self._device)  # mostly it is: asking costs a third of changing it
+        self._pushed = not is_current(self._device)  # a query costs a third of a change
         if self._pushed:
             call(cu.cuCtxPushCurrent, primary_context(self._device))
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: record what is queued on a stream once, then replay it with a single launch.
+"""CUDA graphs: record the work queued on a stream once, then replay it with a single launch.
 
 with capture(stream, keep=[x, y]) as graph:
     kernel(stream, grid, block, x.pointer, y.pointer)
@@ -23,7 +23,7 @@ from kos.errors import InvalidArgument
 class Graph:
     """A captured sequence of device work and the operands it reads and writes.
 
-    CUDA's graphs hold bare addresses: what they touch must outlive them, so it is handed to ``keep``.
+    CUDA's graphs hold bare addresses.  Memory that they use must outlive them: pass its owner to ``keep``.
     """
 
     def __init__(self, device: int) -> None:
@@ -42,7 +42,7 @@ class Graph:
         call(cu.cuGraphLaunch, self._executable, streams.handle(stream))
 
     def close(self) -> None:
-        """Free the graph and let its operands go; waits for replays still running."""
+        """Free the graph and drop its operands; waits for replays still running."""
         if self._executable is not None:
             driver.synchronize(self.device)
         self.__del__()
@@ -60,39 +60,40 @@ class Graph:
 def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
     """Record the work queued on ``stream`` in a ``with`` block as a Graph, without running it.
 
-    Only calls of this thread are recorded, so other ranks in this process may work on.  An exception
-    in the block ends the capture and is raised as it is.  Garbage is not collected meanwhile: what it frees may
-    belong to libraries that know nothing of captures.
+    Only calls of this thread are recorded, so other ranks in this process may go on.  An exception in the block
+    ends the capture and is raised as it is.  The garbage collector is off during a capture: it might free memory of a
+    library that knows nothing of captures.
     """
     handle = streams.handle(stream)
     if handle == streams.LEGACY:
         raise InvalidArgument("capture: expected a stream of its own, got the legacy default stream")
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with _no_collection():
         call(cu.cuStreamBeginCapture, handle, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
-    except BaseException:
-        if collects:
-            gc.enable()
-        raise
-    try:
-        graph = Graph(int(call(cu.cuCtxGetDevice)))
-        graph.keep(stream, *keep)
-        yield graph
-    except BaseException:
-        status, recorded = cu.cuStreamEndCapture(handle)
-        if not status:
-            call(cu.cuGraphDestroy, recorded)
-        raise
-    else:
+        try:
+            graph = Graph(int(call(cu.cuCtxGetDevice)))
+            graph.keep(stream, *keep)
+            yield graph
+        except BaseException:
+            status, recorded = cu.cuStreamEndCapture(handle)
+            if not status:
+                call(cu.cuGraphDestroy, recorded)
+            raise
         recorded = call(cu.cuStreamEndCapture, handle)
-    finally:
-        if collects:
-            gc.enable()
     try:
         graph._executable = call(cu.cuGraphInstantiate, recorded, 0)
     finally:
         call(cu.cuGraphDestroy, recorded)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class CapturedGraph:
@@ -143,7 +144,7 @@ def captured_graph(stream: int) -> CapturedGraph | None:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Allow what a thread that captures a graph must not do otherwise: allocate, free, load kernels."""
+    """Allow a thread that captures a graph to allocate, free and load kernels."""
     former = call(cu.cuThreadExchangeStreamCaptureMode, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     try:
         yield

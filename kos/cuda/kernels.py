@@ -2,20 +2,18 @@
 
 One file is compiled once per (architecture, macros): ``-D`` macros choose dtype, operation and constants,
 ``#include "x.cuh"`` finds files beside the one that names them.  Kernels are ``extern "C"`` and use no
-CUDA headers (cuda/atomic alone costs a second): inline PTX says what the language cannot.
+CUDA headers (cuda/atomic alone costs a second): inline PTX replaces them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _ERROR = re.compile(r"^(?P<file>.*)\((?P<line>\d+)\): (?:catastrophic )?error: (?P<text>.*)$", re.MULTILINE)
 _TOOL_ERROR = re.compile(r"^(?:ptxas|nvrtc)\b.*\b(?:error|fatal)\b.*$", re.MULTILINE)
 _DEFAULT_SHARED_LIMIT = 48 * 1024
-_LOCK_TIMEOUT = 120.0  # seconds; the largest kernels compile in a few
 
 Define = str | int | bool
 
@@ -41,74 +38,35 @@ Define = str | int | bool
 class KernelCache:
     """Compiled kernels on disk, shared by all processes of the user.
 
-    An entry is written under another name and then renamed, and carries its own checksum.  A cache that
-    cannot be read or written is told of once, by a warning, and then does nothing.
+    An entry is written under another name, then renamed, and carries a checksum.  Processes that miss at the same
+    time compile at the same time.  A folder that cannot be used causes one warning and is then ignored.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._warned = False
 
-    def get(self, key: str, *, quiet: bool = False) -> bytes | None:
-        """The entry, or None where there is no sound one; ``quiet`` does not warn of a damaged one."""
+    def get(self, key: str) -> bytes | None:
+        """The entry, or None where there is none or it is damaged."""
+        path = self.directory / f"{key}.cubin"
         try:
-            data = (self.directory / f"{key}.cubin").read_bytes()
+            data = path.read_bytes()
         except OSError:
             return None
         digest, cubin = data[:32], data[32:]
         if hashlib.sha256(cubin).digest() == digest:
             return cubin
-        if not quiet:
-            log.warning("kernel cache: %s is damaged and will be compiled anew", self.directory / f"{key}.cubin")
+        log.warning("kernel cache: %s is damaged and will be compiled again", path)
         return None
 
     def put(self, key: str, cubin: bytes) -> None:
         try:
+            self.directory.mkdir(parents=True, exist_ok=True)
             replace_file(self.directory / f"{key}.cubin", hashlib.sha256(cubin).digest() + cubin)
         except OSError as error:
-            self._warn(error)
-
-    @contextmanager
-    def lock(self, key: str, timeout: float = _LOCK_TIMEOUT) -> Iterator[None]:
-        """Hold ``key`` against other processes and threads, or go on without it after ``timeout`` seconds.
-
-        A process that dies lets its lock go.
-        """
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            file = (self.directory / f"{key[:2]}.lock").open("w")
-        except OSError as error:
-            self._warn(error)
-            yield
-            return
-        with file:
-            deadline = time.monotonic() + timeout
-            while not _try_lock(file.fileno()):
-                if time.monotonic() > deadline:
-                    log.warning("kernel cache: %s held for over %g s, compiling without it", file.name, timeout)
-                    break
-                time.sleep(0.005)
-            yield
-
-    def _warn(self, error: OSError) -> None:
-        if not self._warned:
-            log.warning("kernel cache: %s cannot be used, compiling anew: %s", self.directory, error)
-            self._warned = True
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: compile twice rather than not at all
-        return True
-    return True
-
-
-def default_cache() -> KernelCache:
-    """The user's cache: $XDG_CACHE_HOME/kos/kernels, or ~/.cache/kos/kernels."""
-    return _cache(cache_folder() / "kernels")
+            if not self._warned:
+                log.warning("kernel cache: %s cannot be used, compiling again: %s", self.directory, error)
+                self._warned = True
 
 
 @functools.cache
@@ -124,11 +82,11 @@ def compile_kernels(
 ) -> bytes:
     """The cubin of ``path`` for ``arch`` ("sm_90a"); needs NVRTC, but no GPU.
 
-    ``defines`` become ``-D`` macros; they also reach NVRTC's own headers, so ``DTYPE`` is a good name and
-    ``T`` is none.  Raises CompileError with file, line and the compiler's log, and BackendUnavailable
-    without NVRTC.
+    ``defines`` become ``-D`` macros, which also reach NVRTC's own headers: ``DTYPE`` is a safe name, ``T`` is not.
+    ``cache`` is the user's by default ($XDG_CACHE_HOME/kos/kernels).  Raises CompileError with file, line and the
+    compiler's log, and BackendUnavailable without NVRTC.
     """
-    cache = cache or default_cache()
+    cache = cache or _cache(cache_folder() / "kernels")
     path = Path(path)
     source, headers, places = _read_sources(path)
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--generate-line-info"]
@@ -137,18 +95,15 @@ def compile_kernels(
     parts = ["kos-1", repr(nvrtc_version()), *options, path.name, source]
     parts += [text for header in sorted(headers.items()) for text in header]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    cubin = cache.get(key, quiet=True)
+    cubin = cache.get(key)
     if cubin is None:
-        with cache.lock(key):
-            cubin = cache.get(key)
-            if cubin is None:
-                cubin = _compile(path, source, headers, places, options)
-                cache.put(key, cubin)
+        cubin = _compile(path, source, headers, places, options)
+        cache.put(key, cubin)
     return cubin
 
 
 def _read_sources(path: Path) -> tuple[str, dict[str, str], dict[str, Path]]:
-    """The text of ``path`` and, by the name they are included under, texts and places of all files that it includes."""
+    """The text of ``path``, and the texts and paths of all files that it includes, by the names in the includes."""
     headers: dict[str, str] = {}
     places: dict[str, Path] = {}
 
@@ -226,10 +181,10 @@ class Kernel:
     low ones), and NumPy or ctypes scalars for everything else: a Python ``float`` goes as double.
     """
 
-    __slots__ = ("_configs", "_launch", "_shared", "device", "handle", "name")
+    __slots__ = ("_configs", "_function", "_shared", "device", "handle", "name")
 
     def __init__(self, cubin: bytes, name: str, device: int) -> None:
-        from cuda.core import ObjectCode, launch
+        from cuda.core import ObjectCode
 
         with driver.on_device(device):
             try:
@@ -238,31 +193,28 @@ class Kernel:
                 if driver.broken():
                     raise driver.library_error(f"loading kernel {name!r}", error) from error
                 raise InvalidArgument(f"kernel {name!r} does not load on cuda:{device}: {error}") from error
+            # CUDA would load it at its first launch, and wait for running kernels, which may wait for this one.
+            call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(self.handle.handle)))
+            self._function = cu.CUfunction(int(self.handle.handle))
         self.name = name
         self.device = device
-        self._launch = launch
-        self._configs: dict[tuple[Any, ...], Any] = {}
         self._shared = _DEFAULT_SHARED_LIMIT
+        self._configs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
         self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0, cooperative: bool = False
     ) -> None:
-        """Queue the kernel on ``stream``; its device must be current on this thread.
-
-        ``grid`` and ``block`` are int or tuple, ``shared`` the dynamic shared memory of a block in bytes.
-        ``cooperative`` guarantees that all blocks run at once, or refuses.
-        """
-        try:
-            config = self._configs.get((grid, block, shared, cooperative))
-            if config is None:
-                config = self._configs[grid, block, shared, cooperative] = self._config(
-                    grid, block, shared, cooperative
-                )
-            self._launch(streams.as_stream(None) if stream is None else stream, config, self.handle, *arguments)
-        except Exception as error:
-            if type(error).__name__ != "CUDAError":  # to which cuda.core gives no public name
-                raise
-            raise CudaError(f"launch of {self.name} failed: {error}") from error
+        """Queue the kernel on ``stream`` once, with the options of ``bind``; its device must be current."""
+        key = grid, block, shared, cooperative, streams.handle(stream)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._config(grid, block, shared, cooperative, False)
+            config.hStream = key[-1]
+            self._configs[key] = config
+        parameters, _kept = _parameters(arguments)
+        (status,) = cu.cuLaunchKernelEx(config, self._function, parameters, 0)
+        if status:
+            raise self._error(status)
 
     def bind(
         self,
@@ -273,18 +225,16 @@ class Kernel:
         cooperative: bool = False,
         overlap: bool = False,
     ) -> Callable[[Any], None]:
-        """A function that launches with these arguments on a stream: everything else is resolved, and loaded, now.
+        """A function that launches the kernel with these arguments on a stream.
 
-        ``overlap`` lets the launch begin before the kernel queued before it has ended (programmatic dependent
-        launch): the kernel must wait for it itself.  One thread at a time may call the function.
+        ``grid`` and ``block`` are int or tuple, ``shared`` the dynamic shared memory of a block in bytes.
+        ``cooperative`` guarantees that all blocks run at once, or refuses.  ``overlap`` lets the launch begin before
+        the kernel queued before it has ended (programmatic dependent launch): the kernel must wait for it itself.
+        The device must be current at the launch.  One thread at a time may call the function.
         """
-        with driver.on_device(self.device):
-            self._allow(shared)
-            # CUDA would load it at its first launch, and wait for kernels that run, which may wait for this one.
-            call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(self.handle.handle)))
-        config = _launch_config(grid, block, shared, cooperative, overlap)
+        config = self._config(grid, block, shared, cooperative, overlap)
         parameters, kept = _parameters(arguments)
-        function, queue, last = cu.CUfunction(int(self.handle.handle)), cu.cuLaunchKernelEx, None
+        function, queue, last = self._function, cu.cuLaunchKernelEx, None
         config.hStream = streams.LEGACY
 
         def launch(stream: Any, keep: Any = (self, kept)) -> None:
@@ -293,46 +243,45 @@ class Kernel:
                 config.hStream, last = streams.handle(stream), stream
             (status,) = queue(config, function, parameters, 0)
             if status:
-                raise driver.error_of("cuLaunchKernelEx", status)
+                raise self._error(status)
 
         return launch
 
-    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool) -> Any:
-        from cuda.core import LaunchConfig
+    def _error(self, status: Any) -> CudaError:
+        return driver.error_of(f"launch of {self.name}: cuLaunchKernelEx", status)
 
-        with driver.on_device(self.device):
-            self._allow(shared)
-            return LaunchConfig(grid=grid, block=block, shmem_size=shared, is_cooperative=cooperative)
-
-    def _allow(self, shared: int) -> None:
-        """Beyond 48 KB of shared memory a kernel must ask."""
-        if shared > self._shared:
+    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool) -> Any:
+        """CUDA's own CUlaunchConfig, without a stream."""
+        if shared > self._shared:  # beyond 48 KB a kernel must ask
             limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
+            with driver.on_device(self.device):
+                call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
             self._shared = shared
+        return _launch_config(grid, block, shared, cooperative, overlap)
 
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:
-    """What cuLaunchKernelEx takes: the address of the arguments' addresses; and what holds both."""
-    words = [x if isinstance(x, int) else int.from_bytes(np.asarray(x).tobytes(), "little") for x in arguments]
-    words_of = ctypes.c_uint64 * len(words)
-    values = words_of(*words)  # which keeps the low bits of an int
-    first = ctypes.addressof(values)
-    places = words_of(*range(first, first + 8 * len(words), 8))
-    return ctypes.addressof(places), (values, places)
+    """The address of the arguments' addresses, for cuLaunchKernelEx; and the object that holds both."""
+    count = len(arguments)
+    words = (ctypes.c_uint64 * (2 * count))()  # the arguments, then their addresses
+    first = ctypes.addressof(words)
+    for i, x in enumerate(arguments):
+        words[i] = x if isinstance(x, int) else int.from_bytes(np.asarray(x).tobytes(), "little")  # keeps the low bits
+        words[count + i] = first + 8 * i
+    return first + 8 * count, words
 
 
 def _launch_config(grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool) -> Any:
-    """CUDA's own CUlaunchConfig; its stream is set at the launch."""
-    kinds, attributes = cu.CUlaunchAttributeID, []
-    if cooperative:
-        attributes.append(cu.CUlaunchAttribute())
-        attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attributes[-1].value.cooperative = 1
-    if overlap:
-        attributes.append(cu.CUlaunchAttribute())
-        attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attributes[-1].value.programmaticStreamSerializationAllowed = 1
+    attributes = []
+    for wanted, kind, field in (
+        (cooperative, "COOPERATIVE", "cooperative"),
+        (overlap, "PROGRAMMATIC_STREAM_SERIALIZATION", "programmaticStreamSerializationAllowed"),
+    ):
+        if wanted:
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{kind}")
+            setattr(attribute.value, field, 1)
+            attributes.append(attribute)
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = _three(grid)
     config.blockDimX, config.blockDimY, config.blockDimZ = _three(block)

@@ -1,7 +1,7 @@
-"""Streams: whatever names a CUDA stream becomes a ``cuda.core.Stream``.
+"""Streams and events: handles, order between streams, timing.
 
-Where kos takes ``stream=None`` it means the legacy default stream, which other frameworks use when
-nothing else is said, so that work is ordered with theirs.  Graph capture needs a stream of its own.
+``stream=None`` means the legacy default stream.  Other frameworks use it by default too, so work is ordered with
+theirs.  Graph capture needs a stream of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def create_stream(device: int, *, urgent: bool = False) -> Stream:
 
     with driver.on_device(device):
         owner = Device(device)
-        owner.set_current()  # cuda.core wants it said by itself, once on each thread
+        owner.set_current()  # cuda.core needs its own call, once on each thread
         return owner.create_stream(options=StreamOptions(nonblocking=True, priority=-1 if urgent else 0))
 
 
@@ -56,9 +56,9 @@ def handle(stream: Any) -> int:
 
 
 def keeper(stream: Any) -> Any:
-    """What to hold so that ``stream`` stays; its handle where nothing is known to keep it; None for the legacy stream.
+    """The object that keeps ``stream`` alive; its handle where nothing is known to; None for the legacy stream.
 
-    What torch and CuPy call external belongs to somebody else.
+    A stream that torch or CuPy calls external belongs to another library, which may destroy it.
     """
     number = handle(stream)
     if number == LEGACY:
@@ -68,14 +68,14 @@ def keeper(stream: Any) -> Any:
 
 
 def capture_of(stream: int) -> int:
-    """The number of the capture that takes what is queued on the stream of this handle; 0 where it runs."""
+    """The number of the capture that records the stream of this handle; 0 where there is none."""
     if stream <= LEGACY or not int(call(cu.cuStreamIsCapturing, stream)):
         return 0
     return int(call(cu.cuStreamGetCaptureInfo, stream)[1])
 
 
 def order(before: Any, after: Any, device: int) -> None:
-    """Let ``after`` wait, on the device, for what is queued on ``before`` now."""
+    """Make ``after`` wait, on the device, for the work queued on ``before`` now."""
     if handle(before) != handle(after):
         with driver.on_device(device):
             event = Event(device)
@@ -90,7 +90,7 @@ def is_idle(stream: int) -> bool:
 
 
 def is_over(query: str, status: Any) -> bool:
-    """What a query of a stream or an event found."""
+    """Whether a query of a stream or an event found its work done."""
     if status == cu.CUresult.CUDA_ERROR_NOT_READY:
         return False
     if status:
@@ -105,7 +105,7 @@ def synchronize(stream: Any, device: int) -> None:
 
 
 def milliseconds(run: Callable[[], object], stream: Any) -> float:
-    """How long the device takes for what ``run`` queues on ``stream``; waits for it."""
+    """How long the current device takes for the work that ``run`` queues on ``stream``; waits for it."""
     begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
     call(cu.cuEventRecord, begin, handle(stream))
     run()
@@ -118,7 +118,7 @@ def milliseconds(run: Callable[[], object], stream: Any) -> float:
 
 
 class Event:
-    """A mark in the order of a stream, which the host or another stream can wait for; ``timed``: it knows when."""
+    """A CUDA event, which the host or another stream can wait for; ``timed`` ones measure time."""
 
     _handle: Any = None
 
@@ -128,24 +128,24 @@ class Event:
         self._destroy = cu.cuEventDestroy  # of the driver that made it
 
     def record(self, stream: Any) -> None:
-        """Stand behind what is queued on ``stream`` now."""
+        """Record the event behind the work queued on ``stream`` now."""
         call(cu.cuEventRecord, self._handle, handle(stream))
 
     def hold(self, stream: Any) -> None:
-        """Let what is queued on ``stream`` from now on come after it."""
+        """Make work queued on ``stream`` from now on wait for the event."""
         call(cu.cuStreamWaitEvent, handle(stream), self._handle, 0)
 
     def done(self) -> bool:
-        """Whether the device has passed it (or it was never recorded)."""
+        """Whether the device has passed the event (or it was never recorded)."""
         (status,) = cu.cuEventQuery(self._handle)
         return is_over("cuEventQuery", status)
 
     def seconds_since(self, before: Event) -> float:
-        """From ``before`` to this on the device, which has passed both; both are ``timed``."""
+        """Seconds from ``before`` to this event; the device has passed both, and both are ``timed``."""
         return 1e-3 * float(call(cu.cuEventElapsedTime, before._handle, self._handle))
 
     def synchronize(self) -> None:
-        """Wait for it on the host."""
+        """Wait for the event on the host."""
         call(cu.cuEventSynchronize, self._handle)
 
     def __del__(self) -> None:

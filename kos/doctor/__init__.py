@@ -1,1 +1,1 @@
-"""What this machine, and the ranks of a job on it, can do, and why not: ``python -m kos.doctor``."""
+"""Reports what this machine and job can use, and why something is unavailable: ``python -m kos.doctor``."""

@@ -1,6 +1,6 @@
-"""What one process finds out by itself: software, MPI, memory to share, CUDA, GPUs, network cards.
+"""Checks that one process makes by itself: software, MPI, shared memory, CUDA, GPUs.
 
-Each check is a function that returns what it found; one that raises, or does not answer, has found that.
+Each check is a function that returns its findings.  An error, or no answer in time, is a finding too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kos.errors import in_words, install
 from kos.memory.ipc import Origin
 
 OK, NO, BAD = "ok", "no", "bad"
-"""Verdicts: it works; it does not, which training can do without; training will not work."""
+"""Verdicts: it works; it does not, but training can do without it; training will not work."""
 
 CHECK_SECONDS = 30.0
 SMALL_SHM = 1 << 30
@@ -56,7 +56,7 @@ print(json.dumps([MPI.Get_library_version().split(",")[0].splitlines()[0].strip(
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: the verdict, what was found or why not, and what to do about it."""
+    """One check: the verdict, the finding or the reason, and the remedy."""
 
     name: str
     verdict: str
@@ -65,7 +65,7 @@ class Check:
 
 
 def bounded(name: str, function: Callable[[], Iterable[Check]], seconds: float = CHECK_SECONDS) -> list[Check]:
-    """What ``function`` found; its error, or its silence after ``seconds``, is a finding too."""
+    """The findings of ``function``; its error, or no answer within ``seconds``, is a finding too."""
     found: list[Check] = []
 
     def run() -> None:
@@ -89,13 +89,13 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def local_checks() -> list[Check]:
-    """Everything that needs no other rank."""
-    checks = (python, packages, mpi, shared_memory, cuda_driver, cuda_libraries, nvrtc, gpus, rdma)
+    """All checks that need no other rank."""
+    checks = (python, packages, mpi, shared_memory, cuda_driver, cuda_libraries, nvrtc, gpus)
     return [check for each in checks for check in bounded(each.__name__.replace("_", " "), each)]
 
 
 def facts() -> dict[str, object]:
-    """What ranks compare with each other."""
+    """The facts that ranks compare with each other."""
     return {
         **asdict(Origin.here()),
         "host_id": host_id(),
@@ -125,7 +125,7 @@ def packages() -> Iterator[Check]:
 
 
 def mpi() -> Iterator[Check]:
-    """In a process of its own: an MPI that does not fit may end the process that loads it."""
+    """Runs in its own process: an MPI that does not fit may end the process that loads it."""
     run = partial(subprocess.run, capture_output=True, text=True, timeout=CHECK_SECONDS)
     done = run([sys.executable, "-c", _MPI_PROBE])
     if done.returncode != 0:
@@ -147,7 +147,7 @@ def mpi() -> Iterator[Check]:
 
 
 def shared_memory() -> Iterator[Check]:
-    """Of the container: NCCL and MPI put their buffers there (kos itself does not)."""
+    """The container's /dev/shm: NCCL and MPI put their buffers there (kos does not)."""
     space = shutil.disk_usage("/dev/shm")
     found = f"/dev/shm: {space.free / 2**20:,.0f} of {space.total / 2**20:,.0f} MiB free"
     remedy = "" if space.free >= SMALL_SHM else "little for NCCL and MPI: docker run --shm-size=1g, or --ipc=host"
@@ -180,24 +180,23 @@ def cuda_libraries() -> Iterator[Check]:
         from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError:
         return
-    missing = []
     for name in _LIBRARIES:
         try:
             found = load_nvidia_dynamic_lib(name)
+        except Exception:
+            yield Check(f"lib{name}", NO, "not found", install("cuda") if _kernel_driver() else "")
+        else:
             version = f" {nccl_binding.version()}" if name == "nccl" else ""
             yield Check(f"lib{name}", OK, f"{found.abs_path}{version} (by {found.found_via})")
-        except Exception:
-            missing.append(f"lib{name}")
-    if missing:
-        remedy = install("cuda") if _kernel_driver() else ""
-        yield Check("CUDA libraries", NO, f"not found: {', '.join(missing)}", remedy)
 
 
 def nvrtc() -> Iterator[Check]:
     found = cuda.visible_devices()
     arch = found[0].arch if found else "sm_90a"
     with tempfile.TemporaryDirectory() as folder:
-        cubin = compile_kernels(Path(__file__).with_name("ping.cu"), arch, cache=KernelCache(Path(folder)))
+        source = Path(folder, "empty.cu")
+        source.write_text('extern "C" __global__ void empty() {}\n')
+        cubin = compile_kernels(source, arch, cache=KernelCache(Path(folder)))
     yield Check("NVRTC", OK, f"compiled a kernel for {arch}, {len(cubin):,} bytes")
 
 
@@ -212,17 +211,6 @@ def gpus() -> Iterator[Check]:
         yield Check(f"GPU {info.index}", OK, found)
 
 
-def rdma() -> Iterator[Check]:
-    nics, reason = devices.rdma_nics(), devices.gpu_direct_rdma()
-    found = ", ".join(f"{nic.name} {nic.state} {nic.rate} on NUMA node {_or_unknown(nic.numa_node)}" for nic in nics)
-    if not nics:
-        yield Check("RDMA", NO, "no RDMA network card (/sys/class/infiniband is empty)")
-    elif reason is not None and cuda.visible_devices():
-        yield Check("RDMA", NO, f"{found}; not to GPU memory: {reason}", "modprobe nvidia_peermem")
-    else:
-        yield Check("RDMA", OK, found + ("; reaches GPU memory" if reason is None else ""))
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -231,7 +219,7 @@ def _version(package: str) -> str | None:
 
 
 def _kernel_driver() -> str:
-    """What NVIDIA's kernel module says of itself; "" where there is none, and so no GPU to be had."""
+    """The version of NVIDIA's kernel module; "" where there is none, and so no GPU."""
     return devices.read(Path("/proc/driver/nvidia/version"))
 
 

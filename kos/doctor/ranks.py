@@ -1,74 +1,37 @@
-"""What only several ranks together find out: whether they fit, whether bytes move between them, and how fast."""
+"""Checks across ranks: whether they fit together, and whether bytes move between them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import importlib.util
-import itertools
-import json
-import os
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from kos.comm import Communicator
 from kos.comm.rendezvous.base import Rendezvous
-from kos.cuda import create_stream, driver, load_kernel, streams, visible_devices
-from kos.cuda.driver import call, cu
+from kos.cuda import visible_devices
 from kos.doctor.checks import BAD, NO, OK, Check, ranks_in_words
 from kos.errors import KosError, in_words
 from kos.memory.array import Array
-from kos.memory.symmetric import SymmetricMemory
+from kos.memory.symmetric import ALIGNMENT, SymmetricMemory
 from kos.testing import spawn
 
 Facts = dict[str, Any]
 
 _COUNT = 1_000_003
-_GPU_BYTES, _HOST_BYTES = 64 << 20, 8 << 20
-_REPEATS, _ROUNDS = 4, 1000
-_FLAG_BYTES, _FLAGS = 32, 64 << 10
 _LINK_DOES_NOT_WORK = (
-    "what canAccessPeer promises does not work: containers of one pid and ipc namespace (--pid=host --ipc=host), "
-    "no IOMMU/ACS between the GPUs; NCCL_P2P_DISABLE=1 lets nccl do without"
+    "peer access does not work though the driver reports it: start containers in one pid and ipc namespace "
+    "(--pid=host --ipc=host), switch off IOMMU/ACS between the GPUs, or set NCCL_P2P_DISABLE=1 for nccl"
 )
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """Measured between every two ranks: ``[i][j]`` is i reading from j, None where it was not measured."""
-
-    what: str  # "GPU" or "host"
-    labels: list[str]
-    gigabytes_per_second: list[list[float | None]]
-    latency_us: list[list[float | None]]  # one way
-
-
-def roll_call(rank: int) -> Callable[[], str]:
-    """Come to MPI_Init, which waits for all ranks without a limit; returns who of this host has, in words.
-
-    Open MPI gives the job a folder on each host; under another MPI nobody is named.
-    """
-    folder, size, job = map(os.environ.get, ("PMIX_SERVER_TMPDIR", "OMPI_COMM_WORLD_SIZE", "PMIX_NAMESPACE"))
-    if folder is None or size is None or not os.access(folder, os.W_OK):
-        return lambda: "; MPI_Init waits for all ranks"
-    Path(folder, f"kos-doctor-{job}-{rank}").touch()
-
-    def words() -> str:
-        came = sorted(int(path.name.rpartition("-")[2]) for path in Path(folder).glob(f"kos-doctor-{job}-*"))
-        return f"; MPI_Init waits for {size} ranks, of which {ranks_in_words(came)} came on this host"
-
-    return words
-
-
 def start_mpi() -> None:
-    """MPI_Init as mpi4py would call it, but without Python's lock: while it waits, ``give_up`` can say so."""
-    with contextlib.suppress(ImportError, OSError):  # which the rendezvous says better
+    """Call MPI_Init as mpi4py would, but without Python's lock, so that the alarm can go off while it waits."""
+    with contextlib.suppress(ImportError, OSError):  # the rendezvous reports it better
         spec = importlib.util.find_spec("mpi4py.MPI")
         if spec is not None and spec.origin is not None and "mpiabi" not in spec.origin:
             multiple = 3  # MPI_THREAD_MULTIPLE in Open MPI and MPICH
@@ -76,7 +39,7 @@ def start_mpi() -> None:
 
 
 def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
-    """Whether the ranks fit together, from what each says of itself; the same on every rank."""
+    """Whether the ranks fit together, by the facts of each; the same on every rank."""
 
     def grouped(what: str) -> dict[Any, list[int]]:
         groups: dict[Any, list[int]] = defaultdict(list)
@@ -106,92 +69,23 @@ def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
             yield Check("GPUs of the ranks", NO, found, "start a rank for each GPU")
 
 
-def gpu_memory(rendezvous: Rendezvous, device: int, measure: bool) -> tuple[Check, Matrix | None]:
-    """Map the memory of every GPU of the host on every other, move bytes both ways, and time that."""
-    nbytes = _FLAGS + 2 * _GPU_BYTES if measure else _FLAGS
+def gpu_memory(rendezvous: Rendezvous, device: int) -> Check:
+    """Map the memory of every GPU of the host on every other, and move bytes both ways."""
     try:
-        with SymmetricMemory(rendezvous, nbytes, device) as memory:
-            matrix = measure_gpus(rendezvous, memory) if measure else None
+        with SymmetricMemory(rendezvous, rendezvous.size * ALIGNMENT, device):
+            pass
     except KosError as error:
-        return Check("peer memory", NO, in_words(error), _LINK_DOES_NOT_WORK), None
-    return Check("peer memory", OK, f"bytes moved both ways between {rendezvous.size} ranks' GPU memory"), matrix
+        return Check("peer memory", NO, in_words(error), _LINK_DOES_NOT_WORK)
+    return Check("peer memory", OK, f"bytes moved both ways between {rendezvous.size} ranks' GPU memory")
 
 
-def gpus_of_this_process(timeout: float, measure: bool) -> tuple[Check, Matrix | None]:
+def gpus_of_this_process(timeout: float) -> Check:
     """``gpu_memory`` for a job of one rank that sees several GPUs: a thread for each."""
     try:
-        found = spawn(lambda comm: gpu_memory(comm.rendezvous, comm.rank, measure), len(visible_devices()), timeout)
+        found = spawn(lambda comm: gpu_memory(comm.rendezvous, comm.rank), len(visible_devices()), timeout)
     except KosError as error:
-        return Check("peer memory", NO, in_words(error), _LINK_DOES_NOT_WORK), None
-    return next((each for each in found if each[0].verdict != OK), found[0])
-
-
-def measure_gpus(rendezvous: Rendezvous, memory: SymmetricMemory) -> Matrix:
-    """Copies by the copy engine, 64 MiB at a time, one pair at a time; latency by flags that two kernels raise."""
-    rank, size, device = rendezvous.rank, rendezvous.size, memory.device
-    facts = [json.loads(d) for d in rendezvous.allgather(json.dumps([visible_devices()[device].uuid, device]).encode())]
-    ping = load_kernel(Path(__file__).with_name("ping.cu"), "ping", device)
-    stream = create_stream(device)
-    bandwidth, latency = np.full((2, size), np.nan)
-    pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
-    for index, (reader, other) in enumerate(pairs):
-        rendezvous.barrier()
-        with driver.on_device(device):
-            if rank == reader:
-                bandwidth[other] = _copy_speed(memory, other, stream)
-            if facts[reader][0] == facts[other][0] or rank not in (reader, other):
-                continue
-            peer, flag = other if rank == reader else reader, index * _FLAG_BYTES
-            mine, theirs = memory.pointer + flag, memory.pointers[peer] + flag
-            result = np.zeros(3, np.uint64)
-            ping(stream, 1, 1, mine, theirs, int(rank == reader), _ROUNDS, 2_000_000_000)
-            streams.synchronize(stream, device)
-            call(cu.cuMemcpyDtoH, result, mine, result.nbytes)
-            if rank == reader and not result[2]:
-                latency[other] = float(result[1]) / (_ROUNDS - 1) / 2 / 1e3
-    labels = [f"rank {r} (GPU {ordinal})" for r, (_, ordinal) in enumerate(facts)]
-    return Matrix("GPU", labels, _gather(rendezvous, bandwidth), _gather(rendezvous, latency))
-
-
-def _copy_speed(memory: SymmetricMemory, other: int, stream: Any) -> float:
-    """GB/s, a first copy left out."""
-    target, source = memory.pointer + _FLAGS + _GPU_BYTES, memory.pointers[other] + _FLAGS
-
-    def copy(times: int) -> None:
-        for _ in range(times):
-            call(cu.cuMemcpyDtoDAsync, target, source, _GPU_BYTES, streams.handle(stream))
-
-    copy(1)
-    return _REPEATS * _GPU_BYTES / streams.milliseconds(lambda: copy(_REPEATS), stream) / 1e6
-
-
-def measure_host(comm: Communicator) -> Matrix:
-    """Messages between host memory of every two ranks, there and back: 8 MiB for bandwidth, 8 bytes for latency."""
-    bandwidth, latency = np.full((2, comm.size), np.nan)
-    for pair in itertools.combinations(range(comm.size), 2):
-        comm.rendezvous.barrier()
-        if comm.rank in pair:
-            other = sum(pair) - comm.rank
-            latency[other] = _one_way(comm, other, 8, 200) * 1e6
-            bandwidth[other] = _HOST_BYTES / _one_way(comm, other, _HOST_BYTES, _REPEATS) / 1e9
-    labels = [f"rank {r}" for r in range(comm.size)]
-    return Matrix("host", labels, _gather(comm.rendezvous, bandwidth), _gather(comm.rendezvous, latency))
-
-
-def _one_way(comm: Communicator, other: int, nbytes: int, rounds: int) -> float:
-    """Seconds that a message takes, the first round left out."""
-    message, begin = np.zeros(nbytes, np.uint8), 0.0
-    for turn in range(rounds + 1):
-        if turn == 1:
-            begin = time.perf_counter()
-        for sends in (comm.rank < other, comm.rank > other):
-            (comm.send if sends else comm.recv)(message, other)
-    return (time.perf_counter() - begin) / rounds / 2
-
-
-def _gather(rendezvous: Rendezvous, row: np.ndarray[Any, Any]) -> list[list[float | None]]:
-    mine = [None if np.isnan(value) else round(float(value), 3) for value in row]
-    return [json.loads(data) for data in rendezvous.allgather(json.dumps(mine).encode())]
+        return Check("peer memory", NO, in_words(error), _LINK_DOES_NOT_WORK)
+    return next((each for each in found if each.verdict != OK), found[0])
 
 
 def trial(comm: Communicator) -> Check:

@@ -1,10 +1,9 @@
 """Planned scratch memory: a stack allocator over one slab.
 
-A training step takes and gives back the same arrays in the same order every time.  So one slab, one
-offset that moves up (``take``) and down (``release``), and no allocation or page fault in the steady
-state.  The first pass may outgrow the slab: what does not fit is allocated on its own, and once the
-arena is empty the slab is replaced by one of the size that the pass needed.  ``fix()`` ends that, for
-users whose addresses must not move (a captured CUDA graph).
+A training step takes and releases the same arrays in the same order every time.  So the arena has one slab and one
+offset, and allocates nothing in the steady state.  The first pass may outgrow the slab: arrays that do not fit get
+their own memory, and once the arena is empty a slab of the needed size replaces the old one.  ``fix()`` forbids that,
+for a captured CUDA graph, whose addresses must not move.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Array: a C-contiguous tensor in the memory of one GPU.
 
-It holds bytes and knows what they are; arithmetic is the business of kernels.  NumPy goes in and out by
-copies, every other array library shares the memory: DLPack both ways, ``__cuda_array_interface__``.
+It describes memory; kernels do arithmetic.  NumPy arrays are copied in and out.  Other array libraries share the
+memory, by DLPack or ``__cuda_array_interface__``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ def as_dtype(dtype: Any) -> DType:
 class Array:
     """Shape, dtype and address of device memory, and what keeps it alive.
 
-    ``stream`` is the stream in whose order the memory may be used (None: the legacy default stream); other
-    libraries are made to wait for it.  Copies are asynchronous and the caller orders them against work on
-    other streams; the driver waits for those with pageable host memory, not for those with ``pinned_empty``.
-    What an array describes does not change: a view is another array.
+    The memory is used in the order of ``stream`` (None: the legacy default stream); other libraries wait for it.
+    Copies are asynchronous, and the caller orders them against work on other streams.  The driver waits for copies
+    with pageable host memory, not for those with ``pinned_empty``.  An array does not change: a view is another array.
     """
 
     __slots__ = ("__weakref__", "device", "dtype", "owner", "pointer", "readonly", "shape", "stream", "used")
@@ -58,10 +57,10 @@ class Array:
         """Describe memory that exists; ``owner`` is kept alive as long as the array and its views."""
         self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
         self.owner, self.stream, self.readonly = owner, stream, readonly
-        self.used = False  # by a communicator: calls on arrays that are used again are cached
+        self.used = False  # by a communicator: later calls on the array are cached
 
     @classmethod
-    def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str | None = None) -> Array:
+    def empty(cls, shape: Shape, dtype: Any, device: int, *, stream: Any = None, label: str = "") -> Array:
         """Uninitialised memory from the device's pool; ``label`` names its holder in errors."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         if any(size < 0 for size in shape):
@@ -77,7 +76,7 @@ class Array:
         return array
 
     @classmethod
-    def from_numpy(cls, source: np.ndarray, device: int, *, stream: Any = None, label: str | None = None) -> Array:
+    def from_numpy(cls, source: np.ndarray, device: int, *, stream: Any = None, label: str = "") -> Array:
         """A copy of ``source`` on ``device``."""
         source = np.ascontiguousarray(source).reshape(source.shape)
         array = cls.empty(source.shape, source.dtype, device, stream=stream, label=label)
@@ -87,9 +86,9 @@ class Array:
     def from_dlpack(cls, source: Any, *, stream: Any = None) -> Array:
         """The memory of ``source``, shared: an object with ``__dlpack__`` or ``__cuda_array_interface__``.
 
-        ``stream`` is made to wait for the work that the other library has queued on that memory; with -1, which is
-        DLPack's, nothing waits.  Managed memory is a GPU's too.  Raises InvalidArgument for memory of the host,
-        strides that are not C-contiguous and unknown dtypes.
+        ``stream`` waits for the work that the other library has queued on that memory; -1 (DLPack's) waits for nothing.
+        Managed memory counts as a GPU's.  Raises InvalidArgument for memory of the host, strides that are not
+        C-contiguous and unknown dtypes.
         """
         driver.require()
         if isinstance(source, Array):

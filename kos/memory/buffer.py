@@ -1,4 +1,4 @@
-"""Buffer: what any array becomes before a backend sees it, on the host or on a GPU."""
+"""Buffer: the one description of an array that backends get, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kos.dtypes import DType, dtype_of
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.memory.array import Array
 from kos.memory.dlpack import CPU, ON_GPU, host_array
-from kos.memory.libraries import current_stream, immutable, orders_itself, plain_array
+from kos.memory.libraries import current_stream, immutable, library_of, plain_array
 
 _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 
@@ -23,9 +23,9 @@ _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 class Buffer:
     """A contiguous run of elements in host memory, or in the memory of one GPU.
 
-    ``array`` is what the caller gave (and gets back).  In host memory ``device`` is None and ``flat`` a 1-D
-    view.  On a GPU there is no view: ``pointer`` is the address, and ``stream`` the handle of the stream in
-    whose order the memory may be used.
+    ``array`` is the caller's array, which the caller gets back.  In host memory ``device`` is None and ``flat`` a 1-D
+    view.  On a GPU there is no view: ``pointer`` is the address, and ``stream`` the handle of the stream in whose order
+    the memory is used.
     """
 
     array: Any
@@ -36,12 +36,12 @@ class Buffer:
     device: int | None = None
     pointer: int = 0
     stream: int = streams.LEGACY
-    queue: Any = None  # what keeps that stream; the handle again where nothing is known to
-    convert: Callable[[Any], Any] | None = None  # what makes the result of ``array``, once it is queued or done
+    queue: Any = None  # the object that keeps that stream alive; its handle where nothing is known to
+    convert: Callable[[Any], Any] | None = None  # makes the result of ``array``, once the work is queued or done
 
     @property
     def result(self) -> Any:
-        """What the caller gets."""
+        """The array that the caller gets."""
         return self.array if self.convert is None else self.convert(self.array)
 
     @property
@@ -50,7 +50,7 @@ class Buffer:
 
     @property
     def address(self) -> int:
-        """Where the elements begin, wherever that is."""
+        """The address of the first element."""
         if self.device is not None:
             return self.pointer
         start: int = self.flat.__array_interface__["data"][0]
@@ -58,7 +58,7 @@ class Buffer:
 
     @property
     def place(self) -> str:
-        """The memory it lies in, for errors."""
+        """The name of its memory, for errors."""
         return "the host" if self.device is None else f"cuda:{self.device}"
 
     def overlaps(self, other: Buffer) -> bool:
@@ -95,7 +95,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
     if array is None:
         buffer = _of_device(x, _shared_array(x, what, stream), what, writable, stream)
         if immutable(x):
-            buffer.queue = buffer.stream  # an event tells when ``x`` may go: its library knows nothing of the stream
+            buffer.queue = buffer.stream  # an event must hold ``x``: its library does not know the stream
         return buffer
     if stream is not None:
         raise InvalidArgument(f"stream: expected None, for {what} is in memory of the host, got {stream!r}")
@@ -110,7 +110,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
 
 
 def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any) -> Buffer:
-    """``given`` is what the caller holds, ``array`` its memory."""
+    """``given`` is the caller's array, ``array`` its memory."""
     if writable and array.readonly:
         raise InvalidArgument(f"{what}: expected a writable array, got a read-only {type(given).__name__}")
     if getattr(array.owner, "closed", False):
@@ -126,7 +126,7 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
 
 
 def _look_up(stream: Any) -> tuple[int, Any]:
-    """Handle and keeper of ``stream``, remembered for the last one: calls in a row are mostly on one."""
+    """Handle and keeper of ``stream``, cached for the last one: calls in a row are mostly on one stream."""
     global _last_stream
     handle, queue = streams.handle(stream), streams.keeper(stream)
     _last_stream = stream, handle, queue
@@ -139,11 +139,12 @@ _last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None
 def _shared_array(x: Any, what: str, stream: Any) -> Array:
     """GPU memory of another library as an Array on ``stream``, or that library's; ``x`` itself keeps the memory alive.
 
-    Where the caller or the library says in which order the work goes nothing waits, so that it can be captured.
+    Nothing waits where the caller or the library names the stream, so that the work can be captured.
     """
     own = current_stream(x)
     waits = own if stream is None or not immutable(x) else stream
-    if hasattr(x, "__dlpack__") and (orders_itself(x) or (stream is not None and not immutable(x))):
+    named = library_of(x) in ("torch", "cupy")  # by ``current_stream``
+    if hasattr(x, "__dlpack__") and (named or (stream is not None and not immutable(x))):
         waits = _IN_ORDER
     try:
         array = Array.from_dlpack(x, stream=waits)

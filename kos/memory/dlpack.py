@@ -71,7 +71,7 @@ _new.restype, _new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_
 for _function, _result in ((_is_valid, ctypes.c_int), (_pointer, ctypes.c_void_p), (_rename, ctypes.c_int)):
     _function.restype, _function.argtypes = _result, [ctypes.py_object, ctypes.c_char_p]
 
-# What exported capsules point to: address -> (structure, its shape and strides, what owns the memory).
+# The targets of exported capsules: address -> (structure, its shape and strides, the owner of the memory).
 _exported: dict[int, tuple[Any, ...]] = {}
 
 
@@ -132,7 +132,7 @@ def export_capsule(
 
 @dataclass
 class ImportedTensor:
-    """Memory that another library shares; it is given back when this object goes."""
+    """Memory that another library shares; released when this object is collected."""
 
     pointer: int
     shape: tuple[int, ...]

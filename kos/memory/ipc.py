@@ -1,16 +1,16 @@
 """Legacy CUDA IPC: memory of one process mapped into another process of the same machine.
 
-Only plain device memory (``cuMemAlloc``: DeviceMemory here) can be exported.  A handle is a small record
-that any rendezvous can carry; what it says of its origin is what lets a failure name its cause.
+Only plain device memory (``cuMemAlloc``: DeviceMemory here) can be exported.  A handle is a small record that any
+rendezvous can carry.  It holds the origin of the memory, so that a failure can name its cause.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import json
 import os
 import socket
-import struct
 import sys
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -21,7 +21,6 @@ from kos.cuda.driver import call, cu
 from kos.errors import CudaError, InvalidArgument, OutOfMemory, PeerMemoryError
 
 _HANDLE_BYTES = 64
-_RECORD = struct.Struct(f"<{_HANDLE_BYTES}s16sQQQ")
 
 
 class DeviceMemory:
@@ -37,10 +36,9 @@ class DeviceMemory:
             status, pointer = cu.cuMemAlloc(nbytes)
             if status == cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
                 free, total = call(cu.cuMemGetInfo)
-                name = device_info(device).name
                 raise OutOfMemory(
-                    f"out of memory on cuda:{device} ({name}): asked for {nbytes:,} bytes to share with "
-                    f"other ranks, {free:,} of {total:,} free"
+                    f"out of memory on cuda:{device} ({device_info(device).name}): asked for {nbytes:,} bytes to share "
+                    f"with other ranks, {free:,} of {total:,} free"
                 )
             if status:
                 raise driver.error_of("cuMemAlloc", status)
@@ -62,7 +60,7 @@ class DeviceMemory:
 class Origin:
     """Where a process runs, as far as sharing memory with it depends on it."""
 
-    boot: str  # of this kernel: tells machines apart, whatever they call themselves
+    boot: str  # identity of this boot of the kernel: tells machines of one name apart
     host: str
     pid_namespace: str
     ipc_namespace: str
@@ -71,14 +69,6 @@ class Origin:
     @staticmethod
     def here() -> Origin:
         return _origin(os.getpid())
-
-    def to_bytes(self) -> bytes:
-        return "\0".join(map(str, astuple(self))).encode()
-
-    @staticmethod
-    def from_bytes(data: bytes) -> Origin:
-        boot, host, pid_namespace, ipc_namespace, pid = data.decode().split("\0")
-        return Origin(boot, host, pid_namespace, ipc_namespace, int(pid))
 
     def obstacle(self) -> str | None:
         """Why a process here may be unable to map memory from there, or None if nothing speaks against it."""
@@ -111,25 +101,24 @@ class IpcHandle:
     """Names memory of one process to the others of its machine; ``to_bytes`` to send it."""
 
     handle: bytes  # cudaIpcMemHandle_t of the allocation
-    uuid: bytes  # of the GPU
+    uuid: str  # of the GPU
     offset: int  # bytes from the start of the allocation
     nbytes: int
     pointer: int  # in the exporting process
     origin: Origin
 
     def to_bytes(self) -> bytes:
-        record = _RECORD.pack(self.handle, self.uuid, self.offset, self.nbytes, self.pointer)
-        return record + self.origin.to_bytes()
+        record = self.handle.hex(), self.uuid, self.offset, self.nbytes, self.pointer, *astuple(self.origin)
+        return json.dumps(record).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> IpcHandle:
-        """What ``to_bytes`` gave; InvalidArgument for anything else."""
+        """The handle that ``to_bytes`` wrote; InvalidArgument for anything else."""
         try:
-            handle, uuid, offset, nbytes, pointer = _RECORD.unpack_from(data)
-            origin = Origin.from_bytes(data[_RECORD.size :])
-        except (struct.error, ValueError) as error:
+            handle, uuid, offset, nbytes, pointer, *origin = json.loads(data)
+            return IpcHandle(bytes.fromhex(handle), uuid, offset, nbytes, pointer, Origin(*origin))
+        except (TypeError, ValueError) as error:
             raise InvalidArgument(f"IPC handle: expected what to_bytes gave, got {len(data)} bytes: {error}") from error
-        return IpcHandle(handle, uuid, offset, nbytes, pointer, origin)
 
 
 def export(pointer: int, nbytes: int, device: int) -> IpcHandle:
@@ -150,17 +139,15 @@ def export(pointer: int, nbytes: int, device: int) -> IpcHandle:
         if offset + nbytes > size:
             raise PeerMemoryError(f"IPC: expected at most {size - offset} bytes from 0x{pointer:x}, got {nbytes}")
         handle = call(cu.cuIpcGetMemHandle, base)
-    return IpcHandle(
-        ctypes.string_at(handle.getPtr(), _HANDLE_BYTES), bytes.fromhex(device_info(device).uuid),
-        offset, nbytes, pointer, Origin.here(),
-    )  # fmt: skip
+    raw = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+    return IpcHandle(raw, device_info(device).uuid, offset, nbytes, pointer, Origin.here())
 
 
 class Mapping:
-    """Memory of another process, seen from ``device`` at ``pointer``; unmapped when closed or dropped.
+    """Memory of another process, mapped for ``device`` at ``pointer``; unmapped when closed or collected.
 
-    The driver counts who has mapped a handle.  No lock is held: the collector may drop one mapping while another
-    is made.
+    The driver counts the mappings of a handle.  No lock is held: the garbage collector may close one mapping while
+    another is made.
     """
 
     def __init__(self, handle: IpcHandle, device: int) -> None:
@@ -198,8 +185,8 @@ def _open(handle: IpcHandle, device: int) -> int:
     return int(pointer)
 
 
-def _device_obstacle(uuid: bytes, device: int) -> str:
-    owners = [info.index for info in visible_devices() if info.uuid == uuid.hex()]
+def _device_obstacle(uuid: str, device: int) -> str:
+    owners = [info.index for info in visible_devices() if info.uuid == uuid]
     if not owners:
         return "its GPU is not visible here (CUDA_VISIBLE_DEVICES), or it has freed the memory"
     kind = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED

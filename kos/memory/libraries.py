@@ -1,6 +1,6 @@
 """Other array libraries: the stream on which each works now, and new arrays of its own type.
 
-Nothing is imported here: whoever passes an array has loaded its library.
+Nothing is imported here: the program that passes an array has loaded its library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kos.dtypes import DTYPES, DType, dtype_of
 from kos.memory.array import Array
 
 _LIBRARIES = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow"}
-_IMMUTABLE = ("jax", "tensorflow")  # their arrays never change, but what shares them does not say so
+_IMMUTABLE = ("jax", "tensorflow")  # their arrays never change, but DLPack capsules of them do not say so
 
 
 @functools.lru_cache(maxsize=256)
@@ -61,7 +61,7 @@ def _torch_stream(device: int) -> Any:
     stream = _pooled.get(handle)
     if stream is None:
         current = torch.cuda.current_stream(device)
-        if current.stream_id == handle:  # an ExternalStream: somebody else may destroy it
+        if current.stream_id == handle:  # an ExternalStream: its owner may destroy it
             return handle
         stream = _pooled[handle] = _Pooled(handle)
     return stream
@@ -91,13 +91,13 @@ def current_stream(x: Any) -> Any:
 @functools.cache
 def _torch_dtype(dtype: Any) -> DType | None:
     found = DTYPES.get(str(dtype).removeprefix("torch."))
-    return None if found is None or found.kind == "complex" else found  # which may be conjugated when they are read
+    return None if found is None or found.kind == "complex" else found  # complex tensors may be lazily conjugated
 
 
 def plain_array(x: Any) -> Array | None:
     """The GPU memory of a contiguous torch or CuPy array, on the current stream of its library.
 
-    None for every other array, which DLPack takes or refuses; that takes 20 us longer.
+    None for every other array, which goes through DLPack and takes 20 us longer.
     """
     library = library_of(x)
     if library == "torch":
@@ -109,11 +109,6 @@ def plain_array(x: Any) -> Array | None:
     elif library == "cupy" and type(x) is sys.modules["cupy"].ndarray and x.flags.c_contiguous:
         return Array(x.data.ptr, x.shape, dtype_of(x.dtype), x.device.id, owner=x, stream=_cupy_stream(x.device.id))
     return None
-
-
-def orders_itself(x: Any) -> bool:
-    """Whether the work on ``x`` is on a stream that ``current_stream`` names: nothing has to wait for another one."""
-    return library_of(x) in ("torch", "cupy")
 
 
 def empty_like(x: Any, shape: tuple[int, ...], stream: Any) -> Any:
@@ -139,7 +134,7 @@ def empty_like(x: Any, shape: tuple[int, ...], stream: Any) -> Any:
 
 
 def converter(x: Any) -> Callable[[Any], Any] | None:
-    """What turns a result into an array of the library of ``x``, where that library's own cannot be written: JAX."""
+    """A function that turns a result into an array of the library of ``x``; for JAX, whose arrays cannot be written."""
     return _as_jax if library_of(x) == "jax" else None
 
 

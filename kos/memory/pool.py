@@ -1,4 +1,4 @@
-"""MemoryPool: stream-ordered device memory with statistics, holders and a leak check.
+"""MemoryPool: stream-ordered device memory with statistics.
 
 Allocating and freeing are queued on a stream like any other work (cuMemAllocFromPoolAsync) and cost
 microseconds; freed memory stays with the pool.  Memory for CUDA IPC cannot come from here: see symmetric.py.
@@ -13,8 +13,6 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +22,12 @@ from kos.cuda import driver, streams
 from kos.cuda.devices import device_info
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
-from kos.errors import InvalidArgument, KosError, OutOfMemory
+from kos.errors import InvalidArgument, OutOfMemory
 
 
 @dataclass(frozen=True)
 class PoolStatistics:
-    """Bytes unless said otherwise."""
+    """In bytes, except ``live``."""
 
     current: int  # allocated and not freed
     peak: int  # the largest ``current`` so far
@@ -40,7 +38,7 @@ class PoolStatistics:
 class Allocation:
     """A piece of device memory, freed on its stream when closed or no longer referenced.
 
-    What is let go of while that stream is captured is freed after the capture, unless it was allocated in one.
+    Memory that is closed while that stream is captured is freed after the capture, unless a capture allocated it.
     """
 
     __slots__ = ("__weakref__", "_pool", "_serial", "closed", "nbytes", "pointer", "stream")
@@ -78,18 +76,17 @@ class MemoryPool:
         self._lock = threading.RLock()  # the collector may free while this thread allocates
         self._serials = itertools.count()
         self._live: dict[int, tuple[int, str, bool]] = {}  # bytes, label, whether a graph allocates it
-        self._deferred: list[tuple[int, Any]] = []  # let go of while their streams were captured
+        self._deferred: list[tuple[int, Any]] = []  # closed while their streams were captured
         self._current = self._peak = 0
 
-    def allocate(self, nbytes: int, stream: Any = None, *, label: str | None = None) -> Allocation:
+    def allocate(self, nbytes: int, stream: Any = None, *, label: str = "") -> Allocation:
         """``nbytes`` of device memory, usable in the order of ``stream``.
 
-        ``label`` names the holder in errors and statistics (default: the caller's file and line).
-        Raises OutOfMemory with what was asked, what is free and the largest holders.
+        ``label`` names the holder in errors.  Raises OutOfMemory with what was asked, what is free and the largest
+        holders.
         """
         if nbytes < 0:
             raise InvalidArgument(f"allocate: expected a size of 0 or more bytes, got {nbytes}")
-        label = label or _call_site()
         pointer, of_graph = 0, False
         self._free_deferred()
         with driver.on_device(self.device):
@@ -115,7 +112,6 @@ class MemoryPool:
             self._give_back(pointer, stream, of_graph)
 
     def _give_back(self, pointer: int, stream: Any, of_graph: bool) -> None:
-        # What was used last may be let go of while a graph is captured.
         with driver.on_device(self.device), relaxed_capture():
             if of_graph or not _is_captured(stream):
                 call(cu.cuMemFreeAsync, pointer, streams.handle(stream))
@@ -139,39 +135,23 @@ class MemoryPool:
         with self._lock:
             return PoolStatistics(self._current, self._peak, reserved, len(self._live))
 
-    def holders(self) -> list[tuple[str, int]]:
-        """(label, bytes) of everything that is allocated, the largest first."""
-        held: Counter[str] = Counter()
-        with self._lock:
-            for nbytes, label, _ in self._live.values():
-                held[label] += nbytes
-        return held.most_common()
-
     def trim(self) -> None:
         """Give the memory that is free in the pool back to the device."""
         self._free_deferred()
         driver.synchronize(self.device)
         call(cu.cuMemPoolTrimTo, self._pool, 0)
 
-    @contextmanager
-    def leak_check(self) -> Iterator[None]:
-        """Raise KosError if anything allocated in the ``with`` block is still held after it."""
-        with self._lock:
-            before = set(self._live)
-        yield
-        with self._lock:
-            left = [entry for serial, entry in self._live.items() if serial not in before]
-        if left:
-            names = ", ".join(f"{nbytes:,} bytes by {label}" for nbytes, label, _ in left[:5])
-            raise KosError(f"expected no memory of cuda:{self.device} left, got {len(left)} allocations: {names}")
-
     def _exhausted(self, nbytes: int, label: str) -> str:
         free, total = call(cu.cuMemGetInfo)
         own = self.statistics()
-        largest = ", ".join(f"{size:,} bytes by {name}" for name, size in self.holders()[:5]) or "none"
+        held: Counter[str] = Counter()
+        with self._lock:
+            for size, name, _ in self._live.values():
+                held[name or "others"] += size
+        largest = ", ".join(f"{size:,} bytes by {name}" for name, size in held.most_common(5)) or "none"
         return (
-            f"out of memory on cuda:{self.device} ({device_info(self.device).name}): "
-            f"asked for {nbytes:,} bytes by {label}, {free:,} of {total:,} free; "
+            f"out of memory on cuda:{self.device} ({device_info(self.device).name}): asked for {nbytes:,} bytes"
+            f"{f' by {label}' if label else ''}, {free:,} of {total:,} free; "
             f"this pool holds {own.reserved:,}, {own.current:,} of them in {own.live} allocations; "
             f"the largest: {largest}"
         )
@@ -205,7 +185,7 @@ def _free_pinned(pointer: int, device: int) -> None:
 
 
 def _is_captured(stream: Any) -> bool:
-    """Whether what is queued on the stream goes into a graph, or would end the capture of one (legacy stream)."""
+    """Whether the stream is captured, or is the legacy stream while another one is captured."""
     status, captured = cu.cuStreamIsCapturing(streams.handle(stream))
     if status == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
@@ -213,10 +193,3 @@ def _is_captured(stream: Any) -> bool:
         raise driver.error_of("cuStreamIsCapturing", status)
     return bool(int(captured))
 
-
-def _call_site() -> str:
-    """File and line of the first caller outside this package."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("kos.memory"):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

@@ -1,13 +1,13 @@
 """SymmetricMemory: one slab on each rank of a machine, mapped by all of them.
 
-Every rank knows every slab by an address of its own: ``pointers[peer] + offset`` is the peer's copy of what lies at
-``offset``.  Ranks are processes (CUDA IPC) or threads of one process
-(plain pointers), with a GPU each or sharing one.
+Every rank has an address of its own for every slab: ``pointers[peer] + offset`` is ``offset`` in the slab of
+``peer``.  Ranks are processes (CUDA IPC) or threads of one process (plain pointers), with a GPU each or sharing one.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +24,7 @@ _TOKEN_BYTES = 16
 
 
 class Exchange(Protocol):
-    """What a rendezvous offers: how the ranks swap a few bytes."""
+    """The part of a rendezvous that is needed here: exchanging a few bytes."""
 
     @property
     def rank(self) -> int: ...
@@ -62,35 +62,57 @@ class SymmetricMemory:
         """In few rounds of the exchange, each of which waits for the slowest rank."""
         rank, size = self.exchange.rank, self.exchange.size
         token, slot = os.urandom(_TOKEN_BYTES), bytearray(size * _TOKEN_BYTES)
-        with _Agreement(self.exchange, "allocate its slab") as told:
+
+        def allocate() -> bytes:
             if self.nbytes < len(slot):
                 raise InvalidArgument(f"SymmetricMemory: expected {len(slot)} bytes or more, got {asked}")
             self._slab = ipc.DeviceMemory(self.nbytes, self.device)
-            told.said = token + ipc.export(self._slab.pointer, self.nbytes, self.device).to_bytes()
-        tokens = [data[:_TOKEN_BYTES] for data in told.heard]
-        handles = [ipc.IpcHandle.from_bytes(data[_TOKEN_BYTES:]) for data in told.heard]
-        sizes = [other.nbytes for other in handles]
-        if len(set(sizes)) > 1:
-            raise InvalidArgument(f"SymmetricMemory: expected one size on all ranks, got {sizes} bytes")
-        with _Agreement(self.exchange, "map the slabs of its peers and write to them"), driver.on_device(self.device):
+            return token + ipc.export(self._slab.pointer, self.nbytes, self.device).to_bytes()
+
+        def write() -> None:
             self.pointers = tuple(self._map(peer, other) for peer, other in enumerate(handles))
             for base in self.pointers:
                 call(cu.cuMemcpyHtoD, base + rank * _TOKEN_BYTES, token, _TOKEN_BYTES)
             call(cu.cuCtxSynchronize)
-        with _Agreement(self.exchange, "read what its peers wrote"), driver.on_device(self.device):
+
+        def check() -> None:
             for peer, base in enumerate(self.pointers):
                 call(cu.cuMemcpyDtoH, slot, base, len(slot))
                 for writer in range(size):
-                    got = bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES])
-                    if got != tokens[writer]:
+                    if bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES]) != tokens[writer]:
                         raise PeerMemoryError(f"what rank {writer} wrote to rank {peer} reads differently here")
+
+        reports = self._on_all("allocate its slab", allocate)
+        tokens = [data[:_TOKEN_BYTES] for data in reports]
+        handles = [ipc.IpcHandle.from_bytes(data[_TOKEN_BYTES:]) for data in reports]
+        sizes = [other.nbytes for other in handles]
+        if len(set(sizes)) > 1:
+            raise InvalidArgument(f"SymmetricMemory: expected one size on all ranks, got {sizes} bytes")
         with driver.on_device(self.device):
+            self._on_all("map the slabs of its peers and write to them", write)
+            self._on_all("read what its peers wrote", check)
             call(cu.cuMemsetD8, self.pointer, 0, len(slot))
             call(cu.cuCtxSynchronize)
         self.exchange.barrier()
         table = np.array(self.pointers, np.uint64)
         self.peer_pointers = Array.from_numpy(table, self.device, label="peer pointers")
         driver.synchronize(self.device)
+
+    def _on_all(self, what: str, step: Callable[[], bytes | None]) -> list[bytes]:
+        """Take a step that succeeds on all ranks or raises on all of them, naming the ranks that failed.
+
+        Returns the result of each rank.
+        """
+        try:
+            mine = b"+" + (step() or b"")
+        except Exception as error:
+            self.exchange.allgather(b"-" + str(error).encode())
+            raise
+        reports = self.exchange.allgather(mine)
+        failed = [f"rank {rank}: {data[1:].decode()}" for rank, data in enumerate(reports) if data[:1] == b"-"]
+        if failed:
+            raise PeerMemoryError(f"symmetric memory: a rank could not {what}: {'; '.join(failed)}")
+        return [data[1:] for data in reports]
 
     @property
     def pointer(self) -> int:
@@ -115,14 +137,13 @@ class SymmetricMemory:
         return offset if 0 <= offset <= self.nbytes - nbytes else None
 
     def close(self) -> None:
-        """Unmap and free, after all ranks' devices are done."""
-        if self._slab is None:
-            return
-        self.unmap()
-        self.abort()
+        """Unmap and free, after all ranks' devices are done.  Collective."""
+        if self._slab is not None:
+            self.unmap()
+            self.abort()
 
     def unmap(self) -> None:
-        """Let go of the other ranks' slabs, and they of this one, which lives on.  Collective, like ``close``."""
+        """Unmap the slabs of the other ranks, but keep this rank's own.  Collective."""
         driver.synchronize(self.device)
         self.exchange.barrier()
         self._unmap()
@@ -144,32 +165,7 @@ class SymmetricMemory:
         return self
 
     def __exit__(self, kind: Any, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
-
-
-class _Agreement:
-    """A step that succeeds on all ranks, which have ``heard`` then what each ``said``; or raises on all of them, each
-    naming the ranks that failed."""
-
-    def __init__(self, exchange: Exchange, what: str) -> None:
-        self.exchange, self.what = exchange, what
-        self.said = b""
-        self.heard: list[bytes] = []
-
-    def __enter__(self) -> _Agreement:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, Exception):
-            return
-        told = self.exchange.allgather(b"+" + self.said if error is None else b"-" + str(error).encode())
-        self.heard = [data[1:] for data in told]
-        failed = [f"rank {rank}: {data[1:].decode()}" for rank, data in enumerate(told) if data[:1] == b"-"]
-        if error is None and failed:
-            raise PeerMemoryError(f"symmetric memory: a rank could not {self.what}: {'; '.join(failed)}")
+        (self.close if kind is None else self.abort)()
 
 
 def _device_of(pointer: int) -> int:

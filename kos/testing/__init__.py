@@ -1,7 +1,4 @@
-"""Ranks as threads, for tests: ours and users'.
-
-``spawn`` runs a function on some ranks, with faults by a plan; ``kos.testing.plugin`` is for pytest.
-"""
+"""Ranks as threads, for tests: ``spawn`` runs a function on some ranks; ``kos.testing.plugin`` is for pytest."""
 
 from __future__ import annotations
 
@@ -38,26 +35,26 @@ def spawn(
 ) -> list[T]:
     """Run ``fn(comm)`` on ``world_size`` ranks that are threads of this process; their results by rank.
 
-    If a rank raises, the others raise RankLost from whatever they wait in, and the first error is raised here
-    with a note that names the rank.  After ``timeout`` seconds every wait in them raises CollectiveTimeout that
-    names who did not come; without one this does, naming the ranks that still run (threads cannot be killed).
+    If a rank raises, the others raise RankLost from their waits, and the first error is raised here with a note that
+    names the rank.  After ``timeout`` seconds every wait raises a CollectiveTimeout that names the missing ranks.
+    If no rank waits then, ``spawn`` raises it and names the ranks that still run (threads cannot be killed).
 
-    ``faults`` is what goes wrong (see ``Fault``).  A rank that crashes or stalls for good has the result None.
+    ``faults`` is a plan of failures (see ``Fault``).  A rank that crashes or stalls for good has the result None.
 
-    What works here alone fails too, unless it is switched off:
+    Programs that would fail elsewhere fail here too.  Each check can be switched off:
 
-    - ``buffer_bytes``: a message larger than that is complete when it is received, so that two ranks which both send
-      first wait for each other.  The default is that of the strictest backend: on ``nccl`` the first message between
-      two ranks waits whatever its size.  ``mpi`` buffers about 4,000 bytes in shared memory, ``tcp`` 262,144;
-      ``float("inf")`` lets every send go.
-    - ``check_deadlock``: when every rank waits and none can go on, all raise ``Deadlock`` at once, which says which
-      rank waits for which, in which operation.  Ranks that compute, sleep, or wait with a timeout of their own can go
-      on, and so can a program with threads that were started since ``spawn`` was.
+    - ``buffer_bytes``: a larger message is complete when it is received, so two ranks that both send first wait for
+      each other.  The default is that of the strictest backend: on ``nccl`` the first message between two ranks waits
+      whatever its size.  ``mpi`` buffers about 4,000 bytes in shared memory, ``tcp`` 262,144; ``float("inf")`` buffers
+      every message.
+    - ``check_deadlock``: when every rank waits and none can go on, all raise ``Deadlock`` at once.  It names the rank
+      and the operation that each rank waits for.  Ranks that compute, sleep, or wait with their own timeout can go on,
+      and so can a program with threads that started after ``spawn``.
     - ``check_arrays``: an array of an operation with ``async_op=True`` that is written before the operation is
       complete makes it raise CollectiveError.
-    - ``check_messages``: CollectiveError for messages that nobody received, where no rank raised and no fault struck.
+    - ``check_messages``: CollectiveError for messages that were never received, if no rank raised (without faults).
 
-    Raises InvalidArgument without ranks, and if one of the faults never happened, for such a test shows nothing.
+    Raises InvalidArgument without ranks, and if a fault never happened: such a test shows nothing.
     """
     if not callable(fn):
         raise InvalidArgument(f"fn: expected a function of a communicator, got {fn!r}")
@@ -81,10 +78,10 @@ def spawn(
                 try:
                     results[rank] = fn(comm)
                 except Crashed as crash:
-                    stack.pop_all()  # it closes nothing, and tells nobody
+                    stack.pop_all()  # it closes and notifies nothing
                     why = str(crash)
                 except BaseException as error:
-                    errors.append((rank, error))  # before the others hear of it
+                    errors.append((rank, error))  # before the others fail because of it
                     raise
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"

@@ -1,9 +1,10 @@
-"""Faults for tests: what goes wrong with the operations of ranks that are threads, by a plan."""
+"""Faults for tests: a plan of failures of the operations of ranks that are threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from kos.comm.arguments import whole_number
 from kos.comm.operation import Call
@@ -24,7 +25,7 @@ class Fault:
     - ``drop``: no message that it sends in that operation arrives: the ranks that wait for one raise CollectiveTimeout;
     - ``error``: the operation raises CollectiveError before it begins, and so do the others that take part in it;
     - ``stall``: the rank stops before that operation for good: the others raise CollectiveTimeout that names it;
-    - ``crash``: the rank is gone before that operation, without a word: the others raise RankLost.
+    - ``crash``: the rank is gone before that operation, without notice: the others raise RankLost.
 
     Raises InvalidArgument for a plan that makes no sense.
     """
@@ -49,7 +50,7 @@ class Crashed(BaseException):
 
 
 class FaultPlan:
-    """The faults of one ``spawn``, and which of them happened."""
+    """The faults of one ``spawn``, and those that have not happened yet."""
 
     def __init__(self, faults: Iterable[Fault], size: int) -> None:
         self._faults = list(faults) if isinstance(faults, Iterable) else [faults]
@@ -63,9 +64,9 @@ class FaultPlan:
         self._stalled = 0
 
     def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
-        """Do what happens to the operation that world rank ``rank`` is about to start.
+        """Apply the faults of the operation that world rank ``rank`` is about to start.
 
-        Returns what to call for each of its messages if none of them is to arrive.
+        If its messages are to be lost, returns a function to call for each of them.
         """
         number = self.operations[rank]
         self.operations[rank] += 1
@@ -74,7 +75,7 @@ class FaultPlan:
             if (fault.rank, fault.operation) != (rank, number):
                 continue
             if fault.kind == "drop":
-                lost = self._drop(fault)
+                lost = partial(self.pending.discard, fault)
                 continue
             self.pending.discard(fault)
             if fault.kind == "delay":
@@ -87,9 +88,6 @@ class FaultPlan:
             else:
                 raise Crashed(f"it crashed before {call.name}")
         return lost
-
-    def _drop(self, fault: Fault) -> Callable[[], None]:
-        return lambda: self.pending.discard(fault)
 
     def _stall(self, world: ThreadWorld, rank: int, call: Call) -> None:
         """Stay until all other ranks have ended or stalled too."""

@@ -16,7 +16,7 @@ from kos.testing import spawn
 
 @pytest.fixture
 def world_size() -> int:
-    """Ranks of ``spawn_ranks``: 2, or what a test, its class or its module says by parametrizing this name."""
+    """Ranks of ``spawn_ranks``: 2, unless a test, its class or its module parametrizes this name."""
     return 2
 
 

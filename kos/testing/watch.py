@@ -1,4 +1,4 @@
-"""What ``spawn`` looks for while ranks run: deadlocks, arrays written in flight, messages that nobody received."""
+"""The checks of ``spawn`` while ranks run: deadlocks, arrays written in flight, messages never received."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Deadlock(CollectiveTimeout):
 
 
 class Watch:
-    """What one ``spawn`` knows of its ranks; ``world.watch`` of the mock backend.
+    """The state of the ranks of one ``spawn``; ``world.watch`` of the mock backend.
 
-    A rank cannot go on if its thread waits in kos, nothing has happened since it looked, and its timeout is not
-    before the end of ``spawn``.  If that holds for all ranks it is a deadlock, unless another thread that began after
-    ``spawn`` is alive and may yet do something: it may compute, sleep, or serve a communicator.
+    A rank is stuck if its thread waits in kos, no event has come since the wait began, and its timeout is not before
+    the end of ``spawn``.  It is a deadlock if all ranks are stuck, unless a thread that started after ``spawn`` is
+    alive: it may compute, sleep, or serve a communicator.
     """
 
     def __init__(self, size: int, plan: FaultPlan | None, buffer_bytes: float, deadlock: bool, arrays: bool) -> None:
@@ -46,18 +46,14 @@ class Watch:
         self._backends: list[tuple[ThreadGroup, MockBackend]] = []
         self._size = size
 
-    # Faults.
-
     def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
         """See ``FaultPlan.strike``."""
         return None if self.plan is None else self.plan.strike(world, rank, call)
 
-    # Deadlocks.
-
     def begin_wait(
         self, world: ThreadWorld, rank: int, seconds: float | None, waits_for: Callable[[], Waits]
     ) -> float | None:
-        """The calling thread is about to wait for ``rank``; returns for how long it may until it asks again."""
+        """The calling thread is about to wait for ``rank``; returns the seconds until it must call this again."""
         until = float("inf") if seconds is None else time.monotonic() + seconds
         self._waiting[threading.current_thread()] = rank, world.events[rank], until, waits_for
         if not self._deadlock or len(self._waiting) + len(world.departed) < self._size:
@@ -73,7 +69,7 @@ class Watch:
         return _LOOK if seconds is None else min(seconds, _LOOK)
 
     def end_wait(self) -> None:
-        """The calling thread waits no more."""
+        """The calling thread has stopped waiting."""
         self._waiting.pop(threading.current_thread(), None)
 
     def _is_stuck(self, world: ThreadWorld, wait: tuple[int, int, float, Callable[[], Waits]]) -> bool:
@@ -93,10 +89,8 @@ class Watch:
             lines.append("the cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))
         return "deadlock: every rank waits, and none can go on:\n  " + "\n  ".join(lines)
 
-    # Arrays.
-
     def guard(self, call: Call, run: Callable[[Call], Steps]) -> Steps:
-        """Take the steps of ``call`` on copies of its arrays, which nobody may write meanwhile."""
+        """Take the steps of ``call`` on copies of its arrays, and fail if the rank writes to the arrays meanwhile."""
         o = call.operation
         if not self._arrays:
             yield from run(call)
@@ -109,20 +103,18 @@ class Watch:
             at_launch = False
             yield
         if at_launch:
-            yield  # so that the program has its turn
+            yield  # the program may write now
         if _checksums(o) != before:
             raise CollectiveError(f"{call}: rank {o.rank} wrote to its array while the operation was in flight")
         if o.recv is not None and recv is not None:
             np.copyto(o.recv.flat, recv.flat)
-
-    # Messages.
 
     def opened(self, backend: MockBackend, group: ThreadGroup) -> None:
         """A rank has joined a group."""
         self._backends.append((group, backend))
 
     def unreceived(self) -> list[str]:
-        """The messages that nobody has received, of groups in which nothing failed."""
+        """Messages that were never received, of groups without a failure."""
         groups: dict[ThreadGroup, MockBackend] = {}
         failed = {group for group, backend in self._backends if backend.broken is not None or group.failure is not None}
         for group, backend in self._backends:

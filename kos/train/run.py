@@ -31,7 +31,7 @@ from kos.errors import (
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
-from kos.train.data.tokenizers import SAVED, HuggingFaceTokenizer, NumberTokenizer, read_tokenizer
+from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
 from kos.train.engine.choose import choose_device, choose_layout, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
@@ -144,12 +144,8 @@ class Trainer:
         self.engine.load(state)
 
     def _fill(self, state: AdamW, source: Path) -> None:
-        if (source / SAVED).exists():  # kos wrote the folder
+        if has_tokenizer(source) and self.data.tokenizer.kind != NumberTokenizer.kind:
             self._compare_tokenizers(source)
-        elif (theirs := source / "tokenizer.json").exists():
-            ours = self.data.tokenizer
-            if ours.kind not in (HuggingFaceTokenizer.kind, NumberTokenizer.kind):
-                _log.warning("%s is there, but this run's tokenizer is %s: see --tokenizer", theirs, ours.name)
         if self._found is not None:
             self._compare_runs(self._found)
         _check_same_model(source, huggingface.read_config(source), self.model_config)
@@ -159,7 +155,7 @@ class Trainer:
 
     def _compare_tokenizers(self, source: Path) -> None:
         """Refuse weights of another tokenizer: token numbers would mean other text."""
-        ours, theirs = self.data.tokenizer, read_tokenizer(source)
+        ours, theirs = self.data.tokenizer, make_tokenizer(str(source))
         if not ours.is_like(theirs):
             other = f"{theirs.name} (see --tokenizer)"
             got = other if theirs.name != ours.name else "another of that name (--tokenizer, --data)"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kos.errors import ConfigError, KosError
+from kos.errors import KosError
 from kos.train.trained import load
 
 
@@ -30,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     options = {name: getattr(arguments, name) for name in ("seed", "temperature", "top_k")}
     try:
-        for name, value in {"tokens": arguments.tokens, **options}.items():
-            if not value >= 0:
-                raise ConfigError(f"--{name.replace('_', '-')}: expected 0 or more, got {value}")
         text = load(arguments.run).generate(arguments.prompt, arguments.tokens, **options)
     except KosError as error:
         print(f"kos: error: {error}", file=sys.stderr)

@@ -28,7 +28,6 @@ from kos.comm.gpu.peer.launches import Launch, Launches, pick
 from kos.comm.rendezvous.choose import launched_rank
 from kos.comm.tuning import Route, Table, key, machine, parse, user_path
 from kos.cuda import capture, create_stream, driver, set_device, streams
-from kos.cuda.driver import call, cu
 from kos.errors import BackendUnavailable, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
 from kos.memory.array import Array, as_dtype
@@ -37,8 +36,8 @@ KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = KB
 OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv")
 _TIE, _NOISE = 1.02, 0.05
-"""What is slower at one size, by no more than so much, stays: a route that jumps from size to size is noise.  But what
-is ahead at the next size too is taken, if by more than so many microseconds."""
+"""A route that is slower at one size by at most this factor stays: routes that alternate with size are noise.  A route
+that is faster at the next size too is taken, if it is faster by more than this many microseconds."""
 _UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
@@ -46,7 +45,7 @@ Times = dict[int, dict[str, float]]
 
 
 def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
-    """What is worth trying for an all-reduce of that size."""
+    """The launches worth trying for an all-reduce of that size."""
     if nbytes <= 512 * KB:
         yield from (Launch("one_shot", threads=threads) for threads in (64, 128, 256))
     if 16 * KB <= nbytes <= 4 * MB:
@@ -80,7 +79,7 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
 
 
 def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
-    """Bytes between sizes ``a`` and ``b`` where two lines of time meet; half way, as sizes go, if that is not known."""
+    """Bytes between sizes ``a`` and ``b`` where two lines of time cross; the geometric mean if that is not known."""
     lead = math.log(times[a].get(after, math.nan) / times[a][before])  # of the one that is faster at a
     lag = math.log(times[b].get(before, math.nan) / times[b][after])
     part = max(lead, 0.0) / (max(lead, 0.0) + max(lag, 0.0)) if lead + lag > 0 else 0.5
@@ -88,7 +87,7 @@ def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
 
 
 class Tuner:
-    """One rank: both backends over the same ranks, buffers, a stream, and what was measured."""
+    """One rank: both backends over the same ranks, buffers, a stream, and the measurements."""
 
     def __init__(self, peer: Communicator, nccl: Communicator, largest: int) -> None:
         self.peer, self.nccl, self.largest = peer, nccl, largest
@@ -105,13 +104,13 @@ class Tuner:
         self.measured: list[dict[str, Any]] = []
 
     def buffers(self, dtype: str, symmetric: bool) -> list[Array]:
-        """Input and output, of as many elements as there is room for."""
+        """Input and output, of as many elements as fit."""
         count = self.largest // as_dtype(dtype).itemsize
         both = self.symmetric if symmetric else self.ordinary
-        return [Array(each.pointer, (count,), as_dtype(dtype), self.device, owner=each) for each in both]
+        return [Array(each.pointer, (count,), dtype, self.device, owner=each) for each in both]
 
     def bind(self, comm: Communicator, operation: str, nbytes: int, dtype: str, symmetric: bool) -> Callable[[], Any]:
-        """A function that launches the operation once more, by whose bytes ``auto`` will route it."""
+        """A function that launches the operation; ``nbytes`` are the bytes by which ``auto`` routes it."""
         x, y = self.buffers(dtype, symmetric)
         rank, size, n = self.rank, self.size, nbytes // x.dtype.itemsize
         part, whole, root = n // size, n // size * size, rank == 0
@@ -135,38 +134,27 @@ class Tuner:
         start()  # what happens once: connections, kernels
         streams.synchronize(self.stream, self.device)
         turns = 6 if nbytes <= 16 * MB else 4
-        times = self._in_graph(start, depth, turns) if graph else self._eager(start, depth, turns)
-        everybody = self.peer.rendezvous.allgather(json.dumps(median(times[1:])).encode())
+        seconds = [each / depth for each in (self._in_graph if graph else self._eager)(start, depth, turns)]
+        everybody = self.peer.rendezvous.allgather(json.dumps(1e6 * median(seconds[1:])).encode())
         return max(map(json.loads, everybody))
 
-    def _in_graph(self, start: Callable[[], Any], depth: int, turns: int) -> list[float]:
+    def _in_graph(self, start: Callable[[], Any], depth: int, turns: int) -> Iterator[float]:
         with capture(self.stream) as graph:
             for _ in range(depth):
                 start()
-        begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
-        handle, times = streams.handle(self.stream), []
         for _ in range(turns):
             self.peer.rendezvous.barrier()
-            call(cu.cuEventRecord, begin, handle)
-            graph.replay(self.stream)
-            call(cu.cuEventRecord, end, handle)
-            streams.synchronize(self.stream, self.device)
-            times.append(1e3 * float(call(cu.cuEventElapsedTime, begin, end)) / depth)
+            yield 1e-3 * streams.milliseconds(lambda: graph.replay(self.stream), self.stream)
         graph.close()
-        for event in (begin, end):
-            call(cu.cuEventDestroy, event)
-        return times
 
-    def _eager(self, start: Callable[[], Any], depth: int, turns: int) -> list[float]:
-        times = []
+    def _eager(self, start: Callable[[], Any], depth: int, turns: int) -> Iterator[float]:
         for _ in range(turns):
             self.peer.rendezvous.barrier()
             began = time.perf_counter()
             for _ in range(depth):
                 start()
             streams.synchronize(self.stream, self.device)
-            times.append(1e6 * (time.perf_counter() - began) / depth)
-        return times
+            yield time.perf_counter() - began
 
     def launches(self, symmetric: bool) -> tuple[tuple[int | None, Launch], ...]:
         """The fastest kernels of peer's all-reduce (bf16, in graphs)."""
@@ -211,9 +199,7 @@ class Tuner:
         say(f"peer's all_reduce: {len(launches.symmetric)} and {len(launches.ordinary)} kinds of launches")
         self._peer.use(launches)
         both = (False, True)
-        calls = [
-            ("all_reduce", wide, symmetric, graph) for wide, symmetric, graph in itertools.product(both, both, both)
-        ]
+        calls = [("all_reduce", *options) for options in itertools.product(both, both, both)]
         calls += [(operation, False, False, graph) for operation, graph in itertools.product(OTHERS, both)]
         routes = {}
         for each in calls:
@@ -225,7 +211,7 @@ class Tuner:
 
 
 def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]]) -> dict[str, Route]:
-    """One route for calls in graphs and others, where that costs neither more than a tie: looking costs time too."""
+    """Drop the route of eager calls where that of graphs is as fast for them: choosing between two costs time."""
     kept = dict(routes)
     for name, route in routes.items():
         eager = name.replace(" graph", " eager")
@@ -242,7 +228,7 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def check_place(out: Path | None) -> None:
-    """Raise InvalidArgument where the table could not be written: before minutes are spent on it."""
+    """Raise InvalidArgument where the table could not be written, before minutes are spent on it."""
     if out is None:
         out = user_path("gpu", 2)
         try:

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import kos
+from kos import cuda
 from tests.comm.ranks import MockRanks, MPIRanks
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
+from tests.launcher import MPIRUN
 from tests.run import RANK_VARIABLES
 
 _SEED = int(np.random.SeedSequence().generate_state(1)[0])
@@ -33,13 +35,16 @@ def mpi_world() -> Iterator[kos.Communicator]:
 
 # Under mpirun only the tests marked `mpi` run: collecting the others would take each rank longer than running these.
 UNDER_MPIRUN = any(name in os.environ for name in RANK_VARIABLES)
+# Where `make test` runs the same tests as processes, threads are left to `make test-all`.
+SIZES_OF_MPI = (2, 4) if MPIRUN else ()
 
 
 def backends(*sizes: int) -> dict[str, Any]:
     """A fixture's parameters: so many ranks that are threads, or those of the mpirun that runs this pytest."""
     mock = () if UNDER_MPIRUN else sizes
+    threads = [pytest.param(size, marks=pytest.mark.slow) if size in SIZES_OF_MPI else size for size in mock]
     return {
-        "params": [*mock, pytest.param("mpi", marks=pytest.mark.mpi)],
+        "params": [*threads, pytest.param("mpi", marks=pytest.mark.mpi)],
         "ids": [*(f"mock-{size}" for size in mock), "mpi"],
     }
 
@@ -87,3 +92,42 @@ def ranks_of_mpi(mpi_world: kos.Communicator) -> MPIRanks:
     if mpi_world.size == 1:
         pytest.skip("needs mpirun with two ranks or more")
     return MPIRanks(mpi_world)
+
+
+# Ranks with a GPU each.
+
+
+@pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
+def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
+    """The ranks of the mpirun that runs this pytest, on each backend for GPUs."""
+    probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
+    if mpi_world.size == 1 or not probe.usable:
+        pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
+    with kos.init(request.param, timeout=20.0) as world:
+        cuda.set_device(world.device)
+        yield world
+
+
+@pytest.fixture(scope="module")
+def worlds(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
+    """The communicators of the backend ``BACKEND`` of the test's module, of which the last one may be in use."""
+    probe = mpi_world.probes[request.module.BACKEND]
+    if not probe.usable:
+        pytest.skip(f"needs a GPU for each rank: {probe.reason}")
+    worlds: list[kos.Communicator] = []
+    yield worlds
+    worlds[-1].close()
+
+
+@pytest.fixture
+def gpu_world(
+    request: pytest.FixtureRequest, mpi_world: kos.Communicator, worlds: list[kos.Communicator]
+) -> kos.Communicator:
+    """The communicator of all ranks, shared by the tests until one of them breaks it."""
+    fit = bool(worlds) and worlds[-1].backend.broken is None
+    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
+        if worlds:
+            worlds[-1].abort()
+        worlds.append(kos.init(request.module.BACKEND, timeout=20.0))
+        cuda.set_device(worlds[-1].device)
+    return worlds[-1]

@@ -22,8 +22,7 @@ import pytest
 
 import kos
 from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl, nccl_binding, nccl_schedule
-from kos.comm.gpu import ordered_sum as nccl_ordered
+from kos.comm.gpu import memory, nccl, nccl_binding, ordered_sum, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.reduction import ReduceOp, resolve
 from kos.comm.rendezvous.threads import ThreadRendezvous
@@ -199,26 +198,17 @@ class FakeKernel:
         self.dtype, self.result = DTYPES[DTYPE], DTYPES[RESULT]
         self.reduction = resolve(ReduceOp[OP], self.result if DTYPE == RESULT else self.dtype, RANKS)
 
-    def __call__(self, stream: Any, grid: int, block: int, source: int, *rest: Any) -> None:
+    def bind(self, grid: int, block: int, *arguments: Any) -> Callable[[Any], None]:
         assert 0 < grid <= 1024
+        return lambda stream: self._run(*arguments)
+
+    def _run(self, source: int, *rest: Any) -> None:
         if self.name == "scale":
             target, count, factor = rest
             carrier = self.result.numpy
             with np.errstate(all="ignore"):
                 x = at(source, count, self.dtype.numpy).astype(carrier) * carrier.type(factor)
             at(target, count, carrier)[:] = x
-            return
-        if self.name == "combine":
-            other, count = rest
-            self.reduction.combine(*(at(end, count, self.dtype.numpy) for end in (source, other)))
-            return
-        if self.name == "finish":
-            target, count = rest
-            x, out = at(source, count, self.dtype.numpy).copy(), at(target, count, self.result.numpy)
-            if self.reduction.op is ReduceOp.AVG:
-                x /= x.dtype.type(self.ranks)
-            with np.errstate(all="ignore"):
-                out[:] = x.astype(self.result.numpy)
             return
         stride, target, count = rest
         xs = [at(source + r * stride * self.dtype.itemsize, count, self.dtype.numpy) for r in range(self.ranks)]
@@ -302,24 +292,23 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
         CUstreamCaptureStatus=SimpleNamespace(CU_STREAM_CAPTURE_STATUS_ACTIVE=1),
         cuEventCreate=lambda flags: (0, object()), CUevent_flags=SimpleNamespace(CU_EVENT_DISABLE_TIMING=2),
         CUresult=SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_NOT_READY=600),
-        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (0, mode), cuCtxGetDevice=lambda: (0, 0),
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
     )  # fmt: skip
-    for module in (array, streams, device, driver, graphs, nccl_schedule, windows):
+    for module in (array, streams, device, driver, graphs, memory, windows, works):
         monkeypatch.setattr(module, "cu", cu)
     monkeypatch.setattr(driver, "unavailable", lambda: "a stand-in")
     monkeypatch.setattr(driver, "is_current", lambda index: True)
     monkeypatch.setattr(driver, "on_device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(array, "pool_of", lambda index: SimpleNamespace(allocate=lambda n, stream, label: Memory(n)))
     monkeypatch.setattr(device, "create_stream", lambda index, **_: SimpleNamespace(handle=99))
-    monkeypatch.setattr(nccl, "Scratch", Memory)
-    for module in (nccl_ordered, nccl_schedule):
-        monkeypatch.setattr(module, "as_stream", lambda handle: handle)
-        monkeypatch.setattr(
-            module, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
-        )
+    for module in (nccl, memory):
+        monkeypatch.setattr(module, "Scratch", Memory)
+    monkeypatch.setattr(
+        ordered_sum, "load_kernel", lambda path, name, index, **defines: FakeKernel(_file(path, name), **defines)
+    )
     info = SimpleNamespace(compute_capability=(9, 0), name="a stand-in")
-    monkeypatch.setattr(nccl_ordered, "device_info", lambda index: info)
+    monkeypatch.setattr(ordered_sum, "device_info", lambda index: info)
     monkeypatch.setattr(nccl_binding, "library", lambda: fake)
 
     def premultiplied_sum(comm: Comm, factor: float, dtype: Any) -> int:

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 SIMT = HERE.parent / "train/host_kernels/simt.h"
 
 
-NAMES = {  # the kernels of a file, all compiled at once; bulk needs a GPU's own copy engine
+NAMES = {  # the kernels of a file, all compiled at once
     "all_reduce_packets": ("one_shot", "two_shot", "ring", "tree"),
     "all_reduce_push": ("push", "reduce_scatter"),
     "all_reduce_direct": ("direct",),
@@ -124,8 +124,7 @@ def no_gpus(monkeypatch: pytest.MonkeyPatch, ranks: int, multiprocessors: int = 
         nothing = lambda *arguments: (0,)  # noqa: E731
         monkeypatch.setattr(cu, "cuThreadExchangeStreamCaptureMode", lambda mode: (0, mode))
         monkeypatch.setattr(peer_copies, "cu", cu)
-        for module in (peer, peer_copies):
-            monkeypatch.setattr(module, "Scratch", Memory)
+        monkeypatch.setattr(peer_copies, "Scratch", Memory)
         monkeypatch.setattr(cu, "cuMemcpyDtoDAsync", cu.cuMemcpyAsync, raising=False)
         for module in (peer_copies, engine):
             monkeypatch.setattr(module, "create_stream", lambda device: 99)

@@ -36,8 +36,8 @@ class OnGPU:
         return lambda *arguments, **options: self._call(name, arguments, options)
 
     def _call(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        if self.comm.backend_name == "peer" and name != "all_reduce":
-            options.pop("algorithm", None)  # it has its own
+        if name != "all_reduce" or "peer" not in self.comm.backend_name:
+            options.pop("algorithm", None)  # peer alone has some, of its own
         copies: dict[int, tuple[np.ndarray, Array]] = {}
         pairs: list[tuple[np.ndarray, Array]] = []
 

@@ -21,7 +21,7 @@ from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.gpu.peer.backend import PeerBackend
 from kos.comm.host.mock import MockBackend
-from kos.comm.operation import AUTO, Call, Operation, Options, Route
+from kos.comm.operation import Call, Operation, Options, Route
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.tuning import parse, read
 from kos.cuda import driver, streams
@@ -30,8 +30,6 @@ from kos.memory import as_buffer
 from kos.memory.array import Array
 from kos.tune import measure as tune
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, no_gpu
-from tests.comm.gpu_ranks import noting_who_adds
-from tests.comm.ranks import SUMS_IN_16_BITS
 from tests.comm.shared_ranks import SharedOnly
 from tests.comm.test_nccl_logic import Stream
 from tests.comm.test_tuning import GPU, LINK, changed
@@ -61,9 +59,6 @@ class Peer(NCCLBackend):
 
     def is_symmetric(self, o: Operation) -> bool:
         return self.symmetric
-
-    def has_algorithm(self, o: Operation) -> bool:
-        return o.options.algorithm in (AUTO, "ring")
 
     def resolve(self, o: Operation, route: Route) -> bool:
         route.kernel = "a kernel"
@@ -168,24 +163,7 @@ def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
             return backend.choose_part(o)[0].name
 
         assert (way(), way(deterministic=True)) == ("nccl", "peer")
-        assert (way(algorithm="ring"), way(algorithm="halving_doubling")) == ("peer", "nccl")
-
-    run(body)
-
-
-def test_the_tests_on_gpus_know_who_added(fake: FakeNCCL) -> None:
-    """Which bound holds is known of each call: NCCL's own additions of 16-bit floats round at every rank."""
-
-    def body(comm: kos.Communicator, log: Log) -> None:
-        def bound(count: int, **options: Any) -> bool:
-            comm.all_reduce(zeros(count), **options)
-            return SUMS_IN_16_BITS.get()
-
-        with noting_who_adds(comm):
-            assert (bound(8), bound(5000), bound(5000, deterministic=True)) == (False, True, False)
-            assert bound(5000) and not bound(5000, algorithm="halving_doubling")
-            assert bound(5000) and bound(8, op=kos.ReduceOp.MAX)  # which rounds nothing
-        assert not SUMS_IN_16_BITS.get()
+        assert way(algorithm="ring") == "peer"
 
     run(body)
 
@@ -257,7 +235,7 @@ def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
 
     def body(comm: kos.Communicator, log: Log) -> None:
         calls = comm.backend.host._calls  # type: ignore[attr-defined]
-        assert all(gpu._calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
+        assert all(gpu.shared.calls is calls for gpu in comm.backend.gpus)  # type: ignore[attr-defined]
         begun: list[int] = []
         announce = calls.announce
         calls.announce = lambda o: (begun.append(o.sequence), announce(o))
@@ -271,23 +249,7 @@ def test_parts_of_a_batch_begin_in_one_order(fake: FakeNCCL) -> None:
     run(body, host=SharedOnly)
 
 
-def test_what_is_persistent_is_routed_once(fake: FakeNCCL) -> None:
-    def body(comm: kos.Communicator, log: Log) -> None:
-        backend = comm.backend
-        assert isinstance(backend, AutoBackend)
-        x = zeros(8)
-        operation = comm.all_reduce_init(x)
-        backend.of = None  # type: ignore[assignment,method-assign]
-        for _ in range(3):
-            operation.start().wait()
-        assert log == ["peer"] * 3
-
-    run(body)
-
-
-def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(
-    fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_persistent_goes_in_a_graph_as_other_calls_do(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     captured = False
     monkeypatch.setattr(auto, "is_captured", lambda stream: captured)
 
@@ -379,8 +341,8 @@ def test_splits_keep_both(fake: FakeNCCL) -> None:
 def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     ended: list[str] = []
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
-    monkeypatch.setattr(NCCLBackend, "let_go", lambda self: ended.append(f"waits of {self.name}"))
-    monkeypatch.setattr(NCCLBackend, "halt", lambda self: ended.append(self.name))
+    monkeypatch.setattr(NCCLBackend, "signal_abort", lambda self: ended.append(f"waits of {self.name}"))
+    monkeypatch.setattr(NCCLBackend, "abort_device", lambda self: ended.append(self.name))
 
     def body(comm: kos.Communicator, log: Log) -> None:
         if comm.rank:
@@ -435,7 +397,7 @@ def test_a_failure_on_the_host_stops_the_gpus(fake: FakeNCCL) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("how", ["abort", "withdraw"])
+@pytest.mark.parametrize("how", ["abort", "revoke"])
 def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str) -> None:
     def body(comm: kos.Communicator, log: Log) -> None:
         backend = comm.backend
@@ -443,7 +405,7 @@ def test_an_abort_is_told_before_anything_is_waited_for(fake: FakeNCCL, how: str
         for part in (*backend.gpus, backend.host):
             setattr(part, how, lambda reason, name=part.name: log.append(f"{name}: {reason}"))
         for gpu in backend.gpus:
-            gpu.let_go = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
+            gpu.signal_abort = lambda name=gpu.name: log.append(f"waits of {name}")  # type: ignore[method-assign,misc]
         getattr(backend, how)("enough")
         assert log == ["waits of nccl", "waits of peer", "mock: enough", "nccl: enough", "peer: enough"]
 
@@ -558,7 +520,7 @@ def test_explain_says_what_goes_how(fake: FakeNCCL) -> None:
     run(body)
     engine = SimpleNamespace(launches=Peer.table.launches, possible=lambda launch, *_: launch)
     for nbytes, way in ((65536, "peer two_shot"), (65537, "peer push")):
-        assert PeerBackend.carrier(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
+        assert PeerBackend.route_of(SimpleNamespace(_engine=engine), "all_reduce", nbytes, True) == way  # type: ignore[arg-type]
 
 
 def test_tuning_measures_every_operation(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

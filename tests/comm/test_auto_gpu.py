@@ -48,12 +48,13 @@ from tests.comm.test_nccl import (  # noqa: F401 -- collected here
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+BACKEND = "auto"
 
 TURNS = ((64, "peer"), (1024, "nccl"), (16 << 10, "peer"), (256 << 10, "nccl"), (4 << 20, "peer"), (None, "nccl"))
 OPERATIONS = ("all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def worlds(mpi_world: kos.Communicator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[kos.Communicator]]:
     for name in ("peer", "nccl"):
         if not mpi_world.probes[name].usable or mpi_world.size == 1:
@@ -76,19 +77,6 @@ def worlds(mpi_world: kos.Communicator, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def gpu_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
-    """The communicator of all ranks, shared by the tests until one of them breaks it."""
-    fit = bool(worlds) and worlds[-1].backend.broken is None
-    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
-        if worlds:
-            worlds[-1].abort()
-        worlds.append(kos.init(timeout=TIMEOUT))
-        assert worlds[-1].backend_name == "nccl+peer+mpi", worlds[-1].explain()
-        cuda.set_device(worlds[-1].device)
-    return worlds[-1]
-
-
-@pytest.fixture
 def ranks(request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world: kos.Communicator) -> GPURanks:
     case = getattr(request.node, "callspec", None)
     if case and case.params.get("op") is ReduceOp.PROD and case.params["dtype"].kind == "c":
@@ -98,6 +86,7 @@ def ranks(request: pytest.FixtureRequest, gpu_world: kos.Communicator, mpi_world
 
 def test_backends_alternate_on_one_stream(ranks: GPURanks, seed: int) -> None:
     """Each call's input is the last one's output, eager and in a graph: their order is the stream's."""
+    assert ranks.comm.backend_name == "nccl+peer+mpi", ranks.comm.explain()
 
     def body(gpu: Any) -> None:
         comm, rng = gpu.comm, np.random.default_rng(seed)

@@ -21,21 +21,10 @@ from kos.memory.array import Array
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
-TIMEOUT = 20.0
 CYCLES = 20_000_000  # about 10 ms
 ROUNDS = 10
 SMALL, LARGE = 40, 3_000_000
 _sizes = itertools.count(100_003, 50_021)  # NCCL connects anew for some of these
-
-
-@pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
-def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
-    probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
-    if mpi_world.size == 1 or not probe.usable:
-        pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
-    with kos.init(request.param, timeout=TIMEOUT) as world:
-        cuda.set_device(world.device)
-        yield world
 
 
 @pytest.fixture

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from kos import ReduceOp
+import kos
+from kos import PremulSum, ReduceOp
 from kos.comm.schedules import algorithms
+from kos.testing import spawn
 from kos.testing.conformance import cases, failures, order, results
-from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, check
+from kos.testing.conformance.values import ALL_DTYPES, LARGE, REDUCTIONS, SIZES, assert_bits, check, inputs
+from tests.comm.ranks import TIMEOUT
 
 __all__ = ["LARGE", "SIZES", "check"]
 
 reductions = pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=lambda x: getattr(x, "name", str(x)))
 every_dtype = pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
 OTHERS = [case for case in cases() if case.name.split()[0] in {*vars(failures), *vars(order)}]
+FLOATS = [np.dtype(name) for name in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
 
 
 @pytest.mark.parametrize("case", OTHERS, ids=str)
@@ -27,64 +33,60 @@ def test_promise(ranks: Any, case: Any) -> None:
 
 @reductions
 def test_all_reduce(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    ranks.run(lambda comm: results.all_reduce(comm, seed, dtype, op))
+    ranks.run(lambda comm: results.reduces(comm, seed, "all_reduce", dtype, op))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.int64], ids=["float32", "int64"])
-@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
-def test_all_reduce_by_algorithm(ranks: Any, seed: int, algorithm: str, dtype: Any) -> None:
-    ranks.run(lambda comm: results.all_reduce_by_algorithm(comm, seed, algorithm, dtype))
+@reductions
+def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
+    for deterministic in (False, True):
+        ranks.run(lambda comm, d=deterministic: results.reduces(comm, seed, "reduce_scatter", dtype, op, 0, d))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @every_dtype
 def test_reduce(ranks: Any, seed: int, dtype: np.dtype, deterministic: bool) -> None:
-    ranks.run(lambda comm: results.reduce(comm, seed, dtype, deterministic))
-
-
-@reductions
-def test_reduce_scatter(ranks: Any, seed: int, dtype: np.dtype, op: ReduceOp) -> None:
-    ranks.run(lambda comm: results.reduce_scatter(comm, seed, dtype, op))
-
-
-@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
-def test_reduce_scatter_by_algorithm(ranks: Any, seed: int, algorithm: str) -> None:
-    ranks.run(lambda comm: results.reduce_scatter_by_algorithm(comm, seed, algorithm))
+    op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
+    ranks.run(lambda comm: results.reduces(comm, seed, "reduce", dtype, op, 0, deterministic))
 
 
 @pytest.mark.parametrize("dtype", [d for d in ALL_DTYPES if d != np.bool_], ids=str)
 def test_reduce_scatter_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.reduce_scatter_v(comm, seed, dtype))
+    ranks.run(lambda comm: results.reduces(comm, seed, "reduce_scatter_v", dtype))
 
 
-@every_dtype
-def test_broadcast(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.broadcast(comm, seed, dtype))
+@pytest.mark.parametrize("dtype", [np.float32, np.int64], ids=["float32", "int64"])
+@pytest.mark.parametrize("algorithm", algorithms("all_reduce"))
+def test_all_reduce_by_algorithm(ranks: Any, seed: int, algorithm: str, dtype: Any) -> None:
+    by_algorithm(ranks, seed, "all_reduce", algorithm, dtype)
 
 
-@every_dtype
-def test_all_gather(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_gather(comm, seed, dtype))
+@pytest.mark.parametrize("algorithm", algorithms("reduce_scatter"))
+def test_reduce_scatter_by_algorithm(ranks: Any, seed: int, algorithm: str) -> None:
+    by_algorithm(ranks, seed, "reduce_scatter", algorithm, np.float32)
 
 
-@every_dtype
-def test_all_gather_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_gather_v(comm, seed, dtype))
+def by_algorithm(ranks: Any, seed: int, name: str, algorithm: str, dtype: Any) -> None:
+    known = algorithms(name)
+    number = known.index(algorithm) + len(known)  # 0 is auto
+    sizes = (*SIZES, LARGE)
+    ranks.run(lambda comm: results.reduces(comm, seed, name, np.dtype(dtype), algorithm=number, sizes=sizes))
 
 
-@every_dtype
-def test_all_to_all(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_to_all(comm, seed, dtype))
+def moving(*names: str) -> Callable[..., None]:
+    @every_dtype
+    def test(ranks: Any, seed: int, dtype: np.dtype) -> None:
+        for name in names:
+            ranks.run(lambda comm, name=name: results.moves(comm, seed, name, dtype))
+
+    return test
 
 
-@every_dtype
-def test_all_to_all_v(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.all_to_all_v(comm, seed, dtype))
-
-
-@every_dtype
-def test_gather_and_scatter(ranks: Any, seed: int, dtype: np.dtype) -> None:
-    ranks.run(lambda comm: results.gather_and_scatter(comm, seed, dtype))
+test_broadcast = moving("broadcast")
+test_all_gather = moving("all_gather")
+test_all_gather_v = moving("all_gather_v")
+test_all_to_all = moving("all_to_all")
+test_all_to_all_v = moving("all_to_all_v")
+test_gather_and_scatter = moving("gather", "scatter")
 
 
 @every_dtype
@@ -102,3 +104,31 @@ def test_barrier_waits_for_everybody(ranks: Any) -> None:
 
 def test_shapes_and_scalars(ranks: Any) -> None:
     ranks.run(results.shapes_and_scalars)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_deterministic_adds_in_rank_order(ranks: Any, seed: int, dtype: Any) -> None:
+    ranks.run(lambda comm: results.deterministic_adds_in_rank_order(comm, seed, dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
+def test_16_bit_floats_accumulate_in_fp32(ranks: Any, dtype: Any) -> None:
+    ranks.run(lambda comm: results.sums_of_16_bits_in_fp32(comm, dtype))
+
+
+def test_nan_wins_min_and_max_on_every_rank(ranks: Any) -> None:
+    ranks.run(results.nan_wins_min_and_max_on_every_rank)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD, PremulSum(0.3)], ids=str)
+@pytest.mark.mpi
+def test_deterministic_is_the_same_on_mock_and_mpi(mpi_world: kos.Communicator, seed: int, op: Any) -> None:
+    for dtype in (np.float32, ml_dtypes.bfloat16):
+        xs = inputs(seed, mpi_world.size, 1003, dtype)
+
+        def reduce(comm: kos.Communicator, xs: list[np.ndarray] = xs) -> np.ndarray:
+            return comm.all_reduce(xs[comm.rank].copy(), op, deterministic=True)
+
+        mine = reduce(mpi_world)
+        for other in spawn(reduce, mpi_world.size, timeout=TIMEOUT):
+            assert_bits(mine, other, f"{dtype}")

@@ -63,16 +63,6 @@ CASES: dict[str, tuple[Call, Call, str]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["nccl", "peer", "auto"])
-def world(request: pytest.FixtureRequest, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
-    probe = mpi_world.probes["nccl" if request.param == "auto" else request.param]
-    if mpi_world.size == 1 or not probe.usable:
-        pytest.skip(f"needs two ranks or more with a GPU each: {probe.reason}")
-    with kos.init(request.param, timeout=TIMEOUT) as world:
-        cuda.set_device(world.device)
-        yield world
-
-
 @pytest.fixture
 def comm(world: kos.Communicator, mpi_world: kos.Communicator) -> Iterator[kos.Communicator]:
     """One to break; afterwards the GPU works as before."""

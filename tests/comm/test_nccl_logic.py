@@ -17,23 +17,21 @@ import numpy as np
 import pytest
 
 import kos
-from kos.comm.gpu import nccl as nccl_backend
-from kos.comm.gpu import nccl_binding, nccl_schedule
+from kos.comm.gpu import memory, nccl_binding, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
+from kos.comm.operation import Call, Operation
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.cuda import driver, streams
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, CudaError, InvalidArgument, RankLost
 from kos.memory.array import Array
 from kos.memory.windows import WindowMemory
-from tests.comm import test_nccl
 from tests.comm.fake_nccl import Comm, FakeNCCL, Group, Memory, captures, communicator, no_gpu
 from tests.comm.gpu_ranks import OnGPU
 from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_all_gather,
     test_all_gather_v,
     test_all_reduce,
-    test_all_reduce_by_algorithm,
     test_all_to_all,
     test_all_to_all_v,
     test_broadcast,
@@ -41,7 +39,6 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here
     test_large,
     test_reduce,
     test_reduce_scatter,
-    test_reduce_scatter_by_algorithm,
     test_reduce_scatter_v,
     test_shapes_and_scalars,
 )
@@ -91,15 +88,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNCCL]:
 @pytest.fixture
 def ranks(fake: FakeNCCL) -> FakeRanks:
     return FakeRanks(SIZE)
-
-
-@pytest.mark.parametrize("size", [3, 4])  # the two trees of double_tree add in one order on three ranks, not on four
-def test_schedules_in_chunks_add_as_on_the_host(
-    fake: FakeNCCL, seed: int, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
-    monkeypatch.setattr(nccl_schedule, "_CHUNK_BYTES", 700)
-    monkeypatch.setattr(test_nccl, "CHUNKED", 10_007)
-    test_nccl.test_schedules_add_as_on_the_host(FakeRanks(size), seed)
 
 
 def test_one_rank(fake: FakeNCCL) -> None:
@@ -214,24 +202,6 @@ def test_the_first_message_to_each_peer_may_wait(fake: FakeNCCL) -> None:
     assert met == [2, 2, 2]
 
 
-def test_arrays_of_a_batch_are_not_compared(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of NumPy's kind would compare elements, and have no truth."""
-
-    def equal(self: Array, other: object) -> bool:
-        raise ValueError("the truth of an array with more than one element is ambiguous")
-
-    monkeypatch.setattr(Array, "__eq__", equal)
-
-    def body(gpu: Any) -> None:
-        xs = [Array.from_numpy(np.full(5, gpu.comm.rank, np.float32), 0) for _ in range(3)]
-        with gpu.comm.batch():
-            for k, x in enumerate(xs):
-                gpu.comm.all_reduce(x, deterministic=k == 1)
-        assert all((x.numpy() == 3).all() for x in xs)
-
-    FakeRanks(SIZE).run(body)
-
-
 def test_a_call_that_does_not_return_ends_in_time(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of its kind may wait inside NCCL; the abort lets it return."""
     aborted = threading.Event()
@@ -337,17 +307,17 @@ def test_a_failure_that_all_know_does_not_keep_nccl_from_ending(
 
 def test_scratch_memory_does_not_grow_with_the_streams(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
     """What no graph can hold is free when the host has waited for all."""
-    monkeypatch.setattr(nccl_backend, "is_captured", lambda stream: stream == 7)
+    monkeypatch.setattr(memory, "capture_of", lambda stream: stream == 7)
 
     def body(gpu: Any) -> None:
         comm, x = gpu.comm, Array.zeros(5, np.int16, 0)
         for stream in range(5, 25):
             comm.all_reduce(x, stream=stream)
         comm.all_reduce(Array.zeros(1 << 20, np.int16, 0), stream=24)
-        pieces = [piece for each in comm.backend._scratch.values() for piece in each]
+        pieces = [piece for each in comm.backend._scratch._pieces.values() for piece in each]
         assert len(pieces) == 21
         comm.synchronize()
-        assert {stream: len(each) for stream, each in comm.backend._scratch.items()} == {7: 1, 24: 1}
+        assert {stream: len(each) for stream, each in comm.backend._scratch._pieces.items()} == {7: 1, 24: 1}
         assert sum(piece.closed for piece in pieces) == 19
         comm.all_reduce(x, stream=7)
         comm.all_reduce(x, stream=5)
@@ -368,7 +338,7 @@ def test_a_rank_that_goes_after_it_queued_what_others_wait_for(
         comm = gpu.comm
         comm.all_reduce(Array.zeros(5, np.float32, 0))
         comm.rendezvous.barrier()
-        calls, last = comm.backend._calls, comm.backend._last
+        calls, last = comm.backend.shared.calls, comm.backend._last
         if comm.rank == 1:
             if how == "abort":
                 comm.abort(reason="ZeroDivisionError: boom")
@@ -391,7 +361,7 @@ def test_a_rank_that_closed_may_end_while_others_still_wait(fake: FakeNCCL, monk
     def body(gpu: Any) -> None:
         comm = gpu.comm
         comm.all_reduce(Array.zeros(5, np.float32, 0))
-        calls, last = comm.backend._calls, comm.backend._last
+        calls, last = comm.backend.shared.calls, comm.backend._last
         if comm.rank == 1:
             calls.segment.words[calls.segment.layout.line(1) + PID] = (1 << 22) + 1
             comm.close()
@@ -459,7 +429,7 @@ def test_the_first_call_waits_until_all_have_joined(fake: FakeNCCL, monkeypatch:
 
     def body(gpu: Any) -> None:
         comm = kos.Communicator(NCCLBackend(gpu.comm.rendezvous, 0), gpu.comm.rendezvous, {}, 20)
-        assert comm.backend.async_error() is None
+        comm.backend.inspect(Call(Operation("a test", 0)))
         comm.rendezvous.barrier()  # all are here, and none has joined
         may_join.set()
         x = Array.from_numpy(np.full(3, comm.rank + 1, np.int32), 0)
@@ -490,10 +460,10 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
     joins = threading.Event()
     monkeypatch.setattr(nccl_binding, "join", lambda *arguments: joins.wait(20) and "late")
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
-    waits = backend.begin(lambda: backend._comm, "a first message")  # which asks for it on a thread
+    waits = works.on_thread(lambda: backend._comm, "a first message", 0, lambda: None)
     with pytest.raises(CollectiveTimeout):
         waits(0.1)
-    backend.halt()
+    backend.abort_device()
     joins.set()
     assert waits(20) is backend._comm is None
 
@@ -624,10 +594,10 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
         monkeypatch.setattr(nccl_binding, name, function)
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
     assert backend._comm is not None
-    monkeypatch.setattr(backend, "_free", lambda: log.append("freed"))
+    monkeypatch.setattr(backend._token, "close", lambda: log.append("freed"))
     for number in range(2):
-        backend._windows[number] = WindowMemory(number, 1, "window")
-        backend.release(number, number)
+        backend._windows.memories[number] = WindowMemory(number, 1, "window")
+        backend._windows.release(number, number)
     with pytest.raises(CollectiveError, match="destroy") as caught:
         backend.close()
     assert str(caught.value.__context__) == "window"
@@ -669,7 +639,7 @@ def test_scratch_grows_and_stays(fake: FakeNCCL) -> None:
         large = backend.scratch(3 << 20, 1)
         assert large != small and backend.scratch(5, 1) == large
         assert backend.scratch(5, 2) not in (small, large), "streams share scratch"
-        kept = backend._scratch[1]
+        kept = backend._scratch._pieces[1]
         assert not kept[0].closed, "a graph may use it"
         gpu.comm.close()
         assert kept[0].closed
@@ -687,7 +657,7 @@ def test_refused_by_this_backend(fake: FakeNCCL) -> None:
                 comm.all_reduce(np.ones(4))
             ),
             "got Array in memory of cuda:1": lambda: comm.all_reduce(Array(8, (1,), np.float32, 1)),
-            "algorithm: expected 'auto' or one of ring, .* got 'magic'": lambda: comm.all_reduce(x, algorithm="magic"),
+            "algorithm: expected 'auto' for all_reduce on nccl": lambda: comm.all_reduce(x, algorithm="ring"),
             "the stream of x": lambda: comm.all_reduce(x, out=Array(owner.pointer, (4,), np.float32, 0, stream=7)),
             "one that was freed": lambda: comm.all_reduce(Array(8, (1,), np.float32, 0, owner=owner)),
             "tag: expected 0": lambda: comm.send(x, 1 - comm.rank, tag=4),

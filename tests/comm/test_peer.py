@@ -6,7 +6,6 @@ mpirun -n 4 python -m pytest --with-mpi -m "mpi and gpu" tests/comm/test_peer.py
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -40,7 +39,6 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
 )
 from tests.comm.test_nccl import (  # noqa: F401 -- collected here
     BF16,
-    TIMEOUT,
     in_rank_order,
     on_gpu,
     test_a_rank_that_does_not_come,
@@ -71,28 +69,7 @@ REDUCTIONS = [
 ]  # fmt: skip
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
-
-
-@pytest.fixture(scope="session")
-def worlds(mpi_world: kos.Communicator) -> Iterator[list[kos.Communicator]]:
-    probe = mpi_world.probes["peer"]
-    if not probe.usable:
-        pytest.skip(f"needs GPUs of one machine: {probe.reason}")
-    worlds: list[kos.Communicator] = []
-    yield worlds
-    worlds[-1].close()
-
-
-@pytest.fixture
-def gpu_world(mpi_world: kos.Communicator, worlds: list[kos.Communicator]) -> kos.Communicator:
-    """The communicator of all ranks, shared by the tests until one of them breaks it."""
-    fit = bool(worlds) and worlds[-1].backend.broken is None
-    if b"" in mpi_world.rendezvous.allgather(b"fit" if fit else b""):
-        if worlds:
-            worlds[-1].abort()
-        worlds.append(kos.init("peer", timeout=TIMEOUT))
-        cuda.set_device(worlds[-1].device)
-    return worlds[-1]
+BACKEND = "peer"
 
 
 @pytest.fixture
@@ -340,7 +317,7 @@ def test_windows_are_freed_when_all_ranks_let_go(ranks: GPURanks) -> None:
             assert (comm.all_reduce(x).numpy() == turn * comm.size).all()
             if turn != 2 or comm.rank:
                 del x
-        assert len(backend._windows) == 3  # kept, the one that rank 0 held on to, and the last
+        assert len(backend._windows.memories) == 3  # kept, the one that rank 0 held on to, and the last
         comm.close()
         kept.fill_bytes(0)  # outlives the communicator
         assert (kept.numpy() == 0).all()

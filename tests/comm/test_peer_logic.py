@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -18,15 +18,14 @@ import numpy as np
 import pytest
 
 from kos import PremulSum, ReduceOp
-from kos.comm.failures import Ledger
-from kos.comm.gpu import backend as device
 from kos.comm.gpu.peer import backend as peer_backend
-from kos.comm.gpu.peer.engine import PeerEngine
+from kos.comm.gpu.peer.engine import KernelAborted, PeerEngine
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.operation import Call, Operation
 from kos.comm.reduction import resolve
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.cuda import driver
 from kos.errors import (
     CollectiveError,
     CollectiveMismatch,
@@ -41,6 +40,7 @@ from kos.memory import as_buffer
 from kos.memory.array import Array
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
+from tests.comm.fake_nccl import captures
 from tests.comm.fake_peer import HostMemory, communicator, no_gpus
 from tests.comm.gpu_ranks import OnGPU, Prepared
 from tests.comm.peer_storm import FLOAT, KINDS, storm
@@ -295,7 +295,7 @@ def test_a_timeout_of_one_call_is_that_call_s_alone(
             rendezvous.barrier()
         if rank < SIZE - 1:
             getattr(comm, kind)(x, timeout=None if late is None else own)
-            with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|has given up|is gone"):
+            with pytest.raises((CollectiveTimeout, RankLost), match=r"within 0.3 s|ended early|is gone"):
                 comm.synchronize(20.0)
         rendezvous.barrier()
         comm.abort()
@@ -325,7 +325,7 @@ def test_blocks_of_one_role_each_do_not_wait_for_ever(ranks: ThreadRanks, how: s
         if rendezvous.rank < SIZE - 1:
             timed_out = rf"rank {SIZE - 1} did not arrive within 0.3 s \(channel \d+, phase [13]"
             why = timed_out if how == "timeout" else "aborted"
-            with pytest.raises(CollectiveError, match=f"{why}|rank [01] has given up"):
+            with pytest.raises(CollectiveError, match=f"{why}|kernel of rank [01] ended early"):
                 engine.check("x")
         rendezvous.barrier()
 
@@ -345,7 +345,7 @@ def test_what_a_replayed_graph_met_is_raised_where_its_end_is_waited_for(ranks: 
         engine.timeout = 0.3
         if rank < SIZE - 1:
             engine.bind_all_reduce(x.pointer, x.pointer, 4, FLOAT, ReduceOp.SUM)(0)
-            late = rf"rank {SIZE - 1} did not arrive within 0.3 s|rank [01] has given up"
+            late = rf"rank {SIZE - 1} did not arrive within 0.3 s|kernel of rank [01] ended early"
             with pytest.raises(CollectiveError, match=f"all_reduce #0 .*: ({late})"):
                 comm.synchronize(until=lambda: True)
             with pytest.raises(CollectiveError, match="failed before"):
@@ -364,13 +364,13 @@ def test_addresses_mean_nothing_once_their_window_is_freed(ranks: ThreadRanks, m
         x = comm.allocate(4, np.float32)
         comm.all_reduce(x)
         comm.barrier()
-        assert len(comm.backend._known) == 2
+        assert len(comm.backend._routes) == 2
         del x
         comm.rendezvous.barrier()
         monkeypatch.setattr(peer_backend, "SymmetricMemory", lambda *arguments: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             comm.allocate(4, np.float32)
-        assert not comm.backend._windows and not comm.backend._known
+        assert not comm.backend._windows.memories and not comm.backend._routes
 
     ranks.run(body)
 
@@ -466,7 +466,7 @@ def test_windows_keep_their_names_when_others_are_freed(ranks: ThreadRanks) -> N
         early = comm.all_reduce_init(x)
         del freed
         comm.allocate(1, np.float32)
-        assert len(comm.backend._windows) == 2
+        assert len(comm.backend._windows.memories) == 2
         assert comm.all_reduce_init(x)._call.route.kernel == early._call.route.kernel
 
     ranks.run(body)
@@ -484,7 +484,7 @@ def test_what_is_said_of_an_all_reduce_is_what_is_launched(ranks: ThreadRanks) -
             backend.use(table)
             for nbytes, way in (16 * 100, "specialized"), (16 * 5000, "push"):
                 x = comm.allocate(nbytes // 4, np.float32)
-                assert backend.carrier("all_reduce", nbytes, True) == f"peer {way}"
+                assert backend.route_of("all_reduce", nbytes, True) == f"peer {way}"
                 assert f"'{way}'" in comm.all_reduce_init(x)._call.route.kernel
                 scaled = comm.all_reduce_init(x, PremulSum(2.0))._call.route.kernel
                 assert "'two_shot'" in scaled and scaled.endswith("at []")
@@ -522,39 +522,83 @@ def test_launches_are_bound_where_a_capture_allows_it(ranks: ThreadRanks, monkey
     ranks.run(body)
 
 
-def test_a_broken_gpu_is_the_loss_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the others; nothing that ends it raises anything more, on whatever thread."""
-    told: list[KosError] = []
+    reported: list[KosError] = []
     more: list[Any] = []
 
     def broken(device: int) -> None:
         raise CudaError("cuCtxSynchronize failed")
 
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     monkeypatch.setattr(threading, "excepthook", more.append)
-    monkeypatch.setattr(peer_backend.driver, "synchronize", broken)
-    backend = object.__new__(peer_backend.PeerBackend)
-    backend.rank, backend.device, backend.broken, backend.together = 1, 0, None, (backend,)
-    backend.failing = threading.RLock()
-    monkeypatch.setattr(backend, "ledger", Ledger(range(2), 1), raising=False)
-    engine = SimpleNamespace(abort=lambda: None)
+    monkeypatch.setattr(driver, "synchronize", broken)
+    monkeypatch.setattr(driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
-    calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: told.append(error))
-    monkeypatch.setattr(device.driver, "on_device", lambda device: nullcontext())
-    monkeypatch.setattr(device.driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
-    monkeypatch.setattr(backend, "_engine", engine, raising=False)
-    monkeypatch.setattr(backend, "_calls", calls, raising=False)
-    monkeypatch.setattr(device, "record_failure", lambda o, error: None)
-    error = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)")
-    assert backend.failed(Call(Operation("all_reduce", 1), sequence=7), error) is error
+    calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: reported.append(error))
+    backend.shared.calls = calls
+    error, seventh = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)"), Operation("all_reduce", 0)
+    assert backend.failed(Call(seventh, sequence=7), error) is error
     assert type(backend.broken) is CudaError and not more
-    assert [(type(each), str(each)) for each in told] == [(RankLost, f"rank 1 is gone: {error}")]
-    monkeypatch.setattr(device.driver, "broken", lambda: None)  # who does not go, and hears what others know
-    told.clear()
+    assert [(type(each), str(each)) for each in reported] == [(RankLost, f"rank 0 is gone: {error}")]
+    monkeypatch.setattr(driver, "broken", lambda: None)  # the GPU works: other ranks may know the cause
+    reported.clear()
     for known in (None, late):
         calls.check.side_effect, backend.broken = known, None
         refused = CompileError("sum.cu:3: undefined")
-        assert backend.failed(Call(Operation("all_reduce", 1), sequence=7), refused) is (known or refused)
-    assert [(type(each), str(each)) for each in told] == [
-        (CollectiveError, "rank 1: sum.cu:3: undefined"),
+        assert backend.failed(Call(seventh, sequence=7), refused) is (known or refused)
+    assert [(type(each), str(each)) for each in reported] == [
+        (CollectiveError, "rank 0: sum.cu:3: undefined"),
         (CollectiveTimeout, "all_reduce #7: ranks [1] did not arrive"),
     ]
+
+
+def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
+    """A kernel that ended because another rank's did waits for that rank's report, which may come a little later."""
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    first = CollectiveTimeout("all_reduce #7: rank 2 did not arrive within 0.3 s")
+    reports = iter([None, None, first])
+    check = Mock(side_effect=lambda call: _raise(next(reports)))
+    backend.shared.calls = SimpleNamespace(check=check, fail=lambda error, sequence: None)
+    call = Call(Operation("all_reduce", 0), sequence=7)
+    assert backend.failed(call, KernelAborted("all_reduce #7: the kernel of rank 1 ended early")) is first
+    assert check.call_count == 3
+
+
+def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_backend, "_REPORT_SECONDS", 0.05)
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    backend.shared.calls = SimpleNamespace(check=lambda call: None, fail=lambda error, sequence: None)
+    failure = backend.failed(Call(Operation("all_reduce", 0), sequence=7), KernelAborted("rank 1 ended early"))
+    assert type(failure) is RankLost and "rank 1 ended early" in str(failure)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_a_window_outlives_the_graphs_that_captured_it(ranks: ThreadRanks) -> None:
+    """On one rank or on all: kernels of other ranks reach into it as long as any graph is replayed."""
+
+    def body(gpu: Any) -> None:
+        comm = gpu.comm
+        x, other = comm.allocate(1 << 12, np.float32), comm.allocate(1 << 12, np.float32)
+        x.stream = 5
+        with captures() as graph:
+            comm.all_reduce(x)
+        comm.all_reduce(other)  # or the last operation keeps its array
+        windows, pointer = comm.backend._windows.memories, x.pointer
+        del x
+        for ends in ([], [1], [0, 2], []):
+            alive = any(window.pointer == pointer for window in windows.values())
+            assert alive, "a graph on some rank uses it"
+            if comm.rank in ends:
+                graph.destroy()
+            comm.rendezvous.barrier()
+            comm.allocate(1, np.float32)
+            if ends == [0, 2]:
+                break
+        assert all(window.pointer != pointer for window in windows.values())
+
+    ranks.run(body)

@@ -137,9 +137,9 @@ def test_on_mpi(ranks_of_mpi: Any, seed: int, monkeypatch: pytest.MonkeyPatch, n
         splits = [[(one_of([None, 0, 0, 1]), int(rng.integers(-2, 3))) for _ in range(size)] for _ in range(2)]
         drawn_steps = [
             Step(
-                name, int(rng.integers(3)), one_of([0, 1, 5, 64, 9001, 300_000]), one_of(DTYPES),
-                one_of(list(OPS)), int(rng.integers(5)), one_of([0, 0, 0, 1, 2, 3, 4, 5]),
-                bool(rng.integers(2)), bool(rng.integers(2)), one_of(["call", "async", "batch", "persistent"]),
+                name, one_of([0, 1, 5, 64, 9001, 300_000]), one_of(DTYPES), one_of(list(OPS)),
+                int(rng.integers(5)), one_of([0, 0, 0, 1, 2, 3, 4, 5]), bool(rng.integers(2)), bool(rng.integers(2)),
+                int(rng.integers(3)), one_of(["call", "async", "batch", "persistent"]),
             )
             for name in rng.permutation(NAMES).tolist()
         ]  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -280,19 +279,3 @@ def test_memory_that_a_rank_cannot_map(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for reason in run(body, 2):
         assert "rank 0 cannot map the memory of rank 0: [Errno 1] Operation not permitted" in reason
-
-
-def test_the_lock_excludes_other_ranks() -> None:
-    def body(comm: kos.Communicator) -> None:
-        segment = comm.backend._segment
-        if comm.rank == 0:
-            with segment.locked():
-                comm.rendezvous.barrier()
-                comm.rendezvous.barrier()
-        else:
-            comm.rendezvous.barrier()
-            with pytest.raises(BlockingIOError):
-                fcntl.flock(segment._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            comm.rendezvous.barrier()
-
-    run(body, 2)

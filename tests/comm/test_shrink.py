@@ -109,7 +109,7 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rank may have learned first of the one that failed, and say that it goes on without it."""
     ledger = Ledger([0, 1, 2], rank=2)
     ledger.record_end(0, 3, SHRINKS)
-    messages = SimpleNamespace(hear=lambda: None)
+    messages = SimpleNamespace(receive_notices=lambda: None)
     backend: Any = SimpleNamespace(_calls=None, _comm=None, _messages=messages, ledger=ledger)
     failed = iter([[], [], [1]])
     monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: next(failed))
@@ -122,9 +122,15 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_mpirun
 @pytest.mark.parametrize(
-    ("killed", "shared", "named"), [(0, True, True), (1, False, False), (3, True, True), (0, False, True)]
+    ("killed", "shared", "named", "call"),
+    [
+        (0, True, True, "barrier()"),
+        (1, False, False, "all_reduce(x)"),
+        (3, True, True, "all_reduce(x, algorithm='ring')"),
+        (0, False, True, "all_reduce(x)"),
+    ],
 )
-def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool) -> None:
+def test_a_killed_process(tmp_path: Path, killed: int, shared: bool, named: bool, call: str) -> None:
     """Also where MPI does not say what its error is, as Open MPI now and then."""
     text = f"""
 import kos.comm.host.backend as host
@@ -148,8 +154,9 @@ with kos.init("mpi", timeout=60) as comm:
     if comm.rank == {killed}:
         os.kill(os.getpid(), 9)
     try:
+        x = np.ones(100_000)
         while True:
-            comm.all_reduce(np.ones(100_000))
+            comm.{call}
     except kos.errors.RankLost as error:
         assert not {shared} or "rank {killed} is gone" in str(error), error
     with comm.shrink() as part:
@@ -189,11 +196,14 @@ with kos.init("mpi", timeout=60) as comm:
             assert select.select([first], [], [], 30)[0], "the other has not ended"
         print("shrunk", flush=True)
     except kos.errors.RankLost as error:
-        print(error, flush=True)
+        spent = time.process_time()
+        time.sleep(0.5)
+        print(error, "idle" if time.process_time() - spent < 0.25 else "spins", flush=True)
 """
     lines = job(tmp_path, 3, text, *ULFM)
     unheard = "world: shrink: rank 1 is gone: its process exited with an error code, which Open MPI does not report"
     assert len(lines) == 2 and all(re.match(unheard if "3" in end else "shrunk", line) for line in lines), lines
+    assert not any("spins" in line for line in lines), lines
 
 
 @needs_mpirun

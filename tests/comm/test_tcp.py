@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import selectors
 import socket
 import stat
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,7 +104,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def introduce(caller: socket.socket) -> Connection:
-    greeting = drive(tcp.hear(caller), caller, soon())
+    greeting = drive(tcp.receive_greeting(caller), caller, soon())
     return drive(tcp.introduce(caller, greeting, b"key", 5, 9), caller, soon())
 
 
@@ -291,90 +288,18 @@ def test_a_rank_that_breaks_the_protocol_is_named() -> None:
 
 def test_the_users_own_secret(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": "not/absolute"}
-    secrets = run_threads(*[lambda: load_secret(home, one_host=True)] * 16)
+    secrets = run_threads(*[lambda: load_secret(home)] * 16)
     assert len(set(secrets)) == 1 and len(secrets[0]) == 64
     [path] = (tmp_path / ".cache" / "kos").iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     path.chmod(0o640)
     with pytest.raises(RendezvousError, match=f"expected {path} to be its owner's alone, got mode 0640"):
-        load_secret(home, one_host=True)
+        load_secret(home)
 
 
 def test_secrets_that_are_given(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_text("from a file\n")
-    path.chmod(0o600)
-    named = {"KOS_SECRET_FILE": str(path)}
-    assert load_secret(named, one_host=False) == b"from a file"
-    assert load_secret({**named, "KOS_SECRET": "x"}, one_host=False) == b"x"
-    path.chmod(0o604)
-    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: expected .* owner's alone, got mode 0604"):
-        load_secret(named, one_host=False)
-    path.chmod(0o600)
-    path.write_text(" \n")
-    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: .* expected a secret, got an empty one"):
-        load_secret(named, one_host=False)
-    path.write_bytes(bytes(5000))
-    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: expected at most 4096 bytes"):
-        load_secret(named, one_host=False)
-    path.unlink()
-    with pytest.raises(RendezvousError, match="KOS_SECRET_FILE: expected a file that can be read, got: .*"):
-        load_secret(named, one_host=False)
-
-
-def test_hosts_have_no_secret_in_common_by_themselves(tmp_path: Path) -> None:
-    with pytest.raises(RendezvousError, match="KOS_SECRET: expected the same secret in every rank's env"):
-        load_secret({"HOME": str(tmp_path)}, one_host=False)
-    # 192.0.2.0/24 is nobody's (RFC 5737), so rank 0 is on another host.
-    environ = environment(1, 2, 7, MASTER_ADDR="192.0.2.77", HOME=str(tmp_path))
-    del environ["KOS_SECRET"]
-    [error] = errors_of(5, environ)
-    assert error.startswith("KOS_SECRET: expected")
+    assert load_secret({"HOME": str(tmp_path), "KOS_SECRET": "x"}) == b"x"
+    with pytest.raises(RendezvousError, match="KOS_SECRET: expected a secret, got an empty one"):
+        load_secret({"HOME": str(tmp_path), "KOS_SECRET": ""})
     assert not list(tmp_path.iterdir())
-
-
-def test_a_stranger_dismissed_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One round of events: a new caller takes the place of the oldest, which has just said something."""
-    monkeypatch.setattr(tcp, "MAX_STRANGERS", 1)
-    with selectors.DefaultSelector() as selector, socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        door = tcp.Door(listener, b"key", selector, lambda *_: pytest.fail("nobody has proved anything"))
-        address = listener.getsockname()
-        with socket.create_connection(address) as oldest:
-            for key, _ in selector.select(30):
-                key.data()
-            oldest.sendall(b"kos/tcp2")
-            with socket.create_connection(address):
-                deadline = soon()
-                while len(events := selector.select(1)) < 2:
-                    assert time.monotonic() < deadline
-                for key, _ in sorted(events, key=lambda event: event[0].fileobj is not listener):
-                    key.data()
-        door.close()
-
-
-def test_a_door_that_can_let_nobody_in_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a file descriptor left, a caller waits in the kernel's queue until there is one."""
-    monkeypatch.setattr(tcp, "SHUT_SECONDS", 0.2)
-    network = Network(b"s", "127.0.0.1", "", loopback=True)
-    left, tries = threading.Event(), []
-
-    class Listener(socket.socket):
-        def accept(self) -> Any:
-            tries.append(time.monotonic())
-            if len(tries) <= 2:
-                raise OSError(errno.EMFILE, "Too many open files")
-            left.set()
-            return super().accept()
-
-    with network.listen() as plain:
-        listener = Listener(fileno=plain.detach())
-    listener.setblocking(False)
-    port = listener.getsockname()[1]
-    caller, admitted = run_threads(
-        lambda: network.call("127.0.0.1", port, b"purpose", 1, 2, soon()).close(),
-        lambda: list(tcp.admit_all(listener, network.key(b"purpose"), {1}, 2, soon())[0]),
-    )
-    assert (caller, admitted) == (None, [1])
-    assert left.is_set() and tries[2] - tries[0] >= 0.4, "it asked again and again"

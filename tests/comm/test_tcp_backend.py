@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import re
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ import pytest
 
 import kos
 from kos.comm.host import tcp_messages as backend
-from kos.comm.host.fingerprints import DTYPE_CODES
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.threads import SingleRendezvous
 from kos.comm.schedules import algorithms
@@ -154,38 +151,20 @@ def test_mismatch_between_hosts(case: str, odd: int) -> None:
     TCPRanks(3).run(body)
 
 
-def test_who_fails_and_leaves_takes_no_part_of_what_came_before() -> None:
-    """It had done its part of that, whoever else has yet to do theirs."""
-    gone = threading.Event()
-
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 2:
-            assert gone.wait(TIMEOUT)
-        out = comm.gather(np.array([comm.rank]), root=1)
-        assert comm.rank != 1 or out.ravel().tolist() == [0, 1, 2]
-        limit = 0.2 if comm.rank == 0 else TIMEOUT
-        with pytest.raises(CollectiveTimeout, match="barrier #1: not complete"):
-            comm.barrier(timeout=limit)
-        if comm.rank == 0:
-            comm.close()
-            gone.set()
-
-    TCPRanks(3).run(body)
-
-
-def test_a_failure_of_a_later_collective_takes_no_earlier_one_in_flight() -> None:
-    """A and B in flight on four ranks: who gives B up and leaves had done its part of A."""
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_failure_of_a_later_collective_leaves_the_earlier_alone(in_flight: bool) -> None:
+    """A rank that gives the later one up and closes has done its part of the earlier, whoever else has not."""
     gone = threading.Event()
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 3:
             assert gone.wait(TIMEOUT)
-        a = comm.gather(np.array([comm.rank]), root=1, async_op=True)
-        b = comm.barrier(async_op=True)
-        with pytest.raises(CollectiveTimeout, match=r"barrier #1: not complete") as caught:
-            b.wait(0.2 if comm.rank == 0 else TIMEOUT)
+        early = comm.gather(np.array([comm.rank]), root=1, async_op=True)
+        out = None if in_flight else early.wait()
+        with pytest.raises(CollectiveTimeout, match="barrier #1: not complete") as caught:
+            comm.barrier(timeout=0.2 if comm.rank == 0 else TIMEOUT)
         assert "rank 0" not in str(caught.value)
-        out = a.wait()
+        out = early.wait() if in_flight else out
         assert comm.rank != 1 or out.ravel().tolist() == [0, 1, 2, 3]
         if comm.rank == 0:
             comm.close()
@@ -251,51 +230,25 @@ def test_calls_that_differ_are_found_at_the_end_at_the_latest() -> None:
     TCPRanks(2).run(body)
 
 
-@pytest.mark.parametrize("count", [4, LONG])
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(0, np.uint8), (4, np.uint8), (LONG, np.uint8), (3, np.int8), (LONG, np.float32)]
+)
 @pytest.mark.parametrize("posted", ["before", "after"])
-def test_message_of_another_dtype(count: int, posted: str) -> None:
-    def body(comm: kos.Communicator) -> None:
-        message = f"rank 1 expected {count} elements of float32 from rank 0, got {count} elements of int32"
-        x = np.ones(count, np.float32)
-        if comm.rank == 0:
-            work = comm.send(np.ones(count, np.int32), 1, async_op=True)
-            comm.barrier()
-            if 4 * count < LONG:
-                work.wait()
-            else:
-                with pytest.raises(CollectiveMismatch, match=message):
-                    work.wait()
-            comm.send(2 * x, 1)
-        else:
-            work = comm.recv(x, 0, async_op=True) if posted == "before" else None
-            comm.barrier()
-            with pytest.raises(CollectiveMismatch, match=message):
-                (work or comm.recv(x, 0, async_op=True)).wait()
-            assert (x == 1).all()
-            assert (comm.recv(x, 0) == 2).all()
-
-    TCPRanks(2).run(body)
-
-
-@pytest.mark.parametrize("count", [0, 4, LONG])
-@pytest.mark.parametrize("posted", ["before", "after"])
-def test_message_of_another_size(count: int, posted: str) -> None:
-    """The receiver says so, and the sender of a long message, which has not gone, too."""
+def test_message_of_another_size_or_dtype(count: int, dtype: Any, posted: str) -> None:
+    """The receiver raises, and the sender of a long message, which was not sent, too."""
 
     def body(comm: kos.Communicator) -> None:
-        message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of uint8"
-        x, expected = np.zeros(count, np.uint8), np.full(3, 7, np.uint8)
+        kind = np.dtype(dtype).name
+        message = f"#0 .*: rank 1 expected 3 elements of uint8 from rank 0, got {count} elements of {kind}"
+        expected = np.full(3, 7, np.uint8)
+        if comm.rank == 1 and posted == "before":
+            work = comm.recv(expected, 0, 7, async_op=True)
+        comm.rendezvous.barrier()
         if comm.rank == 0:
-            if posted == "before":
-                comm.rendezvous.barrier()
-            work = comm.send(x, 1, 7, async_op=True)
-            comm.barrier()
-        else:
-            work = comm.recv(expected, 0, 7, async_op=True) if posted == "before" else None
-            if work is not None:
-                comm.rendezvous.barrier()
-            comm.barrier()
-            work = work or comm.recv(expected, 0, 7, async_op=True)
+            work = comm.send(np.zeros(count, dtype), 1, 7, async_op=True)
+        comm.barrier()
+        if comm.rank == 1 and posted == "after":
+            work = comm.recv(expected, 0, 7, async_op=True)
         if comm.rank == 0 and count < LONG:
             work.wait()
         else:
@@ -520,7 +473,7 @@ def test_timeout_names_who_is_awaited() -> None:
         ((99, 0, 0, 0, 0), "expected the header of a message, got kind 99 of 0 bytes"),
         ((backend.EAGER, 0, 0, 1 << 40, 0), "expected the header of a message, got kind 1 of 1099511627776"),
         ((backend.DATA, 0, 5, 10, 0), "expected the header of a message, got kind 5 of 10 bytes"),
-        ((backend.LEFT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 8 of 1048576 bytes"),
+        ((backend.ABORT, 0, 0, 1 << 20, 0), "expected the header of a message, got kind 8 of 1048576 bytes"),
     ],
 )
 def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> None:
@@ -530,21 +483,6 @@ def test_a_header_that_makes_no_sense(header: tuple[int, ...], what: str) -> Non
                 comm.all_reduce(np.zeros(4))
         else:
             comm.backend.transport.peers[0].sock.send(backend.HEADER.pack(*header))
-        comm.rendezvous.barrier()
-        comm.abort()
-
-    TCPRanks(2).run(body)
-
-
-def test_a_long_message_of_another_length_than_announced() -> None:
-    def body(comm: kos.Communicator) -> None:
-        if comm.rank == 0:
-            with pytest.raises(RankLost, match="expected the header of a message, got kind 5 of 10 bytes"):
-                comm.recv(np.zeros(LONG, np.uint8), 1, 3)
-        else:
-            sock = comm.backend.transport.peers[0].sock
-            sock.send(backend.HEADER.pack(backend.RTS, 3, 1, LONG, DTYPE_CODES[np.dtype(np.uint8)]))
-            sock.send(backend.HEADER.pack(backend.DATA, 3, 1, 10, 0))
         comm.rendezvous.barrier()
         comm.abort()
 
@@ -663,7 +601,7 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
 
     def body(comm: kos.Communicator) -> None:
         if comm.rank == 0:
-            comm.backend._mesh.peers[1].say(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)  # type: ignore[attr-defined]
+            comm.backend._mesh.peers[1].send_control(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)  # type: ignore[attr-defined]
             assert heard.wait(20)
         else:
             with pytest.raises(CollectiveMismatch, match="of two"):
@@ -673,31 +611,6 @@ def test_a_rank_that_left_for_a_failure_says_so() -> None:
         comm.abort()
 
     TCPRanks(3).run(body)
-
-
-def test_last_words_are_read_though_nothing_can_be_sent_any_more() -> None:
-    left = threading.Event()
-
-    def body(comm: kos.Communicator) -> None:
-        mesh = comm.backend._mesh  # type: ignore[attr-defined]
-        if comm.rank == 0:
-            mesh.peers[1].say(backend.FAILED, COLLECTIVE_TAGS, OF_TWO)
-            mesh.peers[1].sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            mesh.peers[1].hang_up()  # by a reset: there is something that it has not read
-            left.set()
-        else:
-            end = mesh.peers[0]
-            assert left.wait(20)
-            reader, end._reader = end._reader, itertools.repeat(None)  # which looked just before
-            comm.send(np.zeros(1), 0, async_op=True)
-            end.progress()
-            end._reader = reader
-            with pytest.raises(CollectiveMismatch, match="of two"):
-                comm.barrier()
-        comm.rendezvous.barrier()
-        comm.abort()
-
-    TCPRanks(2).run(body)
 
 
 END = """
@@ -734,19 +647,15 @@ if comm.rank == 0:
 """
 
 
-def test_a_killed_rank_is_named(memory: str) -> None:
-    results = run_processes(END.format(signal="SIGKILL", timeout=30.0, memory=memory), 3)
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+def test_a_killed_or_stopped_rank_is_named(memory: str, signal: str) -> None:
+    killed = signal == "SIGKILL"
+    results = run_processes(END.format(signal=signal, timeout=30.0 if killed else 1.0, memory=memory), 3)
+    stopped = "ranks [1] did not arrive" if memory == "shared" else "waiting for ranks ["
     for _, output in (results[0], results[2]):
-        assert "RankLost world: all_reduce #2 of float64[2, 3] by SUM: rank 1 is gone" in output, output
-
-
-def test_a_stopped_rank_is_named(memory: str) -> None:
-    results = run_processes(END.format(signal="SIGSTOP", timeout=1.0, memory=memory), 3)
-    for _, output in (results[0], results[2]):
-        assert "CollectiveTimeout world: all_reduce #2 of float64[2, 3] by SUM: not complete after 1.0 s" in output, (
-            output
-        )
-        assert ("ranks [1] did not arrive" if memory == "shared" else "waiting for ranks [") in output
+        assert f"{'RankLost' if killed else 'CollectiveTimeout'} world: all_reduce #2 of float64[2, 3] by SUM" in output
+        assert ("rank 1 is gone" if killed else "not complete after 1.0 s") in output, output
+        assert killed or stopped in output, output
 
 
 FORKED = """
@@ -772,30 +681,23 @@ def test_a_process_that_a_rank_forked_is_no_rank() -> None:
 LIMITED = """
 import os, resource
 import kos
-
 comm = kos.init(timeout=30)
-soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-open_files = len(os.listdir("/proc/self/fd"))
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)
 if comm.rank == {lacking}:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 2, limit[1]))
 try:
     comm.duplicate()
-except kos.errors.RendezvousError as error:
+except kos.errors.KosError as error:
     print(error)
-assert len(os.listdir("/proc/self/fd")) == open_files
-resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-comm.barrier()
-comm.duplicate().barrier()
-comm.close()
+resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 """
 
 
-@pytest.mark.parametrize(("lacking", "files"), [(0, 12), (1, 10)])
-def test_a_rank_that_may_open_too_few_files_is_named_on_all(lacking: int, files: int) -> None:
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_rank_that_may_open_too_few_files_is_named_on_all(lacking: int) -> None:
     for code, output in run_processes(LIMITED.format(lacking=lacking), 2):
         assert code == 0, output
-        said = rf"world: rendezvous: rank {lacking}: expected to open {files} more files for a group of 2, got \d+ "
-        assert re.match(said, output), output
+        assert f"rank {lacking}" in output and "Traceback" not in output, output
 
 
 @pytest.mark.parametrize("timeout", ["float('inf')", "1e7"])

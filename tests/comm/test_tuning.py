@@ -124,7 +124,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
     """Where the user's table and the shipped one for four ranks would lie."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning, "TABLES", tmp_path / "tables")
-    monkeypatch.setattr(tuning, "_told", set())
+    monkeypatch.setattr(tuning, "_warned", set())
     paths = tuning.user_path(GPU, 4), tmp_path / "tables" / "nvidia-h200-4.json"
     assert paths[0] == tmp_path / "kos/tuning/nvidia-h200-4.json"
     for path in paths:

@@ -12,8 +12,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm import watchdog
-from kos.comm.gpu import backend as device
-from kos.comm.gpu import nccl_binding
+from kos.comm.gpu import nccl_binding, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.comm.operation import Operation, Route
@@ -30,7 +29,7 @@ Call = Callable[[kos.Communicator, Callable[..., Any]], Any]
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "TICK", 0.01)
-    monkeypatch.setattr(device, "_DEAD_SECONDS", 0.05)
+    monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
     monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
     monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
 
@@ -44,7 +43,7 @@ def _nothing(self: NCCLBackend, o: Operation, route: Route) -> bool:
 def quiet(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Calls queue nothing, and the GPU ends nothing of it."""
     monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
-    monkeypatch.setattr(device._Mark, "ended", lambda mark: False)
+    monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
 
 
 class Heard:
@@ -117,8 +116,28 @@ def test_a_rank_that_does_not_come_where_no_call_is_marked(quiet: None, monkeypa
     def body(comm: kos.Communicator, log: Any) -> None:
         if comm.rank == 0:
             heard = Heard(comm)
-            comm.backend.gpus[0]._free_marks.clear()  # type: ignore[attr-defined]
+            comm.backend.gpus[0]._marks.free.clear()  # type: ignore[attr-defined]
             comm.all_reduce(on_gpu(), timeout=0.1)
+            assert "ranks [1] did not arrive" in str(heard.wait())
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
+
+
+def test_a_call_that_waits_behind_one_without_a_mark(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU has not begun the marked call: it may hang in a collective that has no mark."""
+    monkeypatch.setattr(works._Mark, "ended", lambda mark: not mark.follows_unmarked)
+    monkeypatch.setattr(works.Event, "done", lambda event: False)
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        x = on_gpu()
+        for _ in range(3):
+            comm.all_reduce(x)
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            heard = Heard(comm)
+            comm.backend.gpus[0].watch()  # type: ignore[attr-defined]
+            comm.all_reduce(x, timeout=0.1)
             assert "ranks [1] did not arrive" in str(heard.wait())
         comm.rendezvous.barrier()
 
@@ -237,6 +256,9 @@ DIFFERENCES: dict[str, tuple[Call, Call]] = {
     "scatter dtype": (lambda c, x: c.scatter(x(20, f), x(10, f), 0), lambda c, x: c.scatter(None, x(10, i), 0)),
     "scatter root": (lambda c, x: c.scatter(x(20), x(10), 0), lambda c, x: c.scatter(x(20), x(10), 1)),
     "operation": (lambda c, x: c.all_reduce(x(10)), lambda c, x: c.broadcast(x(10))),
+    "allocate against a call on GPUs": (lambda c, x: c.allocate(4, f), lambda c, x: c.all_reduce(x(10))),
+    "allocate against a call on hosts": (lambda c, x: c.allocate(4, f), lambda c, x: c.all_reduce(np.zeros(3))),
+    "allocate count": (lambda c, x: c.allocate(4, f), lambda c, x: c.allocate(5, f)),
     "where it lies": (lambda c, x: c.all_reduce(x(10)), lambda c, x: c.all_reduce(np.zeros(10, f))),
 }  # fmt: skip
 """Calls of ranks 0 and 1 that do not belong together."""

@@ -9,10 +9,10 @@ import pytest
 from cuda_ranks import KERNELS
 
 from kos import cuda
-from kos.comm.gpu.backend import _Event
+from kos.comm.gpu.works import PooledEvent
 from kos.cuda import streams
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, InvalidArgument, KosError, OutOfMemory
+from kos.errors import BackendUnavailable, InvalidArgument, OutOfMemory
 from kos.memory import dlpack, ipc
 from kos.memory.array import Array, as_dtype
 from kos.memory.pool import MemoryPool, pinned_empty, pool_of
@@ -98,14 +98,12 @@ def test_dtypes_by_any_name() -> None:
 def test_without_a_gpu() -> None:
     for use in (
         lambda: Array.zeros(3, np.float32, 0), lambda: MemoryPool(0), lambda: pinned_empty(3, np.float32, 0),
-        lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: _Event([]),
+        lambda: streams.Event(0), lambda: streams.milliseconds(int, None), lambda: PooledEvent([]),
         lambda: cuda.capture(5).__enter__(), lambda: ipc.DeviceMemory(1, 0), lambda: ipc.export(1, 1, 0),
     ):  # fmt: skip
         with pytest.raises(BackendUnavailable, match="CUDA: "):
             use()
         gc.collect()  # nor does what was not made complain
-    with pytest.raises(BackendUnavailable, match="CUDA: "):
-        pinned_empty(3, np.float32, 0)
 
 
 def test_shape_rules_need_no_gpu() -> None:
@@ -159,18 +157,17 @@ def test_views_share_memory(device: int, rng: np.random.Generator) -> None:
 @pytest.mark.gpu
 def test_copies_that_are_refused(device: int) -> None:
     array = Array.zeros((2, 3), np.float32, device)
-    with pytest.raises(InvalidArgument, match=r"expected float32\(2, 3\), got float32\(3, 2\)"):
-        array.copy_from(np.zeros((3, 2), np.float32))
-    with pytest.raises(InvalidArgument, match=r"got float64\(2, 3\)"):
-        array.copy_from(np.zeros((2, 3)))
-    with pytest.raises(InvalidArgument, match="C-contiguous ndarray, got ndarray with strides"):
-        array.copy_from(np.zeros((3, 2), np.float32).T)
     frozen = np.zeros((2, 3), np.float32)
     frozen.flags.writeable = False
-    with pytest.raises(InvalidArgument, match="writable ndarray"):
-        array.copy_to(frozen)
-    with pytest.raises(InvalidArgument, match="sizes of 0 or more"):
-        Array.empty(-1, np.float32, device)
+    for use, message in (
+        (lambda: array.copy_from(np.zeros((3, 2), np.float32)), r"expected float32\(2, 3\), got float32\(3, 2\)"),
+        (lambda: array.copy_from(np.zeros((2, 3))), r"got float64\(2, 3\)"),
+        (lambda: array.copy_from(np.zeros((3, 2), np.float32).T), "C-contiguous ndarray, got ndarray with strides"),
+        (lambda: array.copy_to(frozen), "writable ndarray"),
+        (lambda: Array.empty(-1, np.float32, device), "sizes of 0 or more"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            use()
 
 
 @pytest.mark.gpu
@@ -212,12 +209,14 @@ def test_torch_shares_memory_both_ways(device: int, rng: np.random.Generator, dt
 def test_shared_memory_is_freed_with_its_last_user(device: int) -> None:
     torch = pytest.importorskip("torch")
     pool = pool_of(device)
-    with pool.leak_check():
-        tensor = torch.from_dlpack(Array.zeros(100, np.float32, device))
-        gc.collect()
-        assert pool.statistics().live > 0 and not tensor.any()
-        del tensor
-        gc.collect()
+    gc.collect()
+    before = pool.statistics().live
+    tensor = torch.from_dlpack(Array.zeros(100, np.float32, device))
+    gc.collect()
+    assert pool.statistics().live > before and not tensor.any()
+    del tensor
+    gc.collect()
+    assert pool.statistics().live == before
 
 
 @pytest.mark.gpu
@@ -257,21 +256,15 @@ def test_cuda_array_interface_both_ways(device: int, rng: np.random.Generator) -
 
 
 @pytest.mark.gpu
-def test_pool_statistics_and_leaks(device: int, stream) -> None:
+def test_pool_statistics(device: int, stream) -> None:
     pool = pool_of(device)
     gc.collect()
     before = pool.statistics()
-    array = Array.empty(1 << 20, np.uint8, device, stream=stream, label="the test's")
+    array = Array.empty(1 << 20, np.uint8, device, stream=stream)
     during = pool.statistics()
     assert during.current == before.current + (1 << 20) and during.live == before.live + 1
     assert during.peak >= during.current and during.reserved >= 1 << 20
-    assert ("the test's", 1 << 20) in pool.holders()
-    with (
-        pytest.raises(KosError, match=r"got 1 allocations: 2,048 bytes by test_array\.py:\d+"),
-        pool.leak_check(),
-    ):
-        leaked = Array.empty(2048, np.uint8, device, stream=stream)
-    del array, leaked
+    del array
     assert pool.statistics().current == before.current
     pool.trim()
     assert pool.statistics().reserved <= during.reserved

@@ -26,12 +26,12 @@ HERE = Origin.here()
 
 
 def test_records_survive_the_wire() -> None:
-    handle = IpcHandle(bytes(range(64)), bytes(16), 2**40, 2**41, 2**47, HERE)
+    handle = IpcHandle(bytes(range(64)), "ab", 2**40, 2**41, 2**47, HERE)
     assert IpcHandle.from_bytes(handle.to_bytes()) == handle
     assert HERE.pid > 0 and HERE.boot and HERE.obstacle() is None
 
 
-@pytest.mark.parametrize("data", [b"abc", bytes(104), bytes(104) + b"\xff", bytes(104) + b"a\0b\0c\0d\0e"])
+@pytest.mark.parametrize("data", [b"abc", bytes(104), b"\xff", b"[]", b'["zz", "", 0, 0, 0, "", "", "", "", 0]', b"3"])
 def test_other_bytes_are_no_handle(data: bytes) -> None:
     with pytest.raises(InvalidArgument, match=f"IPC handle: expected what to_bytes gave, got {len(data)} bytes"):
         IpcHandle.from_bytes(data)
@@ -51,9 +51,9 @@ def test_obstacles(field: str, value: str, cause: str) -> None:
 
 def test_refused_before_the_driver_is_asked() -> None:
     with pytest.raises(PeerMemoryError, match="on another machine"):
-        Mapping(IpcHandle(bytes(64), bytes(16), 0, 1, 0, dataclasses.replace(HERE, boot="x")), 0)
+        Mapping(IpcHandle(bytes(64), "", 0, 1, 0, dataclasses.replace(HERE, boot="x")), 0)
     with pytest.raises(PeerMemoryError, match="cannot open its own handle"):
-        Mapping(IpcHandle(bytes(64), bytes(16), 0, 1, 0, HERE), 0)
+        Mapping(IpcHandle(bytes(64), "", 0, 1, 0, HERE), 0)
 
 
 def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch: pytest.M
     monkeypatch.setattr(ipc, "cu", fake)
     monkeypatch.setattr(ipc.driver, "on_device", lambda device: nullcontext())
     one, two = (
-        IpcHandle(bytes([k]) * 64, bytes(16), 100, 1, 0, dataclasses.replace(HERE, pid=HERE.pid + k)) for k in (1, 2)
+        IpcHandle(bytes([k]) * 64, "", 100, 1, 0, dataclasses.replace(HERE, pid=HERE.pid + k)) for k in (1, 2)
     )
 
     def body() -> None:
@@ -136,7 +136,7 @@ def exporter_and_importer(exchange: PipeExchange) -> None:
     exchange.barrier()
     with pytest.raises(PeerMemoryError, match="it has ended or freed the memory"):
         Mapping(handle, 0)
-    other_gpu = dataclasses.replace(handle, uuid=b"\1" * 16)
+    other_gpu = dataclasses.replace(handle, uuid="01" * 16)
     with pytest.raises(PeerMemoryError, match="its GPU is not visible here"):
         Mapping(other_gpu, 0)
     namespace = dataclasses.replace(handle, origin=dataclasses.replace(handle.origin, pid_namespace="pid:[1]"))

@@ -439,7 +439,8 @@ def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkey
     with monkeypatch.context() as patch:
         for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", heard)):
             patch.setattr(owner, method, fake)
-        good = re.escape("the last checkpoint, of step 6, is good, go on by: ") + ".* --resume auto"
+        go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
+        good = rf"the last checkpoint, of step 6, is good, go on by: \S+ -m kos\.train {go_on}"
         for fault, left in ((7, good), (1, "there is no checkpoint yet")):
             out = tmp_path / str(fault)
             with pytest.raises(CudaError):

@@ -95,7 +95,9 @@ def test_a_rank_is_lost_in_a_step(
     print(f"over after {took:.1f} s: {errors}")
     assert process.returncode != 0
     if number == signal.SIGSTOP:  # else mpirun ends the other rank, maybe before it has a word
-        assert len(errors) == 1 and re.search(rf"ranks? \[?{victim}\b", errors[0]), errors
+        # mpirun may wake the stopped rank to end it, and that rank then reports itself: the same cause.
+        assert any(line.startswith(f"kos: error: rank {1 - victim}:") for line in errors) and len(errors) <= 2
+        assert all(re.search(rf"(rank {victim}|ranks \[{victim}\]) did not arrive", line) for line in errors), errors
     got = losses(tmp_path)
     assert ENOUGH <= len(got) < STEPS and got == undisturbed[: len(got)]
     found = checkpoint.latest(tmp_path / "checkpoints")

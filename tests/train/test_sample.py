@@ -177,11 +177,11 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--temperature", "-1"], "--temperature"),
-        (["--temperature", "nan"], "--temperature"),
-        (["--top-k", "-1"], "--top-k"),
-        (["--tokens", "-1"], "--tokens"),
-        (["--seed", "-1"], "--seed"),
+        (["--temperature", "-1"], "temperature:"),
+        (["--temperature", "nan"], "temperature:"),
+        (["--top-k", "-1"], "top_k:"),
+        (["--tokens", "-1"], "tokens:"),
+        (["--seed", "-1"], "seed:"),
         (["--prompt", "Ω"], "Ω"),
     ],
 )

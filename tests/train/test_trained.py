@@ -81,7 +81,7 @@ def test_what_it_is_loaded_from(run: Path, tmp_path: Path) -> None:
      ([0] * 33, r"\(33,\)"), ([1, -1], "got -1 to 1"), ([99], "got 99 to 99")],
 )  # fmt: skip
 def test_wrong_tokens_are_named(run: Path, tokens: Any, got: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"^tokens: expected .*{got}"):
+    with pytest.raises(InvalidArgument, match=f"expected .*{got}"):
         kos.train.load(run).logits(tokens)
 
 
@@ -92,7 +92,7 @@ def test_wrong_targets_are_named(run: Path) -> None:
     for targets in ([1, 2, 3], [1, -2], [1, 99]):
         with pytest.raises(InvalidArgument, match=r"expected targets of shape \(1, 2\) from -1 to \d+, got "):
             model.loss([1, 2], targets)
-    with pytest.raises(InvalidArgument, match="expected temperature of 0 or more, got -1"):
+    with pytest.raises(InvalidArgument, match="temperature: expected 0 or more, got -1"):
         model.generate(temperature=-1)
     with pytest.raises(AttributeError, match=r"module 'kos.train' has no attribute 'lode'"):
         kos.train.lode  # noqa: B018

@@ -25,7 +25,7 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import KosError
 
 _UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
-"""Operations whose bytes differ between ranks: these all go one way, that of ``_UNEVEN_BYTES``."""
+"""Operations whose bytes differ between ranks: these all take one route, that of ``_UNEVEN_BYTES``."""
 _UNEVEN_BYTES = 1 << 20
 _BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
 """Operations whose outputs, not inputs, have one size on all ranks."""
@@ -38,7 +38,7 @@ class AutoBackend(Backend):
     """One backend for host memory and one or two for GPUs, over the same ranks."""
 
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
-        # nccl is ended first: peer, whose kernels have given up by then (``let_go``), waits for the whole GPU.
+        # nccl is ended first: peer, whose kernels have ended by then (``signal_abort``), waits for the whole GPU.
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
         self.name = "+".join(part.name for part in (*self.gpus, host))
@@ -52,7 +52,10 @@ class AutoBackend(Backend):
             gpu.cache = self.cache
             gpu.join(self.gpus)
         self._order = Order()
-        self._turn: tuple[DeviceBackend, Collection[int]] = self.gpus[0], ()  # who queues where without asking again
+        self._turn: tuple[DeviceBackend, Collection[int]] = (
+            self.gpus[0],
+            (),
+        )  # the backend that may queue there without ordering it again
         self._by_host = Route(host)
 
     @classmethod
@@ -91,7 +94,7 @@ class AutoBackend(Backend):
         if self._only is not None:
             return self._only, True
         if o.options.deterministic or o.options.algorithm != AUTO:
-            return self._ordered if self._ordered.has_algorithm(o) else self.gpus[0], True
+            return self._ordered, True
         if o.options.overlap and self._ordered.beside(o):
             return self._ordered, True
         limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
@@ -151,13 +154,14 @@ class AutoBackend(Backend):
 
     def _compare(self, o: Call) -> None:
         """Compare the calls on GPUs before one in host memory: of two ranks that differ the later one finds it."""
-        for gpu in self.gpus:
-            gpu.confirm(o)
+        self.gpus[0].confirm(o)
 
     def _take_turn(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
-        """One part after the other: where kernels of both want a whole GPU, and wait for other ranks, each rank's GPU
-        might begin with another.  Of its own calls, on whatever streams, each lets one follow the other; a batch is
-        in what order it likes."""
+        """Order the calls of the two GPU backends, one after the other.
+
+        Kernels of both may need a whole GPU and wait for other ranks, and each rank's GPU might begin with another one.
+        Each backend orders its own calls, those of a batch as it likes.
+        """
         keepers = {part.side: part._side} if overlap else {call.stream: call.queue for call in calls}
         with driver.on_device(self.device):
             for stream, keeper in keepers.items():
@@ -175,7 +179,7 @@ class AutoBackend(Backend):
         return sorted(calls, key=lambda call: parts.index(_part(call)))
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        self.check_fit(calls[0].name)
+        self.raise_failure(calls[0].name)
         works: dict[int, Work[Any]] = {}
         for part, several in itertools.groupby(self.in_order(calls), _part):
             mine = list(several)
@@ -208,32 +212,38 @@ class AutoBackend(Backend):
         return AutoBackend(rendezvous, host, [gpu.shrink(rendezvous, host) for gpu in self.gpus])
 
     def close(self) -> None:
-        with ExitStack() as parts:  # each, whatever fails of another; the host last, which tells the other ranks
+        with (
+            ExitStack() as parts
+        ):  # each, whatever fails of another; the host last, which reports it to the other ranks
             for part in (self.host, *reversed(self.gpus)):
                 parts.callback(part.close)
 
     def abort(self, reason: str) -> None:
         self._leave(reason)
-        for part in (self.host, *self.gpus):  # the host first: it tells the other ranks, and takes no time
+        for part in (self.host, *self.gpus):  # the host first: it reports to the other ranks, and takes no time
             part.abort(reason)
 
-    def withdraw(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         self._leave(reason)
         for part in (self.host, *self.gpus):
-            part.withdraw(reason)
+            part.revoke(reason)
 
     def _leave(self, reason: str) -> None:
+        """Before the parts end: report to the other ranks, and let kernels that wait for them end."""
         for gpu in self.gpus:
-            gpu.leave(reason)
-            gpu.let_go()
+            gpu.unwatch()
+        if self.gpus[0].streams.keepers:
+            self.gpus[0].shared.post_end(reason)
+        for gpu in self.gpus:
+            gpu.signal_abort()
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         part = self._only
         if part is None:
             limits, choices = self._choices.get((name, DTYPES["float32"])) or self._learn(name, DTYPES["float32"])
             choice = choices[bisect_left(limits, nbytes // 4)]
             part = choice[symmetric, graph] if isinstance(choice, dict) else choice
-        return part.carrier(name, nbytes, symmetric, graph)
+        return part.route_of(name, nbytes, symmetric, graph)
 
     def routes(self, place: str = "") -> list[tuple[str, ...]]:
         return super().routes(" on GPUs") + self.host.routes(" on hosts")

@@ -1,21 +1,15 @@
-"""DeviceBackend: what backends that move GPU memory have in common: streams, waits, failures.
+"""DeviceBackend: what backends that move GPU memory have in common.
 
 An operation is queued on one stream and the call returns: that of its arrays, or the one given.  With
 ``async_op=True`` it is queued on a stream of the communicator's own, after what the first one holds by now,
-and ``Work.wait()`` lets the first one wait for it.  The host waits only where it is asked to
+and ``Work.wait()`` lets the first one wait for it.  The host waits only where the program asks for that
 (``Work.wait(timeout)``, ``Work.synchronize``, ``Communicator.synchronize``, ``barrier``, ``close``).  Failures are
 found there, at the next call, and by the watchdog (``kos.comm.watchdog``), which ends what is in flight.
-
-Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the
-backend for host memory where there is one, else the backend's own.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 import time
-import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,12 +17,12 @@ from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from kos.comm import watchdog
-from kos.comm.arguments import check_timeout
 from kos.comm.backend import Backend
 from kos.comm.failures import again
+from kos.comm.gpu.memory import ScratchPool
 from kos.comm.gpu.order import Streams
-from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import LEFT, Calls, open_segment
+from kos.comm.gpu.shared import Shared
+from kos.comm.gpu.works import DeviceWork, Marks, PooledEvent, on_thread
 from kos.comm.operation import NO_MESSAGE, POINT_TO_POINT, Call, Operation, Route
 from kos.comm.recorder import completed
 from kos.comm.recorder import failed as record_failure
@@ -40,7 +34,7 @@ from kos.cuda import create_stream, driver, streams
 from kos.cuda.devices import DeviceInfo, assign_devices, visible_devices
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import Event, capture_of, is_over
+from kos.cuda.streams import capture_of
 from kos.errors import (
     BackendUnavailable,
     CollectiveError,
@@ -48,7 +42,6 @@ from kos.errors import (
     CudaError,
     InvalidArgument,
     KosError,
-    RankLost,
 )
 from kos.memory.array import Array
 from kos.memory.libraries import immutable
@@ -56,19 +49,13 @@ from kos.memory.libraries import immutable
 Launch = Callable[[int], None]
 """Queues an operation on the stream of that handle."""
 KNOWN = 4096
-"""Launches that are kept: of calls with the same addresses, which a program makes again and again."""
+"""Routes that are cached: of calls with the same addresses, which a program makes again and again."""
 _IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v"}
-_UNCONFIRMED = 64
-"""Collectives that are queued before they are compared with the other ranks', as far as those have come."""
-_DEAD_SECONDS = 0.5
-"""What a GPU waits for may still end in so long after a rank's process was found to have."""
-_LOOK_EVERY = 0.02
-"""Seconds between two looks at the other ranks while a call of a library has not returned."""
 _ENDED = "what was in flight was ended, and its results are undefined"
 
 
 def device_of(rendezvous: Rendezvous) -> DeviceInfo:
-    """The GPU of this rank: the one it was told to take, else by its place among the ranks of the machine.
+    """The GPU of this rank: the one that it was given, else by its place among the ranks of the machine.
 
     Ranks bound to a NUMA node take GPUs of that node first.  Raises BackendUnavailable without one.  Collective
     on first use.
@@ -85,7 +72,7 @@ def device_of(rendezvous: Rendezvous) -> DeviceInfo:
 
 
 class DeviceBackend(Backend):
-    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``halt``).
+    """Carries arrays on the GPU ``device``.  Subclasses ``resolve`` operations and end them (``abort_device``).
 
     ``host`` is the backend that carries the same communicator's host memory, if there is one.
     """
@@ -93,52 +80,34 @@ class DeviceBackend(Backend):
     on_gpu = True
     device: int
     table: Table | None = None
-    """By what was measured, which operation goes how; where the backend knows one."""
+    """By what was measured, which operation goes by which route; where the backend knows one."""
     marks = 0
     """Calls in flight whose deadline the watchdog looks at; 0 where kernels have their own."""
 
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous)
-        self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
-        self.failing = threading.RLock()  # one for all of them: the user's thread or the watchdog reports a failure
-        self.shared_memory, self._calls, self._shares = "a group of one", None, False
-        if isinstance(host, HostBackend) and host.calls is not None:
-            self._calls, self._shares, self.shared_memory = host.calls, True, host.shared_memory
-        elif self.size > 1:
-            segment, self.shared_memory = open_segment(rendezvous)
-            if segment is not None:
-                self._calls = Calls(segment, self.ledger)
-                at_exit(self)
         self.device = device_of(rendezvous).index if device is None else device
-        self._known: dict[tuple[Any, ...], Route] = {}
+        self.together: Sequence[DeviceBackend] = (self,)  # what fails together, in the order in which it is ended
+        self.shared = Shared(rendezvous, self.ledger, self.device, host)
+        self._routes: dict[tuple[Any, ...], Route] = {}
         self._last: Call | None = None
-        self.streams = Streams(self.device)
-        self._announced: Call | None = None  # the last collective
-        self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
-        self._compare_at = _UNCONFIRMED
         self._flying: deque[list[DeviceWork]] = deque()  # whose arrays must live until the GPU is done with them
         self._events: list[Any] = []  # that nobody uses
         self._side: Any = None
-        self._free_marks = [_Mark(self.device) for _ in range(self.marks)]
-        self._marks: deque[_Mark] = deque()  # of what is in flight
-        self._captures = False  # whether the last call that asked was captured
-        self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it saw it first
-        self._gone: KosError | None = None  # why a rank will do nothing more, as far as the watchdog knows
-        self._look_at = 0.0  # when it looks for such ranks again
+        self._marks = Marks(self.device, self.marks)
+        self._captures = False  # whether the last call that was to have a mark was captured
+        self._scratch = ScratchPool(self.device)
         self._closing = False
 
     def join(self, others: Sequence[DeviceBackend]) -> None:
         """Carry one communicator's operations together with ``others`` of this GPU."""
-        self.together, self.failing, self.streams = others, others[0].failing, others[0].streams
+        if self is not others[0]:
+            self.shared.close()
+        self.together, self.shared = others, others[0].shared
         if self._side is None and len(others) > 1:
             side = create_stream(self.device, urgent=True)
             for each in others:
                 each._side = side  # one for all: what overlaps the caller's work does not overlap itself
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether this rank compares its calls with others of its host; ``shared_memory`` says why not."""
-        return self._calls is not None
 
     def is_symmetric(self, o: Operation) -> bool:
         """Whether the backend reaches all buffers of the operation where they lie, on every rank."""
@@ -148,15 +117,11 @@ class DeviceBackend(Backend):
         """Whether the backend carries an overlapped operation without multiprocessors."""
         return False
 
-    def has_algorithm(self, o: Operation) -> bool:
-        """Whether the backend carries the operation by the algorithm that it names."""
-        return True
-
     def details(self) -> list[tuple[str, str, str]]:
-        shared = ("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)
+        shared = ("shared memory", "no" if self.shared.calls is None else "in use", self.shared.segment)
         return [shared] if self.table is None else [shared, ("tuning table", "in use", self.table.source)]
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return self.name  # whose library chooses
 
     @abstractmethod
@@ -169,22 +134,10 @@ class DeviceBackend(Backend):
         assert backend is not None
         return backend
 
-    def let_go(self) -> None:
-        """Let kernels of our own that wait for other ranks give up, without waiting for that."""
-
-    def trim(self) -> None:
-        """Free what only calls used that have run: the host has waited for all of them."""
-
-    @abstractmethod
-    def halt(self) -> None:
-        """End what is in flight on the GPU, now, without the other ranks."""
-
-    def async_error(self) -> str | None:
-        """What the library found wrong behind our back, if anything."""
-        return None
-
     def idle(self) -> Idle:
         return mpi_job.Backoff()
+
+    # Launching.
 
     def prepare(self, call: Call) -> None:
         """Refuse arrays that are elsewhere, arrays of two orders, and tags; find the route of the operation."""
@@ -213,87 +166,64 @@ class DeviceBackend(Backend):
             options.deterministic, options.overlap, None if timeout == self.timeout else timeout,
             o.name in _IN_PIECES and (message.dst, message.src, tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
-        route = self._known.get(key)
+        route = self._routes.get(key)
         if route is None:
             call.route = route = Route(self, overlap=options.overlap)
-            shared = self.resolve(o, route)
-            if self._calls is not None and o.collective:
-                route.mark = self._calls.mark(call)
-            if shared:
-                if len(self._known) == KNOWN:
-                    self._known.clear()
-                self._known[key] = route
+            cached = self.resolve(o, route)
+            if self.shared.calls is not None and o.collective:
+                route.mark = self.shared.calls.mark(call)
+            if cached:
+                if len(self._routes) == KNOWN:
+                    self._routes.clear()
+                self._routes[key] = route
         call.route, call.mark = route, route.mark
 
     @abstractmethod
     def resolve(self, o: Operation, route: Route) -> bool:
         """Set ``route.launch``, and ``route.kernel`` where it matters; returns whether every such call may share it."""
 
+    def forget_routes(self) -> None:
+        """An address may be another window's from now on, for every backend of the communicator."""
+        for each in self.together:
+            each._routes.clear()
+
     def start(self, call: Call) -> Work[Any] | None:
         if self.broken is not None:
             self.refuse(call)
-        stream, calls, route = call.stream, self._calls, call.route
+        route, shared = call.route, self.shared
         try:
-            if calls is not None and call.mark:  # messages have none
-                calls.announce(call)
-                self._announced = call
-                if call.sequence >= self._compare_at:
-                    self._confirm()
+            if shared.calls is not None and call.mark:  # messages have none
+                shared.calls.announce(call)
+                shared.last = call
+                if call.sequence >= shared.compare_at:
+                    shared.confirm()
             if route.overlap:  # type: ignore[union-attr]
                 return self._start_beside((call,))[0]
-            keeper, held = call.queue, self.streams
-            if held.keepers.get(stream, self) is not keeper:
-                held.hold(stream, keeper)
-            if self._free_marks:
-                self._queue_marked((call,), stream)
+            if call.queue is shared.streams.current:
+                route.launch(call.stream)  # type: ignore[union-attr,misc]
             else:
-                route.launch(stream)  # type: ignore[union-attr,misc]
-            if type(keeper) is int:
-                self._note_ends((call,))
+                self._queue((call,))
         except Exception as error:
-            self._give_up(call, error)
+            self._raise(call, error)
         self._last = call
         return None
 
-    def _note_ends(self, calls: Sequence[Call]) -> None:
-        """Record where calls end whose streams nothing keeps; hold arrays that are not freed in stream order."""
-        for each in calls:
-            self.streams.mark(each.stream)
-            send = each.operation.send
-            if send is None or type(send.array) is Array or not immutable(send.array):
-                continue
-            if not is_captured(each.stream):
-                event = _Event(self._events)
-                call(cu.cuEventRecord, event.handle, each.stream)
-                self._flying.append([DeviceWork(each, self, event)])
-                self._let_landed_go()
-
-    def _let_landed_go(self) -> None:
-        while self._flying and self._flying[0][-1].over():
-            self._flying.popleft()
-
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        self.check_fit(calls[0].name)
-        first = calls[0]
+        self.raise_failure(calls[0].name)
+        shared = self.shared
         try:
             for each in calls:
-                if self._calls is not None and each.mark:
-                    self._calls.announce(each)
-                    self._announced = each
-                    if each.sequence >= self._compare_at:
-                        self._confirm()
-            self.check(first)
+                if shared.calls is not None and each.mark:
+                    shared.calls.announce(each)
+                    shared.last = each
+                    if each.sequence >= shared.compare_at:
+                        shared.confirm()
+            self.check(calls[0])
             if overlap:
                 return self._start_beside(calls)
-            for each in calls:
-                self.streams.hold(each.stream, each.queue)
-            if self._free_marks and all(each.stream == first.stream for each in calls):
-                self._queue_marked(calls, first.stream)
-            else:
-                self.queue(calls, None)
-            self._note_ends(calls)
+            self._queue(calls)
         except Exception as error:
-            self._give_up(first, error)
+            self._raise(calls[0], error)
         self._last = calls[-1]
         return [DeviceWork(each, self) for each in calls]
 
@@ -306,17 +236,52 @@ class DeviceBackend(Backend):
             assert each.route is not None and each.route.launch is not None
             each.route.launch(each.stream if stream is None else stream)
 
+    def _queue(self, calls: Sequence[Call]) -> None:
+        """Queue on the streams of the arrays, whatever was queued before, and mark it for the watchdog.
+
+        What follows on the same stream is queued without any of this, until the watchdog has looked at it.
+        """
+        first, held = calls[0], self.streams
+        for each in calls:
+            held.hold(each.stream, each.queue)
+        alone = all(each.stream == first.stream for each in calls)
+        if alone and self._marks.free:
+            with driver.on_device(self.device):
+                self._queue_marked(calls, first.stream)
+        else:
+            self.queue(calls, None)
+        held.current = first.queue if alone and held.is_kept(first.stream) else held.NONE
+        for each in calls:
+            if type(each.queue) is int:
+                self._note_end(each)
+
     def _queue_marked(self, calls: Sequence[Call], stream: int) -> None:
         """Queue between two events, by which the watchdog knows when the GPU began and ended it."""
-        with driver.on_device(self.device):
-            self._captures = is_captured(stream)
-            if self._captures:  # it runs when the graph is replayed
-                return self.queue(calls, stream)
-            mark = self._free_marks.pop()
-            mark.begin(calls[-1], stream)
-            self.queue(calls, stream)
-            mark.end(stream)
-            self._marks.append(mark)
+        self._captures = is_captured(stream)
+        if self._captures:  # it runs when the graph is replayed
+            return self.queue(calls, stream)
+        mark = self._marks.begin(calls[-1], stream)
+        self.queue(calls, stream)
+        self._marks.end(mark, stream)
+
+    def _note_end(self, o: Call) -> None:
+        """Record where a call ends whose stream nothing keeps; hold an array that is not freed in stream order."""
+        self.streams.mark(o.stream)
+        send = o.operation.send
+        if send is not None and type(send.array) is not Array and immutable(send.array) and not capture_of(o.stream):
+            event = PooledEvent(self._events)
+            call(cu.cuEventRecord, event.handle, o.stream)
+            self._flying.append([DeviceWork(o, self, event)])
+            self._forget_landed()
+
+    def _forget_landed(self) -> None:
+        while self._flying and self._flying[0][-1].over():
+            self._flying.popleft()
+
+    @property
+    def streams(self) -> Streams:
+        """The streams of the communicator's callers, for all its backends."""
+        return self.shared.streams
 
     @cached_property
     def side(self) -> int:
@@ -328,79 +293,60 @@ class DeviceBackend(Backend):
 
     def _start_beside(self, calls: Sequence[Call]) -> list[Work[Any]]:
         side = self.side
-        first, last = calls[0], calls[-1]
-        streams = (first.stream,) if first is last else {each.stream for each in calls}
-        captured = any(map(is_captured, streams))
+        several = {each.stream for each in calls}
+        captured = any(map(capture_of, several))
         if not captured:
-            self._let_landed_go()
+            self._forget_landed()
         self.streams.hold(side, self._side)
         with driver.on_device(self.device):
-            event = _Event(self._events)
-            for stream in streams:
+            event = PooledEvent(self._events)
+            for stream in several:
                 call(cu.cuEventRecord, event.handle, stream)
                 call(cu.cuStreamWaitEvent, side, event.handle, 0)
-            if self._free_marks and not captured:
+            if self._marks.free:
                 self._queue_marked(calls, side)
             else:
                 self.queue(calls, side)
             call(cu.cuEventRecord, event.handle, side)
-        self._last = last
+        self._last = calls[-1]
         works = [DeviceWork(each, self, event) for each in calls]
         if not captured:  # what a graph uses is kept by the graph
             self._flying.append(works)
         return list(works)
 
-    # What the host asks.
+    def scratch(self, nbytes: int, stream: int) -> int:
+        """Address of memory that operations on ``stream`` use one after another."""
+        return self._scratch.address(nbytes, stream)
+
+    # Waiting on the host.
 
     def check(self, o: Call) -> None:
         """Raise for what is known to have gone wrong: calls that differ, ranks that are gone, the library's errors."""
-        for each in self.together:
-            each._confirm()
+        self.shared.confirm()
         for each in self.together:
             each.inspect(o)
 
-    def lost(self, error: KosError) -> bool:
-        if not isinstance(error, CudaError):
-            return False
-        try:
-            with driver.on_device(self.device):
-                return driver.broken() is not None
-        except CudaError:  # it cannot even be made current
-            return True
-
+    @abstractmethod
     def inspect(self, o: Call) -> None:
         """Raise for what the library, or a kernel, has found wrong."""
-        problem = self.async_error()
-        if problem is not None:
-            raise CollectiveError(f"{o}: {problem}")
 
     def confirm(self, o: Call) -> None:
         """Compare the calls so far with those of the other ranks, before ``o`` that another backend carries."""
         try:
-            if self._announced is not None and self.broken is None:
-                self._confirm()
+            if self.broken is None:
+                self.shared.confirm()
         except Exception as error:
-            self._give_up(o, error)
-
-    def _confirm(self) -> None:
-        """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
-        if self._calls is not None and self._announced is not None:
-            self._compare_at = self._announced.sequence + _UNCONFIRMED
-            self._confirmed = self._calls.compare(self._announced, self._confirmed)
+            self._raise(o, error)
 
     def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        idle, look_at, killed = self.idle(), time.monotonic() + _DEAD_SECONDS, None
+        idle = self.idle()
         try:
             while not over():
                 self.check(o)
-                if self.broken is not None:  # the watchdog was first
+                if self.broken is not None:  # the watchdog was first: of a rank that died it alone knows
                     raise again(self.broken)
-                if self._calls is not None and time.monotonic() > look_at:
-                    if killed is not None:  # before it died it began all that this rank has, but it has not ended
-                        raise self.ledger.lost(killed, "its process ended", o, None, 0.0)
-                    look_at, killed = time.monotonic() + _DEAD_SECONDS, self._calls.killed()
                 if deadline is not None and time.monotonic() > deadline:
                     raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
                 idle.pause(0, None)
@@ -408,13 +354,13 @@ class DeviceBackend(Backend):
             if self.broken is not None:
                 raise again(self.broken)
         except Exception as error:
-            self._give_up(o, error)
+            self._raise(o, error)
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
         """Wait on the host for what this communicator has queued, for all on ``stream``, or ``until`` that is true."""
-        self.check_fit("synchronize")
+        self.raise_failure("synchronize")
         last = self._last or Call(Operation("synchronize", self.rank))
         if until is not None:
             return self.wait_on_host(last, until, timeout or self.timeout)
@@ -426,7 +372,7 @@ class DeviceBackend(Backend):
             self.streams.forget(each)
         if stream is None:
             self._flying.clear()
-            self.trim()
+            self._scratch.trim()
 
     def is_idle(self, stream: int, keeper: Any) -> bool:
         """Whether everything that was queued on the stream has run."""
@@ -434,300 +380,109 @@ class DeviceBackend(Backend):
             return self.streams.over(stream, keeper)
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
-        """What ``function()`` returns: a call of a library that may wait for other ranks without a limit.
+        """What ``function()`` returns, on a thread of its own: see ``on_thread``."""
+        return on_thread(function, what, self.device, self._check_others)(timeout)
 
-        It runs on a thread of its own; raises CollectiveTimeout, or what is learned of other ranks meanwhile.
-        """
-        return self.begin(function, what)(timeout)
-
-    def begin(self, function: Callable[[], Any], what: str) -> Callable[[float | None], Any]:
-        """``bounded`` in two halves: ``function`` runs from now on, what this returns waits for it."""
-        outcome: list[Any] = []
-
-        def run() -> None:
-            try:
-                with driver.on_device(self.device), relaxed_capture():  # another thread may be capturing a graph
-                    outcome.extend((function(), None))
-            except BaseException as error:
-                outcome.extend((None, error))
-
-        thread = threading.Thread(target=run, name=what, daemon=True)
-        thread.start()
-
-        def finish(timeout: float | None) -> Any:
-            deadline = None if timeout is None else time.monotonic() + timeout
-            while True:
-                thread.join(_LOOK_EVERY)
-                if not thread.is_alive():
-                    break
-                if self.broken is None:  # else it is how that ends
-                    self._confirm()
-                if deadline is not None and time.monotonic() > deadline:
-                    raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
-            result, error = outcome
-            if error is not None:
-                raise error
-            return result
-
-        return finish
+    def _check_others(self) -> None:
+        if self.broken is None:  # else this call is how that ends
+            self.shared.confirm()
 
     # Failures.
 
     def watch(self) -> None:
         """Look at the other ranks, at the library's errors, and at the deadlines of what is queued."""
-        with self.failing:  # what is closed or aborted meanwhile must not be touched
+        shared = self.shared
+        with shared.lock:  # what is closed or aborted meanwhile must not be touched
             if self.broken is not None or self._closing:
                 return
-            announced = [each._announced for each in self.together if each._announced is not None]
-            latest = max(announced, key=lambda o: o.sequence, default=None) or Call(Operation("watchdog", self.rank))
+            latest = shared.last or Call(Operation("watchdog", self.rank))
             try:
-                if self.together[0] is self and self._calls is not None:
-                    self._look_for_the_lost(self._calls, latest)
+                if self.together[0] is self:
+                    shared.look_for_the_lost(latest)
                 with driver.on_device(self.device), relaxed_capture():
                     self.inspect(latest)
-                    self._look_at_deadlines(time.monotonic())
+                    if self.marks:
+                        self._look_at_deadlines(time.monotonic())
             except Exception as error:
                 self.failed(latest, again(error, f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
 
-    def _look_for_the_lost(self, calls: Calls, latest: Call) -> None:
-        """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
-
-        Of a rank that is gone whatever this one has queued may wait, replays of graphs too, which are no calls.  Half a
-        second is left for what may still end.
-        """
-        for each in self.together:
-            each._confirm()
-        calls.raise_failure(calls.begun - 1)
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at, known = now + _DEAD_SECONDS, self._gone
-        try:
-            killed = calls.killed()
-            self._gone = None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
-            calls.raise_failure(sys.maxsize)
-        except RankLost as error:
-            self._gone = error
-        except KosError:  # of a collective that this rank has not come to
-            pass
-        if known is not None and self._gone is not None:
-            raise again(self._gone, f"{latest}: {self._gone}")
-
     def _look_at_deadlines(self, now: float) -> None:
         """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
-        for mark in list(self._marks):
-            if mark.ended():
-                self._marks.remove(mark)
-                self._free_marks.append(mark)
-            elif (limit := mark.overdue(now)) is not None:
-                late = mark.call() or self._last or Call(Operation("watchdog", self.rank))
-                raise CollectiveTimeout(f"{late}: not complete after {limit:g} s; {self.missing(late)}")
-        o, calls = self._announced, self._calls
-        if o is None or calls is None or not self.marks or self._marks or self._captures:
-            return
-        if o.operation.root is not None:  # which may end before all have come
-            return
-        timeout = o.operation.options.timeout
-        if self._seen[0] != o.sequence:
-            self._seen = o.sequence, now
-        elif timeout is not None and now - self._seen[1] > timeout and (absent := calls.missing(o)):
-            words = f"{self.ledger.names(absent)} did not arrive"
-            arrived = [rank for rank in range(self.size) if rank not in absent]
-            raise self.ledger.overdue(absent, o, timeout, words, arrived=arrived)
-
-    def _give_up(self, o: Call, error: Exception) -> NoReturn:
-        raise self.failed(o, error)
+        if (overdue := self._marks.overdue(now)) is not None:
+            late = overdue[0] or self._last or Call(Operation("watchdog", self.rank))
+            raise CollectiveTimeout(f"{late}: not complete after {overdue[1]:g} s; {self.missing(late)}")
+        if not self._marks.running and not self._captures:
+            self.shared.look_for_the_late(now, self)
+        self.streams.current = self.streams.NONE  # the next call is marked again
 
     def missing(self, call: Call) -> str:
-        if call.collective and self._calls is not None and (late := self._calls.missing(call)):
-            return f"{self.ledger.names(late)} did not arrive"
-        return super().missing(call)
+        late = self.shared.missing(call)
+        return f"{self.ledger.names(late)} did not arrive" if late else super().missing(call)
+
+    def lost(self, error: KosError) -> bool:
+        """Whether ``error`` is that this rank's GPU is of no more use."""
+        if not isinstance(error, CudaError):
+            return False
+        try:
+            with driver.on_device(self.device):
+                return driver.broken() is not None
+        except CudaError:  # it cannot even be made current
+            return True
 
     def failed(self, call: Call, error: Exception) -> KosError:
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
-        with self.failing:
+        with self.shared.lock:
             if self.broken is not None:
                 if not isinstance(error, KosError):  # a launch amid which the watchdog ended the communicator
                     error = again(self.broken, f"{call}: the communicator failed before: {self.broken}")
                 return super().failed(call, error)
-            failure = super().failed(call, self._cause(call, error))
+            failure = super().failed(call, self.cause(call, error))
             record_failure(call, failure)
-            self._report(call, failure)
+            self.shared.report(call, failure, self.lost(failure))
+            self.shared.broken = failure
             for each in self.together:
                 each.broken = each.broken or again(failure)
-                each.let_go()  # of all before any is ended: that may wait for the whole GPU
+                each.signal_abort()  # of all before any is ended: that may wait for the whole GPU
             for each in self.together:
-                each.halt()
+                each.abort_device()
             return failure
 
-    def _cause(self, o: Call, error: Exception) -> Exception:
-        """What the other ranks of the host know better: another failure, calls that differ, a rank that died."""
-        calls = self._calls
-        if calls is None or not isinstance(error, KosError) or self.lost(error):
+    def _raise(self, call: Call, error: Exception) -> NoReturn:
+        raise self.failed(call, error)
+
+    def cause(self, o: Call, error: Exception) -> Exception:
+        """``error``, or what the other ranks of the host know better."""
+        if not isinstance(error, KosError) or self.lost(error):
             return error
-        try:
-            if o.collective and o.sequence >= 0:  # else a wait, which was no call
-                calls.check(o)
-        except KosError as known:
-            known.__context__ = None  # which says the same, less well
-            return known.with_traceback(None)
-        if isinstance(error, CollectiveTimeout) and (killed := calls.killed()) is not None:
-            return self.ledger.lost(killed, "its process ended", o, None, 0.0)
-        return error
+        return self.shared.cause(o, error)
 
-    def _report(self, o: Call, failure: KosError) -> None:
-        """Have the other ranks of the host raise it, too."""
-        reported = self.ledger.shared(failure, self.lost(failure))
-        if self._calls is not None:
-            self._calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self._calls.begun)
+    def signal_abort(self) -> None:
+        """Let kernels of our own that wait for other ranks end, without waiting for that."""
 
-    def part(self, reason: str) -> None:
-        """Report to the other ranks that this one begins nothing more, and why."""
-        if self._calls is not None and not self._shares:  # else the backend for host memory reports it
-            in_flight = self.streams.keepers or self._flying
-            self._calls.fail(self._departure(reason), 0 if in_flight else self._calls.begun)
-            self._calls.leave(LEFT)
-
-    def _departure(self, reason: str) -> KosError:
-        assert self._calls is not None
-        return self.ledger.end(reason, self.ledger.cause(self.broken, self._calls.killed()))
+    @abstractmethod
+    def abort_device(self) -> None:
+        """End what is in flight on the GPU, now, without the other ranks."""
 
     def unwatch(self) -> None:
-        """The watchdog looks no more; waits for a look that has begun."""
-        with self.failing:
+        """End the watchdog's looks; waits for one that has begun."""
+        with self.shared.lock:
             self._closing = True
         watchdog.remove(self)
 
     def abort(self, reason: str) -> None:
         self.unwatch()
-        self.part(reason)
-        with self.failing:
-            self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
-            self._close_calls()
-            self.halt()
-
-    def leave(self, reason: str) -> None:
-        """Tell the ranks of this host before an abort: they may wait for any of what this one has queued."""
-        self.unwatch()
-        if self._calls is not None and (self.streams.keepers or self._flying):
-            self._calls.fail(self._departure(reason), 0)
+        self.shared.report_end(reason)
+        with self.shared.lock:
+            self.broken = self.broken or CollectiveError(reason)  # no rank hears of what fails next
+            self.shared.close()
+            self.abort_device()
 
     def close(self) -> None:
         self.unwatch()
-        self._close_calls()
-
-    def _close_calls(self) -> None:
-        closed(self)
-        calls, self._calls = self._calls, None
-        if calls is not None and not self._shares:
-            calls.close()
-
-
-class DeviceWork(Work[Any]):
-    """An operation queued on a GPU.
-
-    ``wait()`` without a timeout does not block: work queued from then on, on the stream of the arrays, comes
-    after the operation.  ``wait(timeout)`` and ``synchronize(timeout)`` wait on the host, in seconds.
-    """
-
-    __slots__ = ("event",)
-
-    backend: DeviceBackend
-
-    def __init__(self, call: Call, backend: DeviceBackend, event: _Event | None = None) -> None:
-        self.call = call
-        self.backend = backend
-        self.event = event  # what ends an operation on the communicator's own stream
-
-    def over(self) -> bool:
-        """Whether the GPU is done with it (and, without an event, with what its stream holds)."""
-        if self.event is None:
-            return self.backend.is_idle(self.call.stream, self.call.queue)
-        (status,) = cu.cuEventQuery(self.event.handle)
-        return is_over("cuEventQuery", status)
-
-    def done(self) -> bool:
-        self.backend.check_fit(self.call)
-        over = self.over()
-        self.backend.check(self.call)
-        return over
-
-    def wait(self, timeout: float | None = None) -> Any:
-        if timeout is not None:
-            return self.synchronize(timeout)
-        backend, recv = self.backend, self.call.operation.recv
-        if backend.broken is not None:
-            backend.check_fit(self.call)
-        if self.event is not None:
-            with driver.on_device(backend.device):
-                call(cu.cuStreamWaitEvent, self.call.stream, self.event.handle, 0)
-        return recv.result if recv is not None else None
-
-    def synchronize(self, timeout: float | None = None) -> Any:
-        self.backend.check_fit(self.call)
-        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
-        self.backend.wait_on_host(self.call, self.over, timeout)
-        completed(self.call, time.time_ns())
-        return self.wait()
-
-    def cancel(self, error: KosError) -> None:
-        """Nothing: what is queued ends with its backend."""
-
-
-class _Event:
-    """A CUDA event, taken from ``free`` and given back to it by the last work that holds it."""
-
-    __slots__ = ("_free", "handle")
-
-    def __init__(self, free: list[Any]) -> None:
-        self._free = free
-        self.handle = free.pop() if free else call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-
-    def __del__(self) -> None:
-        if hasattr(self, "handle"):  # one was made
-            self._free.append(self.handle)
-
-
-class _Mark:
-    """Two events around something queued, which may be used again when the GPU has passed both."""
-
-    def __init__(self, device: int) -> None:
-        self._begin, self._end = Event(device), Event(device)
-
-    def begin(self, o: Call, stream: int) -> None:
-        self.call, self._timeout = weakref.ref(o), o.operation.options.timeout  # not ``o`` itself, which holds arrays
-        self._begun: float | None = None
-        self._begin.record(stream)
-
-    def end(self, stream: int) -> None:
-        self._end.record(stream)
-
-    def ended(self) -> bool:
-        return self._end.done()
-
-    def overdue(self, now: float) -> float | None:
-        """Its timeout, if the GPU was seen to have begun it longer ago than that."""
-        if self._begun is None and self._begin.done():
-            self._begun = now
-        late = self._begun is not None and self._timeout is not None and now - self._begun > self._timeout
-        return self._timeout if late else None
+        self.shared.close()
+        self._scratch.close()
 
 
 def is_captured(stream: int) -> bool:
     """Whether what is queued on the stream goes into a graph."""
     return capture_of(stream) != 0
-
-
-class Scratch:
-    """Memory of a GPU for a backend's own use, uninitialised; may be taken while a graph is captured."""
-
-    def __init__(self, nbytes: int, device: int) -> None:
-        self.nbytes, self._device = nbytes, device
-        with driver.on_device(device), relaxed_capture():
-            self.pointer = int(call(cu.cuMemAlloc, nbytes))
-
-    def close(self) -> None:
-        pointer, self.pointer = self.pointer, 0
-        if pointer:
-            with driver.on_device(self._device):
-                call(cu.cuMemFree, pointer)

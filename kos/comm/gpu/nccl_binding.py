@@ -95,7 +95,7 @@ def revoke(comm: Any) -> None:
         if int(library().comm_get_async_error(comm)) != _IN_PROGRESS:  # as nccl.h allows
             return
         time.sleep(0.001)
-    raise CollectiveError("revoke: still in progress")  # and ``comm`` may be aborted: nobody looks at it any more
+    raise CollectiveError("revoke: still in progress")  # and ``comm`` may be aborted: nothing looks at it any more
 
 
 def shrink(comm: Any, excluded: Sequence[int], name: str) -> Any:
@@ -116,7 +116,7 @@ def abort(comm: Any) -> None:
 
 
 def destroy(comm: Any) -> None:
-    """Give ``comm`` back; all its ranks do, and nothing is in flight."""
+    """Destroy ``comm``; all its ranks do, and nothing is in flight."""
     library().comm_destroy(comm)
 
 
@@ -135,7 +135,7 @@ def allocate(nbytes: int) -> int:
 
 
 def free(address: int) -> None:
-    """Give back memory from ``allocate``, but not its addresses: this process never uses them again.
+    """Free memory from ``allocate``, but not its addresses: this process never uses them again.
 
     NCCL finds a registration by its address alone, and keeps that of a captured call until a later call collects
     graphs that were destroyed (one in eleven does; seen in 2.28.3 and 2.28.9, the same in the source of 2.30.7).

@@ -1,7 +1,7 @@
 """The streams of a communicator's callers: what keeps each, and how the work on one follows the work on another.
 
-A caller may destroy a stream as soon as the call returns.  So what keeps the stream is held while kos may ask it
-something.  Where nothing is known to keep it, an event is recorded within the call and stands for it from then on.
+A caller may destroy a stream as soon as the call returns.  So what keeps the stream is held while kos may query
+it.  Where nothing is known to keep it, an event is recorded within the call and stands for it from then on.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ _MANY = 16
 class Streams:
     """Streams with work that the host has not waited for, by handle."""
 
+    NONE = object()
+    """The value of ``current`` that is no stream's keeper."""
+
     def __init__(self, device: int) -> None:
+        self.current: Any = self.NONE
+        """The keeper of the stream that was held last: the next call there holds nothing anew."""
         self.keepers: dict[int, Any] = {}
         """What keeps the stream: None for the legacy default stream, the handle itself where nothing is known to."""
         self._device = device
@@ -32,6 +37,7 @@ class Streams:
 
     def hold(self, stream: int, keeper: Any) -> None:
         """Work is about to be queued on ``stream``."""
+        self.current = self.NONE
         if stream not in self.keepers:
             if len(self.keepers) >= _MANY:
                 self._forget_idle()
@@ -42,7 +48,7 @@ class Streams:
         self.keepers[stream] = keeper
 
     def is_kept(self, stream: int) -> bool:
-        """Whether ``stream`` may be asked something after the call."""
+        """Whether ``stream`` may be queried after the call."""
         return stream <= LEGACY or type(self.keepers.get(stream, 0)) is not int
 
     def mark(self, stream: int) -> None:
@@ -92,6 +98,7 @@ class Streams:
 
     def forget(self, stream: int) -> None:
         """The host has waited for what was queued on ``stream``."""
+        self.current = self.NONE
         self.keepers.pop(stream, None)
         for place in [place for place in self._ends if place[1] == stream]:
             self._spare.append(self._ends.pop(place))
@@ -128,7 +135,7 @@ class Order:
         return captures.keys() == {0} and all(map(held.is_kept, mine))
 
     def _follow_what_went_on(self, here: Collection[int], capture: int) -> None:
-        """Who does not ask again may have queued work on a stream that has begun to capture since."""
+        """A party that does not enter again may have queued work on a stream that has begun to capture since."""
         if 0 not in self._last:
             return
         _, last, holding = self._last[0]

@@ -1,4 +1,4 @@
-"""Reductions over NCCL that add in rank order: an exchange, a kernel of ours, and what brings the result home.
+"""Reductions that add in rank order: an exchange, a kernel of ours, and what brings the result home.
 
 The vector is cut into a part for each rank.  Every rank sends part r of its contribution to rank r, which adds
 what it gets in rank order (fp32 for floats of 16 and 8 bits) and rounds once.  As many bytes travel as by a
@@ -7,28 +7,31 @@ ring.  Small vectors go whole to everybody, and every rank adds all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from kos.comm.gpu.memory import Piece
 from kos.comm.operation import Operation
 from kos.comm.reduction import ReduceOp, Reduction
 from kos.cuda import Kernel, driver, load_kernel
 from kos.cuda.devices import device_info
 from kos.cuda.graphs import relaxed_capture
-from kos.cuda.streams import as_stream
 from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 
-Piece = tuple[int, int]  # address, bytes
+Run = Callable[[Any], None]
 KERNELS = Path(__file__).with_name("kernels") / "reduce_ordered.cu"
 
 _ONE_SHOT_BYTES = 1 << 20
 """All ranks' vectors together, up to which every rank gets them all: one exchange instead of two."""
 THREADS = 256
 _ALIGNMENT = 16  # elements: parts begin at multiples of it
+_BOUND = 16
+"""Pieces of scratch memory, one for each stream, for which launches are kept."""
 _FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
 
 
@@ -56,8 +59,6 @@ class Carrier(Protocol):
     def scratch(self, nbytes: int, stream: int) -> int: ...
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None: ...
-
-    def share(self, pointer: int, nbytes: int, stream: int) -> None: ...
 
     def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None: ...
 
@@ -91,6 +92,7 @@ class OrderedReduction:
         self._counts = counts
         self._starts = [sum(counts[:r]) for r in range(size)]
         self._mine = self._count if self._whole else counts[rank]
+        self._bound: dict[int, list[Run]] = {}  # what is queued one after another, by the scratch memory that it uses
 
     def _load(self, kernel: str, **macros: str) -> Kernel:
         with relaxed_capture():
@@ -98,56 +100,59 @@ class OrderedReduction:
 
     def __call__(self, stream: int) -> None:
         backend = self._backend
-        scaled = self._count * self._itemsize if self._scale is not None else 0
-        pieces = backend.size * self._mine * self._itemsize
-        scratch = backend.scratch(up(scaled) + up(pieces) + self._mine * self._result, stream)
-        source, gathered, target = self._send, scratch + up(scaled), scratch + up(scaled) + up(pieces)
+        scaled = up(self._count * self._itemsize) if self._scale is not None else 0
+        pieces = up(backend.size * self._mine * self._itemsize)
+        scratch = backend.scratch(scaled + pieces + self._mine * self._result, stream)
+        if scratch not in self._bound:
+            if len(self._bound) == _BOUND:
+                self._bound.clear()
+            with relaxed_capture():
+                self._bound[scratch] = self._bind(scratch, scratch + scaled, scratch + scaled + pieces)
         with driver.on_device(backend.device):
-            queue = as_stream(stream)
-            if self._scale is not None:
-                factor = np.float64(self._factor)
-                self._scale(queue, blocks(self._count), THREADS, source, scratch, self._count, factor)
-                source = scratch
-            self._exchange(source, gathered, stream)
-            if self._recv:
-                target = self._recv
-                if self._name in ("all_reduce", "reduce") and not self._whole:
-                    target += self._starts[backend.rank] * self._result
-            if self._mine:
-                self._reduce(queue, blocks(self._mine), THREADS, gathered, self._mine, target, self._mine)
-        if not self._whole:
-            self._bring_home(target, stream)
+            for run in self._bound[scratch]:
+                run(stream)
 
-    def _exchange(self, source: int, gathered: int, stream: int) -> None:
+    def _bind(self, scaled: int, gathered: int, target: int) -> list[Run]:
+        """Scale, exchange, add, bring home; in scratch memory the scaled input, what is gathered, and the result."""
+        runs, source = list[Run](), self._send
+        if self._scale is not None:
+            factor = np.float64(self._factor)
+            runs.append(self._scale.bind(blocks(self._count), THREADS, source, scaled, self._count, factor))
+            source = scaled
+        runs.append(self._exchange(source, gathered))
+        if self._recv:
+            target = self._recv
+            if self._name in ("all_reduce", "reduce") and not self._whole:
+                target += self._starts[self._backend.rank] * self._result
+        if self._mine:
+            runs.append(self._reduce.bind(blocks(self._mine), THREADS, gathered, self._mine, target, self._mine))
+        if not self._whole and self._name in ("all_reduce", "reduce"):
+            runs.append(self._bring_home(target))
+        return runs
+
+    def _exchange(self, source: int, gathered: int) -> Run:
         backend, size = self._backend, self._itemsize
         if self._whole:
-            backend.collect(source, gathered, self._count * size, stream)
-            return
+            return partial(backend.collect, source, gathered, self._count * size)
         parts = zip(self._starts, self._counts, strict=True)
         sends = [(source + start * size, count * size) for start, count in parts]
         nbytes = self._mine * size
         recvs = [(gathered + r * nbytes, nbytes) for r in range(backend.size)]
-        backend.exchange(sends, recvs, stream)
+        return partial(backend.exchange, sends, recvs)
 
-    def _bring_home(self, target: int, stream: int) -> None:
+    def _bring_home(self, target: int) -> Run:
         """The parts of an all_reduce go to all ranks, those of a reduce to the root."""
         backend, size = self._backend, self._result
-        if self._name not in ("all_reduce", "reduce"):
-            return
+        if self._name == "all_reduce" and self._count % backend.size == 0:
+            return partial(backend.collect, target, self._recv, self._mine * size)
         mine, none = (target, self._mine * size), (0, 0)
         recvs = [none] * backend.size
         if self._recv:
             parts = zip(self._starts, self._counts, strict=True)
             recvs = [(self._recv + start * size, count * size) for start, count in parts]
-        if self._name == "all_reduce":
-            if self._count % backend.size == 0:
-                backend.share(self._recv, self._mine * size, stream)
-                return
-            sends = [mine] * backend.size
-        else:
-            sends = [mine if r == self._root else none for r in range(backend.size)]
+        sends = [mine if self._root in (None, r) else none for r in range(backend.size)]
         sends[backend.rank] = recvs[backend.rank] = none  # it lies there
-        backend.exchange(sends, recvs, stream)
+        return partial(backend.exchange, sends, recvs)
 
 
 def blocks(count: int) -> int:

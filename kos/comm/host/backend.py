@@ -2,7 +2,7 @@
 
 Where ranks share memory their calls are compared, their absence and death is seen, and if the whole group
 is on one host its collectives go through that memory.  A group that spans hosts keeps the first two for the
-ranks of each host; between hosts the transport compares and tells.
+ranks of each host; between hosts the transport compares calls and reports failures.
 """
 
 from __future__ import annotations
@@ -13,27 +13,82 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
-from kos.comm.backend import Backend, ends_group
+from kos.comm.backend import ends_group
 from kos.comm.host.shared import LEFT, Calls, SharedCollectives, open_segment
 from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
+from kos.comm.scheduled import ScheduledBackend
 from kos.comm.work import Engine, Idle, Steps
 from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 
-class HostBackend(Backend):
+class MessagingBackend(ScheduledBackend):
+    """Names the ranks that a call waits for, by what its transport and its ranks know."""
+
+    def absent(self, call: Call) -> list[int]:
+        """The ranks that are known not to have begun a collective."""
+        return []
+
+    def behind(self) -> list[int]:
+        """The ranks that the collective which uses the shared slots waits for."""
+        return []
+
+    def awaited(self, call: Call) -> list[int]:
+        """The peers of a collective's messages in flight."""
+        return []
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        """Whether a message of that tag from or to that rank is in flight or posted."""
+        return True
+
+    def late(self, call: Call) -> tuple[list[int], str | None]:
+        """The ranks that ``call`` waits for, as far as known, and the words for an error."""
+        if not call.collective:
+            return self._late_in_message(call.operation.message)
+        if late := self.absent(call):
+            return late, f"{self.ledger.names(late)} did not arrive"
+        if late := self.behind():
+            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
+        late = self.awaited(call)
+        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+
+    def _late_in_message(self, message: Message) -> tuple[list[int], str]:
+        src, dst = ([] if rank is None else [rank] for rank in (message.src, message.dst))
+        if src and dst:
+            src = [rank for rank in src if self.in_flight(rank, message.recv_tag, receives=True)]
+            dst = [rank for rank in dst if self.in_flight(rank, message.tag, receives=False)]
+        names = self.ledger.names
+        words = [f"{names(src, False)} sent nothing with tag {message.recv_tag}"] if src or not dst else []
+        words += [f"{names(dst, False)} did not receive"] if dst else []
+        return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
+
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+        late, words = self.late(call)
+        return self.ledger.overdue(late, call, seconds, words) if late else super().timed_out(call, seconds)
+
+    def report_wait(self, call: Call | None) -> None:
+        late = None if call is None else self.late(call)[0]
+        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
+
+    def failed(self, call: Call, error: Exception) -> KosError:
+        failure = super().failed(call, error)
+        if isinstance(failure, RankLost | CollectiveTimeout):
+            self.ledger.board.post_failure(failure)
+        return failure
+
+
+class HostBackend(MessagingBackend):
     """Adds shared memory to a Backend that has a transport."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        at_exit(self)
         self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
         self._begun = 0  # the number of the next collective
-        self._told: int | None = None  # the earliest collective whose failure was reported to other hosts
+        self._reported: int | None = None  # the earliest collective whose failure was reported to other hosts
         if self.size > 1:
             self._segment, self.shared_memory = open_segment(rendezvous)
         if self._segment is not None:
@@ -57,7 +112,7 @@ class HostBackend(Backend):
         return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
 
     def idle(self) -> Idle:
-        """Nobody is told of words in shared memory, nor by MPI of messages: waiting is polling."""
+        """Neither shared memory nor MPI has events: waiting is polling."""
         return Backoff(self.crowded)
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
@@ -68,141 +123,99 @@ class HostBackend(Backend):
         steps = self._shared.start(call) if self._shared is not None else None
         return super()._steps(call) if steps is None else steps
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        return f"{self.name} shared memory" if self._shared is not None else super().carrier(name, nbytes)
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return f"{self.name} shared memory" if self._shared is not None else super().route_of(name, nbytes)
 
-    def late(self, o: Call) -> tuple[list[int], str | None]:
-        """The ranks that ``o`` waits for, as far as known, and the words for how they are late."""
-        if not o.collective:
-            return self.late_in_message(o.operation.message)
-        if self._calls is not None and (late := self._calls.missing(o)):
-            return late, f"{self.ledger.names(late)} did not arrive"
-        if self._shared is not None and (late := self._shared.behind()):
-            return late, f"every rank arrived, {self.ledger.names(late)} went no further"
-        late = self.awaited(o)
-        return late, f"still waiting for {self.ledger.names(late)}" if late else None
+    def absent(self, call: Call) -> list[int]:
+        return self._calls.missing(call) if self._calls is not None else []
 
-    def late_in_message(self, o: Message) -> tuple[list[int], str]:
-        """Likewise of a message: its source, its destination or both."""
-        src, dst = ([] if rank is None else [rank] for rank in (o.src, o.dst))
-        if src and dst:
-            src = [rank for rank in src if self.in_flight(rank, o.recv_tag, receives=True)]
-            dst = [rank for rank in dst if self.in_flight(rank, o.tag, receives=False)]
-        world = self.ledger.names
-        words = [f"{world(src, False)} sent nothing with tag {o.recv_tag}"] if src or not dst else []
-        words += [f"{world(dst, False)} did not receive"] if dst else []
-        return [*src, *(rank for rank in dst if rank not in src)], " and ".join(words)
-
-    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message of that tag from or to that rank is under way or waited for."""
-        return True
-
-    def missing(self, call: Call) -> str:
-        return self.late(call)[1] or super().missing(call)
-
-    def timed_out(self, call: Call, seconds: float | None) -> KosError:
-        late, words = self.late(call)
-        if not late:
-            return super().timed_out(call, seconds)
-        return self.ledger.overdue(late, call, seconds, words)
-
-    def report(self, call: Call | None) -> None:
-        """Show the ranks of this host for whom this one waits, or that it does so no longer."""
-        late = None if call is None else self.late(call)[0]
-        self.ledger.board.post_wait(None if late is None else [self.ledger.world[rank] for rank in late])
-
-    def awaited(self, call: Call) -> list[int]:
-        """Peers of the transport's messages in flight for a collective."""
-        return []
+    def behind(self) -> list[int]:
+        return self._shared.behind() if self._shared is not None else []
 
     def failed(self, call: Call, error: Exception) -> KosError:
         if not ends_group(call, error):
-            failure = super().failed(call, error)
-            if isinstance(failure, RankLost | CollectiveTimeout):
-                self.ledger.board.post_failure(failure)
-            return failure
+            return super().failed(call, error)
         if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
                 self._calls.check(call)
-            except KosError as known:  # the ranks of the host know better what it met on its way
+            except KosError as known:  # the ranks of the host know the cause better
                 error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
         failure = super().failed(call, error)
         sequence = call.sequence if call.collective else self.begun
         shared = self.ledger.shared(failure, self.lost(failure))
         if self._calls is not None:
             self._calls.fail(shared, sequence)
-        if self._told is None or sequence < self._told:  # of an earlier one others may wait that heard of the later
-            self._told = sequence
-            self.tell(shared, sequence)
+        if self._reported is None or sequence < self._reported:  # ranks that know of a later one may wait in an earlier
+            self._reported = sequence
+            self.report_failure(shared, sequence)
         return failure
 
     def lost(self, error: KosError) -> bool:
         """Whether ``error`` is that this rank's device is of no more use."""
         return False
 
-    def tell(self, failure: KosError, sequence: int) -> None:
-        """Have the ranks of other hosts, too, raise it from collective ``sequence`` on."""
+    def report_failure(self, failure: KosError, sequence: int) -> None:
+        """Make the ranks of other hosts raise it, too, from collective ``sequence`` on."""
 
     @property
     def begun(self) -> int:
         """Collectives that this rank has begun: the sequence number of its next one."""
         return self._begun if self._calls is None else self._calls.begun
 
-    def part(self, reason: str) -> None:
-        """Have the other ranks hear that this one begins nothing more, and why."""
+    def report_end(self, reason: str) -> None:
+        """Report to the other ranks that this one begins nothing more, and why."""
         if self._calls is not None:
             self._calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
             self._calls.leave(LEFT)
 
     def cause(self) -> KosError | None:
-        """What this rank failed of before it leaves; in this group or else in any."""
+        """The failure because of which this rank ends: one of this group, else of any."""
         return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
 
     def stops_at(self) -> int:
-        """The first collective that this rank does not complete if it goes now."""
+        """The first collective that this rank does not complete if it ends now."""
         mine = (work.call for work in self.engine.outstanding() if work.backend is self)
         return min((call.sequence for call in mine if call.collective), default=self.begun)
 
     def abort(self, reason: str) -> None:
-        self.part(reason)
-        self.broken, self._told = self.broken or CollectiveError(reason), -1  # what is given up next is not reported
-        self._leave()
+        self.report_end(reason)
+        self.broken = self.broken or CollectiveError(reason)
+        self._reported = -1  # what is cancelled next is not reported
+        self._free()
 
     def close(self) -> None:
-        self._leave()
+        self._free()
 
-    def _leave(self) -> None:
+    def _free(self) -> None:
         closed(self)
         calls, self._calls, self._shared = self._calls, None, None
         if calls is not None:
             calls.close()
 
 
-class Leaving(Protocol):
+class Ending(Protocol):
     """A backend that reports the end of its process to the other ranks."""
 
-    _calls: Calls | None
-
-    def part(self, reason: str) -> None: ...
+    def report_end(self, reason: str) -> None: ...
 
 
-_open: weakref.WeakSet[Leaving] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_open.clear)  # whose end is nobody else's
+_open: weakref.WeakSet[Ending] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_open.clear)  # its end is not that of the rank
 
 
-def at_exit(backend: Leaving) -> None:
+def at_exit(backend: Ending) -> None:
     """Have ``backend`` report it when the process ends before the backend is closed."""
     if not _open:
-        atexit.register(_part)  # now: it is to come before the hook of ``mpi_job``, which waits
+        atexit.register(_report_ends)  # now, so that it runs before the hook of ``mpi_job``, which waits
     _open.add(backend)
 
 
-def closed(backend: Leaving) -> None:
+def closed(backend: Ending) -> None:
     """``backend`` has nothing more to report."""
     _open.discard(backend)
 
 
-def _part() -> None:
-    """The process of a rank ends: the ranks that wait for it hear why, in whatever group it left open."""
+def _report_ends() -> None:
+    """The process of a rank ends: report it to the ranks of all groups that it has not closed."""
     for backend in list(_open):
-        backend.part("its process ended")
+        backend.report_end("its process ended")

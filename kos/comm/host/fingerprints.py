@@ -1,6 +1,6 @@
 """Fingerprints of calls: numbers that are equal on two ranks exactly if their calls belong together.
 
-And the words for it: how a rank describes its call to another, whose is not the same.
+And the description of a call, for a rank whose call is not the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TEXTS, TEXT_BYTES = 256, 1024
 
 _DTYPES = [entry.numpy for entry in DTYPES.values()]
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-"""What ranks tell each other of the dtype of a message."""
+"""The number that stands for a dtype in a message."""
 
 
 def dtype_of_code(code: int) -> np.dtype[Any]:

@@ -13,13 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import Backend, Probe, drop, ends_group, take, wrong_message
+from kos.comm.backend import Probe, ends_group
+from kos.comm.failures import Ledger
+from kos.comm.host.backend import MessagingBackend
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
+from kos.comm.scheduled import drop, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Steps, Work
-from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
+from kos.errors import CollectiveError, CollectiveMismatch, KosError
 
 Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
@@ -34,7 +37,7 @@ class _Room:
         self.calls: dict[int, dict[int, tuple[str, dict[str, Any]]]] = {}
 
 
-class MockBackend(Backend):
+class MockBackend(MessagingBackend):
     """Carries a group whose ranks are threads of this process, or a group of one."""
 
     name = "mock"
@@ -44,7 +47,7 @@ class MockBackend(Backend):
         assert rendezvous.threads is not None
         self._group = rendezvous.threads
         self._room = self._group.shared("mock", _Room)
-        self._mailboxes = _Mailboxes(self._group, self._room, self.rank)
+        self._mailboxes = _Mailboxes(self._group, self._room, self.rank, self.ledger)
         self.transport = self._mailboxes
         self._idle = _WakeUp(self._group, self.rank, self.engine)
         self._watch = self._group.world.watch
@@ -76,12 +79,21 @@ class MockBackend(Backend):
 
     def waits_for(self, call: Call) -> list[int]:
         """The world ranks without which an operation in flight does not go on."""
-        tag = self._tag(call) if call.collective else None
+        return [self._group.members[rank] for rank in self.late(call)[0]]
+
+    def absent(self, call: Call) -> list[int]:
         with self._group.world.lock:
-            calls = self._room.calls.get(call.sequence, {}) if call.collective else {}
-            ranks = [rank for rank in range(self.size) if rank not in calls] if calls else []
-            ranks = ranks or self._mailboxes.peers(call, tag)
-        return [self._group.members[rank] for rank in ranks]
+            calls = self._room.calls.get(call.sequence)
+            return [rank for rank in range(self.size) if rank not in calls] if calls else []
+
+    def awaited(self, call: Call) -> list[int]:
+        tag = self._tag(call)
+        with self._group.world.lock:
+            return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self.rank, tag)})
+
+    def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
+        room, me = self._room, self.rank
+        return (rank, me, tag) in room.posted if receives else (me, rank, tag) in room.sent
 
     def unreceived(self) -> list[str]:
         """The messages that no rank of the group has received."""
@@ -93,11 +105,11 @@ class MockBackend(Backend):
         ]
 
     def close(self) -> None:
-        self._group.leave(self.rank, "it closed its communicator")
+        self._group.close(self.rank, "it closed its communicator", 0.0)
 
     def abort(self, reason: str) -> None:
-        self.broken = self.broken or CollectiveError(reason)  # of what is given up next nobody is told
-        self._group.leave(self.rank, reason)
+        self.broken = self.broken or CollectiveError(reason)  # what is cancelled next is not reported
+        self._group.close(self.rank, reason)
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
         if self.size == 1:
@@ -123,26 +135,16 @@ class MockBackend(Backend):
                     return True
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
-                    if (why := group.departed(peer)) is not None:
-                        raise RankLost(f"{call}: rank {peer} is gone: {why}")
+                    if (end := group.departed(peer)) is not None:
+                        raise self.ledger.lost(peer, end[0], call, None, end[1])
             return False
 
         return everybody_came
 
-    def missing(self, call: Call) -> str:
-        if not call.collective:
-            return super().missing(call)
-        with self._group.world.lock:
-            calls = self._room.calls.get(call.sequence, {})
-            late = [rank for rank in range(self.size) if rank not in calls]
-        if calls and late:
-            return f"ranks {late} did not arrive"
-        return f"all ranks arrived; no message from ranks {self._mailboxes.awaited(self._tag(call))}"
-
     def failed(self, call: Call, error: Exception) -> KosError:
         first, failure = self.broken is None, super().failed(call, error)
         if first and ends_group(call, error):
-            self._group.fail(failure)
+            self._group.fail(self.ledger.shared(failure, False))
         return failure
 
 
@@ -153,15 +155,15 @@ class _Mailboxes:
     ``kos.testing.spawn``: that is complete when it is received, as on other backends.
     """
 
-    def __init__(self, group: ThreadGroup, room: _Room, rank: int) -> None:
-        self._group, self._room, self._rank = group, room, rank
+    def __init__(self, group: ThreadGroup, room: _Room, rank: int, ledger: Ledger) -> None:
+        self._group, self._room, self._rank, self._ledger = group, room, rank, ledger
         watch = group.world.watch
         self._buffer_bytes = float("inf") if watch is None else watch.buffer_bytes
         self._lost: dict[int, Callable[[], None]] = {}  # by tag, of messages that do not arrive
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         group, key = self._group, (self._rank, peer, tag)
-        message = _Message(group, key, array, peer)
+        message = _Message(group, key, array, peer, self._ledger)
         with group.world.lock:
             group.raise_failure()
             if lost := self._lost.get(tag):
@@ -180,7 +182,7 @@ class _Mailboxes:
 
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         key = (peer, self._rank, tag)
-        receive = _Message(self._group, key, array, peer)
+        receive = _Message(self._group, key, array, peer, self._ledger)
         with self._group.world.lock:
             message = take(self._room.sent, key)
             if message is not None:
@@ -196,33 +198,19 @@ class _Mailboxes:
         if lost is not None:
             self._lost[tag] = lost
 
-    def awaited(self, tag: int) -> list[int]:
-        """The ranks from which this one waits for a message with that tag."""
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         with self._group.world.lock:
-            return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self._rank, tag)})
-
-    def peers(self, call: Call, tag: int | None) -> list[int]:
-        """The ranks whose messages, or whose receives, an operation waits for."""
-        if tag is not None:
-            return self.awaited(tag)
-        dst, src, sent, received = call.operation.message
-        sends = [dst] if dst is not None and (self._rank, dst, sent) in self._room.sent else []
-        receives = [src] if src is not None and (src, self._rank, received) in self._room.posted else []
-        return sends + receives
-
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
-        with self._group.world.lock:
-            drop(self._room.posted, lambda receive: receive.dst == self._rank and given_up(receive))
-            drop(self._room.sent, lambda m: m.src == self._rank and not m.complete and given_up(m))
+            drop(self._room.posted, lambda receive: receive.dst == self._rank and cancelled(receive))
+            drop(self._room.sent, lambda m: m.src == self._rank and not m.complete and cancelled(m))
 
 
 class _Message:
     """One end of a message; ``other`` is the rank at the other end."""
 
-    __slots__ = ("_group", "array", "complete", "dst", "error", "other", "src", "tag")
+    __slots__ = ("_group", "_ledger", "array", "complete", "dst", "error", "other", "src", "tag")
 
-    def __init__(self, group: ThreadGroup, key: Key, array: Array, other: int) -> None:
-        self._group, self.array, self.other = group, array, other
+    def __init__(self, group: ThreadGroup, key: Key, array: Array, other: int, ledger: Ledger) -> None:
+        self._group, self._ledger, self.array, self.other = group, ledger, array, other
         self.src, self.dst, self.tag = key
         self.complete, self.error = False, ""
 
@@ -247,8 +235,8 @@ class _Message:
             if self.error:
                 raise CollectiveMismatch(self.error)
             group.raise_failure()
-            if (why := group.departed(self.other)) is not None:
-                raise RankLost(f"rank {self.other} is gone: {why}")
+            if (end := group.departed(self.other)) is not None:
+                raise self._ledger.lost(self.other, end[0], None, None, end[1])
         return False
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from kos.comm.backend import SHRINKS, Probe
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints
-from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, News, as_bytes
+from kos.comm.host.mpi_messages import LARGEST, TAGS, UNSENT, Messages, Notices, as_bytes
 from kos.comm.operation import AUTO, Call, Operation
 from kos.comm.reduction import ReduceOp, Reduction, resolve
 from kos.comm.rendezvous import mpi_job
@@ -28,7 +28,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi import wait_for_all
 from kos.comm.work import Engine, Steps
 from kos.dtypes import DTYPES, DType, dtype_of
-from kos.errors import CollectiveError, CollectiveMismatch, KosError, RankLost
+from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, KosError, RankLost
 
 Array = np.ndarray[Any, Any]
 
@@ -52,15 +52,16 @@ class MPIBackend(HostBackend):
         # A communicator of our own: our tags and our order of collectives never meet anybody else's.
         self._comm = self._dup(rendezvous)
         self._asked = self._agreed = 0  # collectives that are compared, and those known to be alike
-        self._comms, news = [self._comm], None
+        self._comms, notices = [self._comm], None
         if not self.one_host:
             self._comms.append(self._dup(rendezvous))  # where calls are compared: before what they do, or after
-            news = rendezvous.news = rendezvous.news or News(self._MPI, self._dup(rendezvous))
+            notices = rendezvous.notices = rendezvous.notices or Notices(self._MPI, self._dup(rendezvous))
         # All have them from here on: Open MPI 5.0.11 crashes by MPI_Comm_revoke of one that this rank still makes.
         name = rendezvous.allgather(os.urandom(8))[0].hex()
-        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, news, name, self.ledger)
+        self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, name, self.ledger)
         self._fingerprints = self._calls or Fingerprints()
         self._requests: dict[int, Any] = {}  # native requests in flight, by sequence number
+        at_exit(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -72,6 +73,11 @@ class MPIBackend(HostBackend):
         alone = "" if mpi_job.under_mpirun() else "; a group of one, for it was not started by mpirun"
         return Probe(True, MPI.Get_library_version().split(",")[0].strip() + alone)
 
+    def check_threads(self) -> None:
+        if (level := self._MPI.Query_thread()) < self._MPI.THREAD_MULTIPLE:
+            got = {getattr(self._MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED")}[level]
+            raise BackendUnavailable(f"mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_{got}")
+
     def _dup(self, rendezvous: Rendezvous) -> Any:
         comm, request = rendezvous.mpi_comm.Idup()
         wait = partial(mpi_job.wait_request, request, rendezvous.timeout)
@@ -82,22 +88,22 @@ class MPIBackend(HostBackend):
     def close(self) -> None:
         super().close()
         if not self._MPI.Is_finalized():
-            self._messages.tell_end(self._begun, "it closed its communicator", None)
+            self._messages.send_end(self._begun, "it closed its communicator", None)
             for comm in self._comms:
                 comm.Free()
 
-    def part(self, reason: str) -> None:
-        super().part(reason)
+    def report_end(self, reason: str) -> None:
+        super().report_end(reason)
         with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
-            if self.ledger.failure is not None:  # which this rank may have heard alone, in a message
-                self._messages.tell_failure(*self.ledger.failure)
-            self._messages.tell_end(self.stops_at(), reason, self.cause())
+            if self.ledger.failure is not None:  # which this rank may have received alone
+                self._messages.send_failure(*self.ledger.failure)
+            self._messages.send_end(self.stops_at(), reason, self.cause())
 
     def abort(self, reason: str) -> None:
         super().abort((UNSENT if self._messages.sending() else "") + reason)
         if mpi_job.fault_tolerant() and not self._MPI.Is_finalized():
             for comm in self._comms:
-                comm.Revoke()  # ranks of other hosts hear it by this
+                comm.Revoke()  # which ends the waits of ranks on other hosts
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
         """Where the group spans hosts, an MPI_Allreduce of fingerprints compares them, and says that all have come."""
@@ -106,18 +112,18 @@ class MPIBackend(HostBackend):
             return here
         turn, self._asked = self._asked, self._asked + 1
         MPI, messages, prints = self._MPI, self._messages, self._fingerprints
-        mark, agreed, told = prints.mark(call), False, False
+        mark, agreed, described = prints.mark(call), False, False
         text = prints.texts[mark]
         ends = np.array([mark, ~mark], np.int64)  # after it, the greatest and the complement of the least
         request = self._comms[-1].Iallreduce(MPI.IN_PLACE, [ends, MPI.INT64_T], MPI.MAX)
         self._requests[call.sequence] = request
 
         def everybody_came() -> bool:
-            nonlocal agreed, told
+            nonlocal agreed, described
             if here is not None:
                 here()
             if time.monotonic() >= messages.look_at:
-                messages.hear()
+                messages.receive_notices()
             self.ledger.check(call.sequence, call)
             if agreed or not request.Test():
                 return agreed
@@ -126,9 +132,9 @@ class MPIBackend(HostBackend):
                     agreed, self._agreed = True, turn + 1
                     del self._requests[call.sequence]
                 return agreed
-            if not told:
-                told = True
-                messages.tell("call", call.sequence, text.decode())
+            if not described:
+                described = True
+                messages.send_notice("call", call.sequence, text.decode())
             messages.compare(call, text)
             return False
 
@@ -144,11 +150,11 @@ class MPIBackend(HostBackend):
             return None
         return self._poll_native(call, self._native_request(operation, spaces, collective))
 
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         reduction = resolve(ReduceOp.SUM, DTYPES["float32"], self.size) if "reduce" in name else None
         if self._shared is None and _is_native(name, reduction, nbytes * (self.size if name == "all_gather" else 1)):
             return "mpi native"
-        return super().carrier(name, nbytes)
+        return super().route_of(name, nbytes)
 
     def _native_request(self, o: Operation, spaces: Mapping[str, Array], collective: str) -> Any:
         """Post the MPI call."""
@@ -182,14 +188,14 @@ class MPIBackend(HostBackend):
         return self._messages.awaited(self._tag(call))
 
     def gone(self) -> Iterator[tuple[int, str]]:
-        """The ranks known to be gone, and how: by ULFM and by what others tell, too, which may come after the error."""
+        """The ranks known to be gone, and how: by ULFM and by notices, which may come after the error."""
         if self._calls is not None:
             yield from self._calls.gone()
         deadline, late = time.monotonic() + _NAMED, False
         while not late:
             late = time.monotonic() > deadline
             yield from ((rank, "its process failed") for rank in mpi_job.failed_ranks(self._comm))
-            self._messages.hear()  # who shrinks has learned before this rank of another that failed
+            self._messages.receive_notices()  # a rank that shrinks has learned of another that failed
             departed = self.ledger.departed.items()
             yield from ((rank, why) for rank, (_, why, _) in departed if late or why != SHRINKS)
             time.sleep(0.001)
@@ -214,13 +220,13 @@ class MPIBackend(HostBackend):
             named.__cause__ = error
             error = named
         if isinstance(error, RankLost):
-            mpi_job.see_loss(str(error))
+            mpi_job.record_loss(str(error))
         return super().failed(call, error)
 
-    def tell(self, failure: KosError, sequence: int) -> None:
+    def report_failure(self, failure: KosError, sequence: int) -> None:
         self.ledger.record(sequence, failure)
         with contextlib.suppress(self._MPI.Exception):
-            self._messages.tell_failure(sequence, failure)
+            self._messages.send_failure(sequence, failure)
 
 
 def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Messages of the mpi backend: bytes with their dtype, and news of failures between hosts."""
+"""Messages of the mpi backend: bytes with their dtype, and notices of failures between hosts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from kos.comm.backend import drop, take, wrong_message
 from kos.comm.failures import Ledger, again, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, described, dtype_of_code
 from kos.comm.host.shared.calls import LOOK_EVERY, Calls
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous import mpi_job
+from kos.comm.scheduled import drop, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.errors import CollectiveMismatch, KosError, RankLost
 
@@ -30,13 +30,13 @@ _TAG, TAGS = (1 << _DTYPE_SHIFT) - 1, 32 << _DTYPE_SHIFT
 _LAST_POLLS = 100  # in which MPI sees what came from a rank before it went
 LARGEST = 2**31 - 1  # bytes that MPI counts; Open MPI 5 has no large counts
 _BLOCK = 1 << 16
-_LAST_WORDS = 2000  # characters
+_REASON_LENGTH = 2000  # characters
 UNSENT = "its last messages are lost: "
-"""What a rank says that leaves while MPI may still read the memory of its messages."""
+"""In the reason of a rank that aborts while MPI may still read the memory of its messages."""
 
 
-class News:
-    """What ranks tell each other unasked, of one group and of all that are split from it.
+class Notices:
+    """Control messages between hosts, of one group and of all that are split from it.
 
     On a communicator that is never freed: to Open MPI what comes for one that was is the first message of the next.
     """
@@ -45,43 +45,43 @@ class News:
         self._MPI, self.comm, self._status = MPI, comm, MPI.Status()
         self.readers: weakref.WeakValueDictionary[str, Messages] = weakref.WeakValueDictionary()  # by group
 
-    def tell(self, ranks: list[int], news: list[Any]) -> None:
-        data = np.frombuffer(json.dumps(news).encode(), np.uint8)
+    def send(self, ranks: list[int], notice: list[Any]) -> None:
+        data = np.frombuffer(json.dumps(notice).encode(), np.uint8)
         for rank in ranks:
             mpi_job.keep_unfinished(self.comm.Isend(as_bytes(data, self._MPI), rank))
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         while came := self.comm.Improbe(self._MPI.ANY_SOURCE, self._MPI.ANY_TAG, self._status):
-            news = bytearray(self._status.Get_count())
-            came.Recv([news, self._MPI.BYTE])
-            group, *rest = json.loads(news)
+            notice = bytearray(self._status.Get_count())
+            came.Recv([notice, self._MPI.BYTE])
+            group, *rest = json.loads(notice)
             if (reader := self.readers.get(group)) is not None:
                 reader.read(*rest)
 
 
 class Messages:
-    """The transport: bytes; knows what is in flight, to name and to forget it.
+    """The transport: bytes; knows what is in flight, to name and to cancel it.
 
     A receive meets a message that has come (MPI_Improbe) before MPI gets its memory: where they differ in
     length, Open MPI 5.0.11 writes past the end of what it was given (within a host, from 4 KiB on).  So a
-    receive that is given up before never was MPI's.  A message's dtype is in its tag, above the user's.
+    receive that is cancelled before was never MPI's.  A message's dtype is in its tag, above the user's.
 
-    Where a group spans hosts its ranks tell each other as well, by messages that nobody asked for, what they failed
-    of and that they are gone.  ``calls`` says that of the ranks of this host.
+    Where a group spans hosts, its ranks report failures and ends to each other by ``notices``; on one host ``calls``
+    does that.
     """
 
     def __init__(
-        self, MPI: Any, comm: Any, calls: Calls | None, news: News | None, name: str, ledger: Ledger
+        self, MPI: Any, comm: Any, calls: Calls | None, notices: Notices | None, name: str, ledger: Ledger
     ) -> None:
         self._MPI, self._comm, self._calls, self._status = MPI, comm, calls, MPI.Status()
-        self._news, self._name, self._any_tag = news, name, MPI.ANY_TAG
-        if news is not None:
-            news.readers[name] = self
-            ranks = MPI.Group.Translate_ranks(comm.Get_group(), list(range(comm.size)), news.comm.Get_group())
-            self._others = [rank for rank in ranks if rank != news.comm.rank]
+        self._notices, self._name, self._any_tag = notices, name, MPI.ANY_TAG
+        if notices is not None:
+            notices.readers[name] = self
+            ranks = MPI.Group.Translate_ranks(comm.Get_group(), list(range(comm.size)), notices.comm.Get_group())
+            self._others = [rank for rank in ranks if rank != notices.comm.rank]
         self.flying: set[_Message] = set()
         self._posted: dict[tuple[int, int], deque[_Message]] = {}  # receives that nothing has met, by peer and tag
-        self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # what nobody has asked for yet
+        self._arrived: dict[tuple[int, int], deque[tuple[Any, int, int]]] = {}  # messages without a receive
         self.looks, self.look_at = 1, 0.0
         self.ledger = ledger
         self.calls: dict[tuple[int, int], bytes] = {}  # of a collective and a rank, where ranks do not agree
@@ -123,27 +123,27 @@ class Messages:
             expected, got = (array.nbytes, array.dtype), (nbytes, dtype_of_code(wire_tag >> _DTYPE_SHIFT))
             message.error = wrong_message(self._comm.rank, expected, peer, got)
 
-    def tell(self, kind: str, sequence: int, *what: Any) -> None:
-        """Have all ranks hear it, when they wait or come to do so."""
-        if self._news is not None and not self._MPI.Is_finalized():
-            self._news.tell(self._others, [self._name, self._comm.rank, kind, sequence, *what])
+    def send_notice(self, kind: str, sequence: int, *what: Any) -> None:
+        """Send all ranks a notice, which they read when they wait."""
+        if self._notices is not None and not self._MPI.Is_finalized():
+            self._notices.send(self._others, [self._name, self._comm.rank, kind, sequence, *what])
 
-    def tell_failure(self, sequence: int, failure: KosError) -> None:
+    def send_failure(self, sequence: int, failure: KosError) -> None:
         kind, text, ranks = to_record(failure)
-        self.tell("failed", sequence, kind, text[:_LAST_WORDS], ranks)
+        self.send_notice("failed", sequence, kind, text[:_REASON_LENGTH], ranks)
 
-    def tell_end(self, sequence: int, why: str, cause: KosError | None) -> None:
+    def send_end(self, sequence: int, why: str, cause: KosError | None) -> None:
         """This rank begins no collective from ``sequence`` on."""
-        self.tell("gone", sequence, why[:_LAST_WORDS], None if cause is None else to_record(cause))
+        self.send_notice("gone", sequence, why[:_REASON_LENGTH], None if cause is None else to_record(cause))
 
-    def hear(self) -> None:
-        """Look for what other ranks told, after ``look_at``."""
+    def receive_notices(self) -> None:
+        """Read the notices of other ranks; due after ``look_at``."""
         self.look_at, self.looks = time.monotonic() + LOOK_EVERY, self.looks + 1
-        if self._news is not None:
-            self._news.hear()
+        if self._notices is not None:
+            self._notices.receive()
 
     def read(self, peer: int, kind: str, sequence: int, *what: Any) -> None:
-        """What another rank told."""
+        """A notice of another rank."""
         if kind == "gone":
             why, cause = what
             self.ledger.record_end(peer, sequence, why, None if cause is None else from_record(cause))
@@ -176,8 +176,8 @@ class Messages:
         return None if why is None else ledger.lost(peer, why, None, cause)
 
     def check_sender(self, peer: int) -> None:
-        """Raise if what came may have changed on its way: a send given up is still MPI's, its memory is not."""
-        self.hear()
+        """Raise if what came may have changed on its way: MPI still has a cancelled send, whose memory is free."""
+        self.receive_notices()
         error = self.end_of(peer)
         if error is not None and (not isinstance(error, RankLost) or UNSENT in str(error)):
             raise error
@@ -196,10 +196,10 @@ class Messages:
         flying = {message.peer for message in self.flying if message.tag == tag}
         return sorted(flying | {peer for peer, posted in self._posted if posted == tag})
 
-    def forget(self, given_up: Callable[[_Message], bool]) -> None:
+    def cancel(self, cancelled: Callable[[_Message], bool]) -> None:
         """MPI keeps the memory that it has."""
-        drop(self._posted, given_up)
-        for message in [message for message in self.flying if given_up(message)]:
+        drop(self._posted, cancelled)
+        for message in [message for message in self.flying if cancelled(message)]:
             mpi_job.keep_unfinished(message.request)
             self.flying.discard(message)
 
@@ -238,7 +238,7 @@ class _Message:
                     transport.check_sender(self.peer)
         if not self.complete:
             if time.monotonic() >= transport.look_at:
-                transport.hear()
+                transport.receive_notices()
             if self._looks != transport.looks:
                 self._look()
         return self.complete

@@ -1,7 +1,7 @@
 """The tcp backend: host memory over sockets, for jobs that no MPI started.
 
-What does not go through shared memory runs as schedules over ``tcp_messages``.  Between hosts a rank that meets
-another call than its own, or waits for long, tells its call to the others.
+What does not go through shared memory runs as schedules over ``tcp_messages``.  Between hosts a rank sends a
+description of its call to the others when it meets another call, or waits for long.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 
 from kos.comm.backend import Probe
 from kos.comm.failures import again
-from kos.comm.host.backend import HostBackend
+from kos.comm.host.backend import HostBackend, at_exit
 from kos.comm.host.fingerprints import Fingerprints, described
-from kos.comm.host.tcp_messages import BYE, CALL, FAILED, LAST_WORDS, LEFT, Peer, to_bytes
+from kos.comm.host.tcp_messages import ABORT, CALL, CLOSE, FAILED, REASON_LENGTH, Peer, to_bytes
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.schedules.execute import Request
@@ -30,9 +30,9 @@ from kos.errors import KosError
 Array = np.ndarray[Any, Any]
 
 _RECENT = 1024  # collectives of which a rank knows what it called
-_PATIENCE = 0.05  # seconds of waiting in a collective before a rank tells what it called
+_PATIENCE = 0.05  # seconds of waiting in a collective before a rank describes its call
 _NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
-_FAREWELL_SECONDS = 0.2  # for what was begun, and last words behind it, when a rank leaves
+_CLOSE_SECONDS = 0.2  # in which what is queued is sent before connections are closed
 
 
 class TCPBackend(HostBackend):
@@ -46,6 +46,7 @@ class TCPBackend(HostBackend):
         super().__init__(rendezvous, engine)
         self._mesh = self.transport = mesh
         self._fingerprints = self._calls or Fingerprints()
+        at_exit(self)
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
@@ -61,34 +62,34 @@ class TCPBackend(HostBackend):
 
     def close(self) -> None:
         super().close()
-        self._poller.progress()  # who waits because it called something else has told
-        self._mesh.leave(BYE, "it closed its communicator", None)
-        if self._mesh.disputed and self.ledger.failure is not None:  # of calls that were over here when it was found
+        self._poller.progress()  # a rank that waits in another call has described it
+        self._mesh.close(CLOSE, "it closed its communicator", None)
+        if self._mesh.disputed and self.ledger.failure is not None:  # of calls that were complete here
             raise again(self.ledger.failure[1])
 
-    def part(self, reason: str) -> None:
-        super().part(reason)
-        self._mesh.leave(BYE, reason, self.cause())
+    def report_end(self, reason: str) -> None:
+        super().report_end(reason)
+        self._mesh.close(CLOSE, reason, self.cause())
 
     def abort(self, reason: str) -> None:
-        self._mesh.leave(LEFT, str(self.broken or reason), self.cause())
+        self._mesh.close(ABORT, str(self.broken or reason), self.cause())
         super().abort(reason)
 
     def _tag(self, call: Call) -> int:
         return COLLECTIVE_TAGS + call.sequence  # which need not go round, as those of MPI
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
-        """Between hosts nobody waits for that: messages of another call raise, or the words of who waits."""
+        """Between hosts ranks do not wait for that: messages and descriptions of another call raise."""
         here, mesh = super().agree(call), self._mesh
         if self.one_host:
             return here
-        tag, tell_at = self._tag(call), time.monotonic() + _PATIENCE
+        tag, describe_at = self._tag(call), time.monotonic() + _PATIENCE
         mesh.begin(call, tag, self._fingerprints)
 
         def go_on() -> bool:
-            nonlocal tell_at
-            if time.monotonic() > tell_at:
-                tell_at = math.inf
+            nonlocal describe_at
+            if time.monotonic() > describe_at:
+                describe_at = math.inf
                 for rank in mesh.peers:
                     mesh.describe(rank, tag)
             if mesh.ledger.failure is not None:
@@ -104,7 +105,7 @@ class TCPBackend(HostBackend):
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
         return self._mesh.peers[rank].in_flight(tag, receives)
 
-    def tell(self, failure: KosError, sequence: int) -> None:
+    def report_failure(self, failure: KosError, sequence: int) -> None:
         self._mesh.fail(COLLECTIVE_TAGS + sequence, failure)
 
 
@@ -142,14 +143,14 @@ class Poller:
 
 
 class Mesh:
-    """The transport: the connections of one group, and what ranks say on them of its collectives, by their tags."""
+    """The transport: the connections of one group, and the descriptions of its collectives, by their tags."""
 
     def __init__(self, rendezvous: Rendezvous, poller: Poller) -> None:
         self.rank, self.poller, self.ledger = rendezvous.rank, poller, rendezvous.ledger
-        self.lost: Peer | None = None  # the first rank that left without a goodbye
-        self.disputed = False  # another rank's call differs from this one's: one of the two will say how
+        self.lost: Peer | None = None  # the first rank that is gone without CLOSE
+        self.disputed = False  # another rank's call differs from this one's, and one of the two will report it
         self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's last: fingerprint and description
-        self._heard: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, where it has called nothing yet
+        self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, ahead of its own
         self._group = ""
         assert rendezvous.connect is not None
         self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
@@ -162,16 +163,16 @@ class Mesh:
     def irecv(self, array: Array, peer: int, tag: int) -> Request:
         return self.peers[peer].receive(array, tag)
 
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         for peer in self.peers.values():
-            peer.forget(given_up)
+            peer.cancel(cancelled)
 
     def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
-        """Compare ``o`` with what other ranks called as their collective of that tag, and told or will tell."""
+        """Compare ``o`` with what other ranks called as their collective of that tag."""
         mark, self._group = fingerprints.mark(o), o.group
         self._calls[tag] = mark, fingerprints.texts[mark]
         self._calls.pop(tag - _RECENT, None)
-        for rank, call in self._heard.pop(tag, {}).items():
+        for rank, call in self._described.pop(tag, {}).items():
             self.compare(tag, rank, *call)
 
     def called(self, tag: int) -> tuple[int, bytes]:
@@ -179,14 +180,14 @@ class Mesh:
         return self._calls.get(tag, (0, b""))
 
     def describe(self, rank: int, tag: int) -> None:
-        """Tell that rank what this one called as its collective of that tag."""
+        """Send that rank what this one called as its collective of that tag."""
         mark, text = self.called(tag)
-        self.peers[rank].say(CALL, tag, text, mark)
+        self.peers[rank].send_control(CALL, tag, text, mark)
 
     def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
-        """Have all ranks raise what differs between that rank's call and this one's, of the same tag.
+        """Make all ranks raise what differs between that rank's call and this one's, of the same tag.
 
-        Without its ``text`` it is told this rank's, and sees to that.
+        Without its ``text`` this rank describes its own call, and that rank reports the mismatch.
         """
         mine, mine_text = self.called(tag)
         if mine == mark:
@@ -198,32 +199,32 @@ class Mesh:
             sequence = tag - COLLECTIVE_TAGS
             calls = (self.rank, *described(mine_text, sequence)), (rank, *described(text, sequence))
             self.fail(tag, self.ledger.mismatch(self._group, *calls))
-        elif len(self._heard) < _RECENT:
-            heard = self._heard.setdefault(tag, {})
-            if text or rank not in heard:
-                heard[rank] = mark, text
+        elif len(self._described) < _RECENT:
+            others = self._described.setdefault(tag, {})
+            if text or rank not in others:
+                others[rank] = mark, text
 
     def fail(self, tag: int, failure: KosError) -> None:
-        """Have all ranks that are or come to be in that collective, or a later one, raise the same error."""
+        """Make all ranks that are or come to be in that collective, or a later one, raise the same error."""
         self.ledger.record(tag - COLLECTIVE_TAGS, failure)
         data = to_bytes(failure)
         for peer in self.peers.values():
-            peer.say(FAILED, tag, data)
+            peer.send_control(FAILED, tag, data)
 
-    def leave(self, kind: int, why: str, cause: KosError | None) -> None:
-        """Close all connections, after a last word for whose way there is a moment."""
+    def close(self, kind: int, why: str, cause: KosError | None) -> None:
+        """Close all connections, after a report of why."""
         self._linger(lambda: self.disputed and self.ledger.failure is None)
-        if (failure := self.ledger.failure) is not None:  # which this rank may have heard alone, in a message
+        if (failure := self.ledger.failure) is not None:  # which this rank may have received alone
             self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
-        words = json.dumps([why[:LAST_WORDS], None if cause is None else json.loads(to_bytes(cause))]).encode()
+        data = json.dumps([why[:REASON_LENGTH], None if cause is None else json.loads(to_bytes(cause))]).encode()
         for peer in self.peers.values():
-            peer.say(kind, 0, words)
+            peer.send_control(kind, 0, data)
         self._linger(lambda: any(peer.busy for peer in self.peers.values()))
         for peer in self.peers.values():
-            peer.hang_up()
+            peer.close()
 
     def _linger(self, needed: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + _FAREWELL_SECONDS
+        deadline = time.monotonic() + _CLOSE_SECONDS
         while needed() and time.monotonic() < deadline:
             self.poller.pause(seconds=0.001)
             self.poller.progress()

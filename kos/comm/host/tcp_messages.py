@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from kos.comm.backend import drop, take, wrong_message
 from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.wire import Waiting, fill
+from kos.comm.scheduled import drop, take, wrong_message
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
@@ -34,11 +34,11 @@ Array = np.ndarray[Any, Any]
 EAGER_BYTES = 256 << 10  # the longest eager message: a segment of a schedule
 CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
 KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
-WORDS_BYTES = 20_000  # of what ranks say about the group, at most
-LAST_WORDS = 1000  # characters of a reason or an error
+CONTROL_BYTES = 20_000  # of a control message, at most
+REASON_LENGTH = 1000  # characters of a reason or an error
 
 HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
-EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, LEFT, BYE = range(1, 10)
+EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, ABORT, CLOSE = range(1, 10)
 
 
 class Poller(Protocol):
@@ -124,11 +124,11 @@ class Peer:
 
     def __init__(self, rank: int, mesh: Mesh, sock: socket.socket) -> None:
         self.rank, self.mesh, self.sock = rank, mesh, sock
-        self.gone: str | None = None  # why it is
-        self._cause: KosError | None = None  # what it failed of before
+        self.gone: str | None = None  # why, once it is gone
+        self._cause: KosError | None = None  # the failure that made it abort
         self._cause_window: float | None = ABRUPT_SECONDS  # of a failure that may be the cause
         self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
-        self._arrived: dict[int, deque[_Arrival]] = {}  # what nobody has asked for yet, by tag
+        self._arrived: dict[int, deque[_Arrival]] = {}  # messages without a receive, by tag
         self._outgoing: deque[_Outgoing] = deque()
         self._announced: dict[int, _Message] = {}  # sends that wait for a CTS, by number
         self._landing: dict[int, _Message] = {}  # receives of those on their way, by number; 0: of a short one
@@ -145,7 +145,7 @@ class Peer:
         """Raise if what is not complete by now cannot become so."""
         mesh, ledger = self.mesh, self.mesh.ledger
         ledger.check(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
-        # Who left because a later collective failed had done its part of this one, or those who wait for it will tell.
+        # A rank that aborted because of a later collective has done its part of this one, or ranks that wait report it.
         later = ledger.failure is not None and tag >= COLLECTIVE_TAGS
         lost = self if self.gone is not None else None if later else mesh.lost
         if lost is not None and lost.gone is not None:
@@ -174,9 +174,9 @@ class Peer:
             self._settle(message, arrival)
         return message
 
-    def say(self, kind: int, tag: int, words: bytes, call: int = 0) -> None:
-        """Queue a few words about the group, and send them if there is room."""
-        self._queue(kind, tag, 0, len(words), call, memoryview(words))
+    def send_control(self, kind: int, tag: int, data: bytes, call: int = 0) -> None:
+        """Queue a control message about the group, and send it if there is room."""
+        self._queue(kind, tag, 0, len(data), call, memoryview(data))
 
     def in_flight(self, tag: int, receives: bool) -> bool:
         """Whether a message of that tag is still to be received, or sent."""
@@ -189,15 +189,15 @@ class Peer:
         under_way = [*self._landing.values(), *self._announced.values()]
         return tag in self._posted or any(message.tag == tag for message in under_way)
 
-    def forget(self, given_up: Callable[[_Message], bool]) -> None:
-        """Nobody waits any more for these messages, and their memory is given back."""
-        drop(self._posted, given_up)
-        self._announced = {number: message for number, message in self._announced.items() if not given_up(message)}
+    def cancel(self, cancelled: Callable[[_Message], bool]) -> None:
+        """These messages are no longer waited for, and their memory is free."""
+        drop(self._posted, cancelled)
+        self._announced = {number: message for number, message in self._announced.items() if not cancelled(message)}
         for message in self._landing.values():
-            if given_up(message):
+            if cancelled(message):
                 message.view = memoryview(bytearray(len(message.view)))
         for item in list(self._outgoing):
-            if item.message is None or not given_up(item.message):
+            if item.message is None or not cancelled(item.message):
                 continue
             if item.begun or item.kind == DATA:  # the other side counts on it
                 item.views = [memoryview(bytes(view)) for view in item.views]
@@ -211,13 +211,13 @@ class Peer:
         try:
             next(self._reader)
             self._flush()
-        except StopIteration as goodbye:
-            self._lose(goodbye.value, orderly=True)
+        except StopIteration as closed:
+            self._lose(closed.value, orderly=True)
         except OSError:
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
             self._lose(str(error))
-        except BaseException:  # a Ctrl-C, of whatever communicator's wait: where in a message, nobody knows
+        except BaseException:  # a Ctrl-C, of whatever communicator's wait: at an unknown place in a message
             self._lose("reading from it was interrupted")
             raise
 
@@ -226,7 +226,7 @@ class Peer:
         """Whether something is still to be sent, to a peer that is there."""
         return self.gone is None and bool(self._outgoing)
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         if self.gone is None:
             self._lose("this rank closed the communicator", orderly=True)
 
@@ -265,7 +265,7 @@ class Peer:
             self.mesh.poller.want_write(self, self._wants_write)
 
     def _read(self) -> Waiting[str]:
-        """All that the peer sends, until it says goodbye; yields when there is nothing to read."""
+        """All that the peer sends, until it closes; yields when there is nothing to read."""
         header = memoryview(bytearray(HEADER.size))
         while True:
             yield from fill(self.sock, lambda: header)
@@ -278,13 +278,13 @@ class Peer:
                     yield from self._land(0)
                     self._freed += nbytes + KEEPING_BYTES
                 else:
-                    kept = yield from self._words(nbytes)  # until the next: else its pages go back to the system
+                    kept = yield from self._bytes(nbytes)  # until the next: else its pages go back to the system
                     self._arrive(tag, _Arrival(nbytes, call, kept))
             elif kind == RTS:
                 self._arrive(tag, _Arrival(nbytes, call, None, number))
             elif kind == CTS:
                 self._credits += nbytes
-                if (message := self._announced.pop(number, None)) is not None:  # else nobody waits for it any more
+                if (message := self._announced.pop(number, None)) is not None:  # else it was cancelled
                     self._queue(DATA, tag, number, len(message.view), call, message.view, message)
             elif kind == REFUSE:
                 if (message := self._announced.pop(number, None)) is not None:
@@ -293,19 +293,19 @@ class Peer:
                     message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
             elif kind == DATA and number in self._landing and len(self._landing[number].view) == nbytes:
                 yield from self._land(number)
-            elif kind in (CALL, FAILED, LEFT, BYE) and nbytes <= WORDS_BYTES:
-                data = bytes((yield from self._words(nbytes)))
+            elif kind in (CALL, FAILED, ABORT, CLOSE) and nbytes <= CONTROL_BYTES:
+                data = bytes((yield from self._bytes(nbytes)))
                 if kind == CALL:
                     self.mesh.compare(tag, self.rank, call, data)
                     continue
-                words = json.loads(data)
+                record = json.loads(data)
                 if kind == FAILED:
-                    self.mesh.ledger.record(tag - COLLECTIVE_TAGS, from_record(words))
+                    self.mesh.ledger.record(tag - COLLECTIVE_TAGS, from_record(record))
                     continue
-                why, cause = words
+                why, cause = record
                 self._cause = None if cause is None else from_record(cause)
-                self._cause_window = 0.0 if kind == BYE and cause is None else None
-                if kind == BYE:
+                self._cause_window = 0.0 if kind == CLOSE and cause is None else None
+                if kind == CLOSE:
                     return str(why)
                 raise RendezvousError(why)
             else:
@@ -317,10 +317,10 @@ class Peer:
         del self._landing[number]
         message.complete = True
 
-    def _words(self, nbytes: int) -> Waiting[memoryview]:
-        words = memoryview(bytearray(nbytes))
-        yield from fill(self.sock, lambda: words)
-        return words
+    def _bytes(self, nbytes: int) -> Waiting[memoryview]:
+        data = memoryview(bytearray(nbytes))
+        yield from fill(self.sock, lambda: data)
+        return data
 
     def _arrive(self, tag: int, arrival: _Arrival) -> None:
         if tag >= COLLECTIVE_TAGS and arrival.call:
@@ -335,7 +335,7 @@ class Peer:
         """A receive meets the message that it is for."""
         collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
         fits = expected == got and message.call == arrival.call
-        if not fits and not (collective and message.call != arrival.call):  # of which all will hear
+        if not fits and not (collective and message.call != arrival.call):  # which all ranks raise as a mismatch
             dtype = message.dtype if collective else dtype_of_code(arrival.call)
             message.error = wrong_message(self.mesh.rank, (expected, message.dtype), self.rank, (got, dtype))
         if arrival.data is not None:
@@ -356,4 +356,4 @@ class Peer:
 def to_bytes(failure: KosError) -> bytes:
     """The record of a failure, short enough to be sent."""
     kind, text, ranks = to_record(failure)
-    return json.dumps([kind, text[:LAST_WORDS], ranks]).encode()
+    return json.dumps([kind, text[:REASON_LENGTH], ranks]).encode()

@@ -1,4 +1,4 @@
-"""The flight recorder: the last operations of a rank, kept always and written down when something goes wrong.
+"""The flight recorder: the last operations of a rank, always recorded, and dumped when something goes wrong.
 
 A call costs one short list, in a ring of 1,024, that names what the operation looked like, never its arrays; all
 formatting waits for the dump.  Dumps are JSON with the keys of PyTorch's flight recorder (version 2:
@@ -131,7 +131,7 @@ class Recorder:
         return [entry for number, slot in kept if slot[0] for entry in _describe(number, _Entry(*slot))]
 
     def to_dict(self, reason: str = "") -> dict[str, Any]:
-        """Everything a dump holds; ``reason`` says why it was asked for."""
+        """Everything a dump holds; ``reason`` is why it was made."""
         entries = self.entries()
         groups = [group for _, group in sorted(self._groups.items())]
         return {
@@ -148,7 +148,7 @@ class Recorder:
             "entries": entries,
         }
 
-    def dump(self, path: str | Path | None = None, reason: str = "asked for") -> Path:
+    def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
         """Write the record as JSON, whole or not at all; returns the file.
 
         Without ``path`` it is ``<job>/rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, else ``rank_<rank>.json``
@@ -166,7 +166,7 @@ class Recorder:
             try:
                 self.dump(reason=reason)
             except OSError as error:
-                log.warning("rank %d: no flight record was left: %s", self.rank, error)
+                log.warning("rank %d: the flight record could not be written: %s", self.rank, error)
 
     def fail(self, error: Exception) -> None:
         """An operation failed: the first failure of a rank leaves a dump."""

@@ -1,6 +1,6 @@
 """Read flight records: python -m kos.comm.recorder DUMP… [--trace OUT.json]
 
-Joins the dumps of a job's ranks (files, or folders of them) and says which rank did not arrive at which
+Joins the dumps of a job's ranks (files, or folders of them) and reports which rank did not arrive at which
 operation, which ranks called different operations, and where each rank stands.  Exit status: 0 where all
 ranks agree and nothing is left undone, 1 where something was found, 2 for dumps that cannot be read.
 The trace is for Perfetto and chrome://tracing: one track per rank.

@@ -1,4 +1,4 @@
-"""What the dumps of a job's ranks say together: who did not come, and who came with another call."""
+"""What the dumps of a job's ranks show together: ranks that did not arrive, and ranks that made another call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from kos.errors import DataError
 
-# What a stream of a GPU holds stays "scheduled", for nobody looks whether it has run.
+# An operation on a stream of a GPU stays "scheduled" until the host has waited for it.
 _UNDONE = ("started", "failed")
 _LONG_SCHEDULED = 1e9  # nanoseconds after which a stream that has not moved on is taken to wait
 _COMPARED = ("operation", "dtype", "elements", "op", "root")
@@ -31,7 +31,7 @@ class Call:
         self.state: str = entry["state"]
         self.created = int(entry["time_created_ns"])
         timed_out = str(entry.get("error")).startswith("CollectiveTimeout")
-        self.gave_up = int(entry["time_discovered_completed_ns"]) if timed_out else math.inf
+        self.timed_out = int(entry["time_discovered_completed_ns"]) if timed_out else math.inf
         self.where = "".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1])
         shapes, dtypes = (entry[f"input_{what}"] or entry[f"output_{what}"] for what in ("sizes", "dtypes"))
         self.dtype, self.shape = dtypes[0] if dtypes else None, shapes[0] if shapes else None
@@ -70,19 +70,15 @@ class Dump:
     time: int  # nanoseconds
 
     def waits(self, call: Call) -> bool:
-        """Whether somebody may wait for that call of this rank."""
+        """Whether other ranks may wait for that call of this rank."""
         return call.state in _UNDONE or (call.state == "scheduled" and self.time - call.created > _LONG_SCHEDULED)
-
-    def is_before(self, calls: Iterable[Call]) -> bool:
-        """Whether it was written before any of these calls, and so knows nothing of them."""
-        return 0 < self.time < min(call.created for call in calls)
 
     def standing(self) -> str:
         """The rank's last operation, or the first that it did not complete: one that failed before one under way."""
         if not self.calls:
             return f"rank {self.rank}: no operation"
-        undone = sorted((call for call in self.calls if call.state in _UNDONE), key=lambda call: call.state)
-        call = (undone or self.calls[-1:])[0]
+        call = min((call for call in self.calls if call.state in _UNDONE), key=lambda call: call.state,
+                   default=self.calls[-1])  # fmt: skip
         when = f", {(self.time - call.created) / 1e9:.3g} s before the dump" if self.time else ""
         return f"rank {self.rank}: {call.group}: {call}: {call.state}, called{call.where}{when}"
 
@@ -142,7 +138,7 @@ def absent(dumps: list[Dump]) -> str:
 def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
     """Join the dumps: (collectives that all ranks made alike, what was found).
 
-    In each group the first collective that went wrong is told, and each rank's first message: the rest follows.
+    Of each group it reports the first collective that went wrong, and each rank's first message: the rest follows.
     """
     alike, findings = 0, []
     groups: dict[str, list[int]] = {}
@@ -154,37 +150,37 @@ def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
         findings += [finding] if finding else []
         findings += _messages(name, ranks, dumps)
     if findings and (missing := absent(dumps)):
-        findings.append(f"no dump of {missing}: lost, killed, or stuck since before the others gave up")
+        findings.append(f"no dump of {missing}: lost, killed, or stuck since before the others' timeout")
     return alike, findings
 
 
 def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, str | None]:
     """(collectives before it, the first one of a group that not all its ranks made alike and completed)."""
-    calls = {dump.rank: {call.number: call for call in dump.calls if call.group == name and not call.is_message}
-             for dump in dumps if dump.rank in ranks}  # fmt: skip
+    mine = {dump.rank: dump for dump in dumps if dump.rank in ranks}
+    calls = {rank: {call.number: call for call in dump.calls if call.group == name and not call.is_message}
+             for rank, dump in mine.items()}  # fmt: skip
     without_dump = [rank for rank in ranks if rank not in calls]
     made = [numbers for numbers in calls.values() if numbers]
     # Older ones may have left the ring of one rank or another.
     first, last = max(map(min, made), default=0), max(map(max, made), default=-1)
-    dump_of = {dump.rank: dump for dump in dumps}
-    anybody_waits = any(dump_of[rank].waits(call) for rank, numbers in calls.items() for call in numbers.values())
+    anybody_waits = any(mine[rank].waits(call) for rank, numbers in calls.items() for call in numbers.values())
     alike = 0
     for number in range(first, last + 1):
         here = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
         if len({call.signature for call in here.values()}) > 1:
             return alike, _differ(name, here)
-        # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits there.
-        waited = any(dump_of[rank].waits(call) for rank, call in here.items())
-        absent_here = [rank for rank in calls if rank not in here] if here else []
-        before = [rank for rank in absent_here if dump_of[rank].is_before(here.values())]
-        late = [rank for rank in absent_here if waited or (anybody_waits and rank not in before)]
-        older = [rank for rank in before if rank in late]
+        # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits.
+        began = min((call.created for call in here.values()), default=0)
+        late = [rank for rank in calls if rank not in here] if here and anybody_waits else []
+        older = [rank for rank in late if 0 < mine[rank].time < began]  # they may have called it since
+        if not any(mine[rank].waits(call) for rank, call in here.items()):
+            late, older = [rank for rank in late if rank not in older], []
         undone = [rank for rank, call in here.items() if call.state in _UNDONE]
-        gave_up = min((call.gave_up for call in here.values()), default=math.inf)
-        too_late = [rank for rank, call in here.items() if call.created > gave_up]
+        timed_out = min((call.timed_out for call in here.values()), default=math.inf)
+        too_late = [rank for rank, call in here.items() if call.created > timed_out]
         problem = (
             f"{_ranks(late)} did not arrive" if late
-            else f"{_ranks(too_late)} came after others had given up" if too_late
+            else f"{_ranks(too_late)} came after the timeout of others" if too_late
             else f"{_ranks(without_dump)} left no dump" if undone and without_dump
             else f"all ranks arrived, {_ranks(undone)} did not complete it" if undone
             else None
@@ -207,11 +203,9 @@ def _differ(name: str, here: dict[int, Call]) -> str:
     for kind, _ in kinds.most_common():
         ranks = [rank for rank, call in here.items() if call.signature == kind]
         parts.append(f"{_ranks(ranks)} called {here[ranks[0]]}{here[ranks[0]].where}")
-    differences = [
-        what for what, values in zip(_COMPARED, zip(*kinds, strict=True), strict=True) if len(set(values)) > 1
-    ]
-    if "operation" in differences:  # the rest follows from that
-        differences = ["operation"]
+    pairs = zip(_COMPARED, zip(*kinds, strict=True), strict=True)
+    differences = [what for what, values in pairs if len(set(values)) > 1]
+    differences = differences[:1] if "operation" in differences else differences  # the rest follows from that
     return f"{name}: {' but '.join(parts)}: they differ in {', '.join(differences)}"
 
 
@@ -222,8 +216,7 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
     for rank, calls in mine.items():
         for call in calls:
             ends[call.end(ranks.index(rank))].append(call)
-    dump_of = {dump.rank: dump for dump in dumps}
-    older_lost = {dump.rank for dump in dumps if dump.calls and dump.calls[0].entry["record_id"]}
+    known = {dump.rank: dump for dump in dumps}
     findings = []
     for rank, calls in mine.items():
         undone = next((call for call in calls if call.state in _UNDONE), None)
@@ -236,9 +229,9 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
         other = ""
         if peer not in mine:
             other = f"; rank {peer} left no dump"
-        elif {rank, peer} & older_lost:
+        elif any(known[each].calls and known[each].calls[0].entry["record_id"] for each in (rank, peer)):
             other = f"; what rank {peer} did is not known: older messages have left its record or this one"
-        elif turn >= len(theirs) and dump_of[peer].is_before([undone]):
+        elif turn >= len(theirs) and 0 < known[peer].time < undone.created:
             other = f"; what rank {peer} did is not known: its dump is older"
         elif turn >= len(theirs):
             other = f"; rank {peer} {'sent nothing for it' if kind == 'recv' else 'did not receive it'}"

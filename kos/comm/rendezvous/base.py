@@ -21,9 +21,9 @@ _HEAD = struct.Struct("!IH")  # of a message: the number of the exchange, and th
 class Rendezvous(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
 
-    What a backend may ask of it, by capability and never by type: ``threads`` (the ranks are threads of this
-    process and share this object), ``mpi_comm`` (an MPI communicator over the same ranks) and ``connect``
-    (opens a TCP connection to every other rank: each rank calls those below it and accepts those above it).
+    A backend looks at its capabilities and never at its type: ``threads`` (the ranks are threads of this process and
+    share this object), ``mpi_comm`` (an MPI communicator over the same ranks) and ``connect`` (opens a TCP connection
+    to every other rank: each rank calls those below it and accepts those above it).
 
     A subclass implements ``_exchange`` and ``_free``.  What all kinds have in common is here: every exchange carries
     ``call`` and a number, so that ranks that make different calls all raise CollectiveMismatch; and after the first
@@ -36,10 +36,10 @@ class Rendezvous(ABC):
     job: str = ""  # the same on all ranks, and no other job's
     threads: Any = None
     mpi_comm: Any = None
-    news: Any = None  # what a backend keeps there for the groups split from this one too
+    notices: Any = None  # what a backend shares with the groups split from this one
     connect: Callable[[], dict[int, Any]] | None = None
     device: int | None = None
-    """The GPU that this rank was told to use, by its number in this process."""
+    """The GPU that this rank was given, by its number in this process."""
     _near: dict[int, int | None] | None = None
     call = "exchange"  # what the program called, with its arguments; the same on all ranks
     failure: KosError | None = None  # the first
@@ -62,7 +62,7 @@ class Rendezvous(ABC):
         if self.failure is not None:
             raise again(self.failure)
         if self.ledger.board.last is not None:
-            self.ledger.board.go_on()
+            self.ledger.board.clear_failure()
         self._exchanges += 1
         name = self.call.encode()
         head = _HEAD.pack(self._exchanges, len(name)) + name
@@ -115,12 +115,12 @@ class Rendezvous(ABC):
         self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
 
     def abort(self, code: int | None) -> None:
-        """Leave a group that the others may not leave together with this rank.
+        """Free what the group holds without waiting for the other ranks.
 
-        ``code`` is the exit code of a rank that leaves by an error, None for an error that was dealt with.
+        ``code`` is the exit code of a rank that ends by an error, None for an error that was handled.
         """
         self._free(False, code)
-        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} left the group")
+        self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} aborted the group")
 
     def _free(self, orderly: bool, code: int | None) -> None:  # noqa: B027 -- not every kind holds something
         """Free what the group holds: together with the other ranks if ``orderly``, else without waiting for them."""
@@ -142,9 +142,9 @@ class Rendezvous(ABC):
 
     def _alike(self, color: int | None, key: int) -> list[int]:
         """The ranks of the same color, in the order of a split."""
-        wishes = [json.loads(wish) for wish in self.allgather(json.dumps([color, key]).encode())]
-        ranks = [r for r in range(self.size) if color is not None and wishes[r][0] == color]
-        return sorted(ranks, key=lambda r: (wishes[r][1], r))
+        wanted = [json.loads(each) for each in self.allgather(json.dumps([color, key]).encode())]
+        ranks = [r for r in range(self.size) if color is not None and wanted[r][0] == color]
+        return sorted(ranks, key=lambda r: (wanted[r][1], r))
 
     @property
     def _neighbours(self) -> dict[int, int | None]:

@@ -16,7 +16,7 @@ _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: bool = True) -> Rendezvous:
     """MPI under mpirun; else by the environment where it says which rank this is; else a group of one (of MPI's)."""
     if not mpi_job.under_mpirun():
-        if Place.told():
+        if Place.is_given():
             return EnvRendezvous(timeout)
         if not by_mpi:
             return SingleRendezvous(timeout)
@@ -33,7 +33,7 @@ def launched_place() -> tuple[int, int]:
 
     By the rule of ``default_rendezvous``: a shell of an allocation has a number too, but no ranks beside it.
     """
-    if not mpi_job.under_mpirun() and not Place.told():
+    if not mpi_job.under_mpirun() and not Place.is_given():
         return 0, 1
     for names in mpi_job.RANK_AND_SIZE if mpi_job.under_mpirun() else _RANK_AND_SIZE:
         rank, size = (os.environ.get(name, "") for name in names)

@@ -1,7 +1,7 @@
 """Rendezvous by environment: ranks that torchrun, Slurm's srun or plain shells started.
 
-Each rank is told ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may be told ``LOCAL_RANK``, as
-torch.distributed has it; under srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` stand in for the ranks and
+Each rank has ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may have ``LOCAL_RANK``, as in
+torch.distributed; under srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` stand in for the ranks and
 the size.  Rank 0 listens at MASTER_PORT.  Under torchrun an agent already does: rank 0 takes the first free
 one of the ``AGENT_PORTS`` ports after it, and the others find it there by the handshake.
 
@@ -14,7 +14,6 @@ import contextlib
 import errno
 import json
 import os
-import resource
 import socket
 import struct
 import time
@@ -23,19 +22,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kos.comm.failures import from_record, to_record
+from kos.comm.failures import blaming, from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
-from kos.comm.rendezvous.hub import BYE, DATA, FAILURES, LEFT, LOST, Hub, pair
+from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES, LOST, Hub, pair
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
-from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback, is_ours
+from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
-GRACE_SECONDS = 2.0  # the hub names at the timeout who is missing; if it says nothing, it is the hub that is
-CALL_SECONDS = 2.0  # in which a host that is there answers
-BUSY_SECONDS = 1.0  # a port may be in use for a moment by a connection that the kernel gave it to
+GRACE_SECONDS = 2.0  # after the timeout, in which the hub reports the missing ranks; else it is missing itself
+CALL_SECONDS = 2.0  # in which a live host answers
+BUSY_SECONDS = 1.0  # in which a port that the kernel gave to a connection becomes free
 
 
 class TCPRendezvous(Rendezvous):
@@ -45,16 +44,16 @@ class TCPRendezvous(Rendezvous):
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
-        self._told_local_rank, self._purpose, self._address = local_rank, b"", ""
+        self._given_local_rank, self._purpose, self._address = local_rank, b"", ""
         self._connection: Connection | None = None  # to the hub, while the group is open
-        self._door: socket.socket | None = None  # where ranks that are left call
+        self._door: socket.socket | None = None  # where ranks call to connect and to shrink
         self._doors: list[tuple[str, int]] = []  # of all ranks
         self._hub: Hub | None = None  # on rank 0
         if size == 1:
             self.threads = ThreadGroup(1)
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        answer = self._ask(DATA + message)
+        answer = self._request(DATA + message)
         parts, start = [], 4 * self.size
         for length in struct.unpack_from(f"!{self.size}I", answer):
             parts.append(answer[start : start + length])
@@ -64,15 +63,9 @@ class TCPRendezvous(Rendezvous):
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
         leads = len(ranks) > 1 and ranks[0] == self.rank
-        refusal = _lack_of_files(len(ranks), leads)
-        listener, card = self._listen() if leads and not refusal else (None, "")
-        answers = [json.loads(data) for data in self.allgather(json.dumps([refusal, card]).encode())]
-        for rank, (why, _) in enumerate(answers):
-            if why:  # on every rank, and before anybody waits for one that cannot come
-                if listener is not None:
-                    listener.close()
-                raise RendezvousError(f"rendezvous: rank {rank}: {why}")
-        return self._child(ranks, answers[ranks[0]][1], listener) if ranks else None
+        listener, card = self._listen() if leads else (None, "")
+        cards = self.allgather(card.encode())
+        return self._child(ranks, cards[ranks[0]].decode(), listener) if ranks else None
 
     def connect(self) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
@@ -108,11 +101,11 @@ class TCPRendezvous(Rendezvous):
             raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
 
     def shrink(self) -> TCPRendezvous:
-        """The group of the ranks that still listen at their doors; the lowest of them brings them together."""
+        """The group of the ranks that still listen; the lowest of them makes the hub."""
         deadline, purpose = time.monotonic() + self.timeout, b"shrink " + self._purpose
         try:
             for leader in filter(self._listens, range(self.rank)):
-                with contextlib.suppress(ConnectionError):  # it has gone meanwhile
+                with contextlib.suppress(ConnectionError):  # the rank has ended meanwhile
                     return self._follow(leader, purpose, deadline + GRACE_SECONDS)
             return self._lead(purpose, deadline)
         finally:
@@ -140,7 +133,7 @@ class TCPRendezvous(Rendezvous):
         problem = f"shrink: ranks {missing} did not come within {self.timeout:g} s" if missing else ""
         for connection in others.values():
             connection.post(json.dumps(problem or [ranks, card]).encode())
-            with contextlib.suppress(OSError):  # it has gone meanwhile: the group that meets will miss it
+            with contextlib.suppress(OSError):  # the rank has ended meanwhile: the new group will name it
                 drive(connection.flush(), connection.sock, deadline + GRACE_SECONDS)
         if problem:
             listener.close()
@@ -148,7 +141,7 @@ class TCPRendezvous(Rendezvous):
         return self._child(ranks, card, listener)
 
     def _listens(self, rank: int) -> bool:
-        """Whether that rank is there: the system of one that is gone refuses its callers."""
+        """Whether that rank is alive: the system of one that has ended refuses its callers."""
         host, port = self._doors[rank]
         try:
             socket.create_connection((host or self.network.hub, port), CALL_SECONDS).close()
@@ -158,22 +151,30 @@ class TCPRendezvous(Rendezvous):
 
     def _listen(self) -> tuple[socket.socket, str]:
         """For the hub of another group; and what its ranks must know to find it."""
-        listener = self.network.listen()
+        try:
+            listener = self.network.listen()
+        except OSError as error:
+            raise RendezvousError(f"rendezvous: rank {self.rank} cannot listen: {error}") from error
         card = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
         return listener, json.dumps(card)
 
     def _child(self, ranks: list[int], card: str, listener: socket.socket | None) -> TCPRendezvous:
         """The group of these ranks of this one, around the hub of that card."""
         rank, size = ranks.index(self.rank), len(ranks)
-        child = TCPRendezvous(rank, size, self.timeout, self.network, self._told_local_rank)
+        child = TCPRendezvous(rank, size, self.timeout, self.network, self._given_local_rank)
         child._ledger = self.ledger.of(ranks, rank)
         if size > 1:
             host, port, purpose = json.loads(card)
-            child._meet(host, [port], purpose.encode(), listener)
+            try:
+                child._join(host, [port], purpose.encode(), listener)
+            except OSError as error:
+                me = self.ledger.world[self.rank]
+                unable = RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}")
+                raise blaming(unable, [me]) from error
         return child
 
-    def _meet(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
-        """Come together around the hub, which is this rank's if it has the listener."""
+    def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
+        """Connect to the hub, which is this rank's if it has the listener."""
         self._purpose = purpose
         if listener is not None:
             port = listener.getsockname()[1]
@@ -224,14 +225,14 @@ class TCPRendezvous(Rendezvous):
             return
         last = None if orderly else self.ledger.board.last
         cause = None if last is None else to_record(last)
-        why = "it closed the group" if code is None else "it left by an exception"
-        _say(connection, BYE if code is None and cause is None else LEFT + json.dumps([why, cause]).encode())
+        why = "it closed the group" if code is None else "it aborted the group"
+        _send(connection, CLOSE if code is None and cause is None else ABORT + json.dumps([why, cause]).encode())
+        connection.close()
         if self.rank == 0:
             self._stop_hub()
-        connection.close()
 
-    def _ask(self, message: bytes) -> bytes:
-        """What the hub answers to all once everybody has said something."""
+    def _request(self, message: bytes) -> bytes:
+        """What the hub answers once all ranks have sent a message."""
         assert self._connection is not None
         if self._hub is not None:
             self._hub.timeout = self.timeout  # which may have been set
@@ -239,7 +240,7 @@ class TCPRendezvous(Rendezvous):
         connection.post(message)
         with self.waiting():
             try:
-                with contextlib.suppress(ConnectionError):  # the hub may have said why before it hung up
+                with contextlib.suppress(ConnectionError):  # the hub may have reported a failure before it closed
                     drive(connection.flush(), connection.sock, deadline)
                 answer = drive(connection.receive(), connection.sock, deadline)
             except TimeoutError as error:
@@ -253,7 +254,7 @@ class TCPRendezvous(Rendezvous):
             return answer
 
     def _failure_of(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None) -> KosError:
-        """The failure that the hub told of."""
+        """The failure that the hub reports."""
         if kind == LOST:
             return self.ledger.lost(ranks[0], why, "rendezvous", None if cause is None else from_record(cause))
         if not ranks:
@@ -264,8 +265,8 @@ class TCPRendezvous(Rendezvous):
 
     @property
     def local_rank(self) -> int:
-        counted = super().local_rank  # collective, so also where it was told
-        return counted if self._told_local_rank is None else self._told_local_rank
+        counted = super().local_rank  # collective, so also where the launcher gives it
+        return counted if self._given_local_rank is None else self._given_local_rank
 
 
 class EnvRendezvous(TCPRendezvous):
@@ -285,8 +286,8 @@ class EnvRendezvous(TCPRendezvous):
         super().__init__(place.rank, place.size, timeout, network, place.local_rank)
         if self.size > 1:
             self._address = f"MASTER_ADDR={place.host}"
-            network.secret = load_secret(environ, one_host=self.rank == 0 or is_ours(place.host))
-            self._meet("", place.ports, place.purpose, None if self.rank else _listen(network, place.ports))
+            network.secret = load_secret(environ)
+            self._join("", place.ports, place.purpose, None if self.rank else _listen(network, place.ports))
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
         connection = super()._call_hub(host, ports, purpose)
@@ -305,10 +306,10 @@ class Place:
     local_rank: int | None
     host: str
     ports: Sequence[int]  # one, or those among which rank 0 chooses
-    purpose: bytes  # tells jobs apart that share a secret
+    purpose: bytes  # different in each job that shares a secret
 
     @staticmethod
-    def told(environ: Mapping[str, str] = os.environ) -> bool:
+    def is_given(environ: Mapping[str, str] = os.environ) -> bool:
         """Whether the environment says, or begins to say, which rank this process is.
 
         A shell of a Slurm allocation has a number too, but no ranks beside it: only a step of srun has those.
@@ -354,7 +355,7 @@ def _number(environ: Mapping[str, str], name: str, low: int, high: int) -> int:
 
 def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
     """A listener at the first port that is free."""
-    give_up = time.monotonic() + BUSY_SECONDS
+    deadline = time.monotonic() + BUSY_SECONDS
     while True:
         for port in ports:
             try:
@@ -363,7 +364,7 @@ def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
                 problem = error
                 if error.errno != errno.EADDRINUSE:
                     raise RendezvousError(f"MASTER_PORT: rank 0 cannot listen at {port}: {error}") from error
-        if time.monotonic() >= give_up:
+        if time.monotonic() >= deadline:
             tried = f"port {ports[0]}" if len(ports) == 1 else f"ports {ports[0]} to {ports[-1]}"
             raise RendezvousError(
                 f"MASTER_PORT: expected {tried} to be free for rank 0, got one in use "
@@ -372,31 +373,17 @@ def _listen(network: Network, ports: Sequence[int]) -> socket.socket:
         time.sleep(0.05)
 
 
-def _lack_of_files(size: int, leads: bool) -> str:
-    """Why this process cannot open what a group of that many ranks takes: a connection to each (two for its hub, which
-    ``leads``) and memory.  Counted, not tried: other threads open files meanwhile."""
-    count = (2 if leads else 1) * size + 8 if size > 1 else 0
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        free = limit - len(os.listdir("/proc/self/fd"))
-    except OSError as error:
-        free = 0 if error.errno == errno.EMFILE else count
-    if free >= count or limit == resource.RLIM_INFINITY:
-        return ""
-    wanted = f"expected to open {count} more files for a group of {size}"
-    return f"{wanted}, got {free} (its limit is {limit}, see ulimit -n)"
-
-
-def _say(connection: Connection, last_word: bytes) -> None:
-    connection.post(last_word)
-    with contextlib.suppress(OSError):  # the hub went first
+def _send(connection: Connection, message: bytes) -> None:
+    connection.post(message)
+    with contextlib.suppress(OSError):  # the other side closed it first
         drive(connection.flush(), connection.sock, time.monotonic() + GRACE_SECONDS)
 
 
-def _stop(connection: Connection, hub: Hub, rank: int) -> None:
-    """Rank 0 leaves: the hub ends once the others have what they wait for."""
-    if os.getpid() != rank:
+def _stop(connection: Connection, hub: Hub, process: int) -> None:
+    """Rank 0 closes the group: the hub ends once the others have received what was sent to them."""
+    if os.getpid() != process:
         return  # a process forked from rank 0 ends, not rank 0
     if connection.sock.fileno() >= 0:
-        _say(connection, BYE)
-    hub.join()
+        _send(connection, CLOSE)
+        connection.close()
+    hub.join(CLOSE_SECONDS)

@@ -1,34 +1,42 @@
-"""The hub of a group: a thread beside its rank 0 that collects every rank's bytes and hands them to all.
+"""The hub of a group: a thread beside its rank 0 that collects every rank's bytes and sends them to all.
 
 A star: each rank has one connection, to the hub (rank 0's is a socket pair).  The hub is a thread so that it
-knows at any time who came and who is gone, whatever rank 0 is doing: it names the ranks that are missing.
+knows at any time which ranks came and which are gone, whatever rank 0 is doing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import selectors
+import select
 import socket
 import struct
 import threading
 import time
 from typing import Any
 
-from kos.comm.rendezvous.wire import MAX_MESSAGE, Connection, Door, Waiting
+from kos.comm.rendezvous.wire import MAX_MESSAGE, Connection, Door, drive
 from kos.errors import RendezvousError
 
-# What ranks say, and what the hub answers: the first byte of each message.
-DATA, BYE, LEFT = b"D", b"B", b"L"
+# What ranks send, and what the hub answers: the first byte of each message.
+DATA, CLOSE, ABORT = b"D", b"B", b"L"
 RESULT, LOST, FAILED = b"R", b"G", b"F"
 
 FAILURES = (LOST, FAILED)
 
-FAREWELL_SECONDS = 2.0  # what rank 0 gives the others to take their last answers
+CLOSE_SECONDS = 2.0  # in which ranks receive what was sent to them before rank 0 ends
+_LOOK_SECONDS = 0.1  # between two looks at ranks that have not closed yet
+
+
+class _Failure(Exception):
+    """The group has failed: a message for all ranks."""
+
+    def __init__(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> None:
+        self.message = kind + json.dumps([ranks, why, cause]).encode()  # the cause as a record of failures.py
 
 
 class Hub(threading.Thread):
-    """Serves one group.  It ends when rank 0 has left and what others wait for is sent.
+    """Serves one group until its rank 0 closes it.
 
     ``own`` is the hub's end of rank 0's connection; other ranks call at ``listener``, with ``key``.
     """
@@ -38,188 +46,134 @@ class Hub(threading.Thread):
     ) -> None:
         super().__init__(name="kos rendezvous", daemon=True)
         self._size, self.timeout, self._where = size, timeout, where
-        self._selector = selectors.DefaultSelector()
-        self._members: dict[int, Connection] = {}
+        self._members = {0: own}
+        self._closed: set[int] = set()
         self._refused: list[Connection] = []
-        self._left: dict[int, str] = {}  # rank -> why
-        self._slots: dict[int, bytes] = {}  # what came for the exchange in progress
-        self._began: float | None = None  # when the first of them came
-        self._failure: bytes | None = None
-        self._closing: float | None = None
-        self._door = Door(listener, key, self._selector, self._admit)
-        self._admit(0, size, own)
+        self._door = Door(listener, key)
 
     def run(self) -> None:
         try:
-            while not self._done():
-                for key, _ in self._selector.select(self._patience()):
-                    key.data()
-                self._door.expire()
-                self._look_at_clock()
+            self._admit_all()
+            self._door.close()
+            while self._exchange():
+                pass
+        except _Failure as failure:
+            self._report(failure.message)
         finally:
             self._door.close()
             for connection in [*self._members.values(), *self._refused]:
                 connection.close()
-            self._selector.close()
 
-    def _done(self) -> bool:
-        if self._closing is None:
-            return False
-        if time.monotonic() >= self._closing or not self._members:
-            return True
-        # After a failure the others hang up themselves, once they have read of it.
-        return self._failure is None and not any(c.waiting for c in self._members.values())
+    def _remaining(self, began: float, present: int) -> float:
+        """Seconds left for the others once ``present`` ranks have come; rank 0 may change the timeout meanwhile."""
+        return began + self.timeout - time.monotonic()
 
-    def _patience(self) -> float:
-        """Seconds until the clock must be looked at; strangers are dismissed about once a second."""
-        deadlines = [t for t in (self._deadline(), self._closing) if t is not None]
-        return max(0.0, min([t - time.monotonic() for t in deadlines] + [1.0]))
+    def _patience(self, began: float, present: list[int] | dict[int, Any]) -> float:
+        """Seconds to wait now.  Raises _Failure at the timeout."""
+        remaining = self._remaining(began, len(present))
+        if remaining <= 0:
+            missing = [rank for rank in range(self._size) if rank not in present]
+            why = f"did not come within {self.timeout:g} s (rank 0 listens at {self._where})"
+            raise _Failure(FAILED, missing, why)
+        return min(remaining, 1.0)
 
-    def _deadline(self) -> float | None:
-        """Of the exchange in progress; rank 0 may have set the timeout since another rank began it."""
-        return None if self._began is None else self._began + self.timeout
+    def _admit_all(self) -> None:
+        began = time.monotonic()
+        while len(self._members) < self._size:
+            caller = self._door.admit(self._patience(began, self._members))
+            if caller is None:
+                continue
+            rank, size, connection = caller
+            problem = ""
+            if size != self._size:
+                problem = f"rank {rank} came with a world size of {size}, expected {self._size} as on rank 0"
+            elif rank >= self._size:
+                problem = f"expected ranks 0 to {self._size - 1}, got rank {rank}"
+            elif rank in self._members:
+                problem = f"rank {rank} came twice: expected one process of each rank"
+            if problem:  # all ranks raise it, the caller too
+                self._refused.append(connection)
+                raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
+            self._members[rank] = connection
 
-    def _look_at_clock(self) -> None:
-        deadline = self._deadline()
-        if deadline is not None and time.monotonic() >= deadline:
-            missing = [rank for rank in range(self._size) if rank not in self._slots]
-            strangers = self._door.strangers
-            refused = f"; callers that did not know the secret: {strangers}" if strangers else ""
-            why = f"did not come within {self.timeout:g} s (rank 0 listens at {self._where}{refused})"
-            self._fail(FAILED, missing, why)
-
-    def _admit(self, rank: int, size: int, connection: Connection) -> None:
-        """A process that knows the secret says which rank it is."""
-        problem = ""
-        if size != self._size:
-            problem = f"rank {rank} came with a world size of {size}, expected {self._size} as on rank 0"
-        elif rank >= self._size:
-            problem = f"expected ranks 0 to {self._size - 1}, got rank {rank}"
-        elif rank in self._members or rank in self._left:
-            problem = f"rank {rank} came twice: expected one process of each rank"
-        if problem:
-            # The job was started wrongly: everybody hears it, the newcomer too.
-            problem = f"rendezvous: {problem} (rank 0 listens at {self._where})"
-            connection.post(_failure(FAILED, [], problem))
-            with contextlib.suppress(OSError):
-                next(connection.flush(), None)
-            # Not closed yet: what it said and nobody read would make TCP throw our last word away.
-            self._refused.append(connection)
-            self._fail(FAILED, [], problem)
-            return
-        self._members[rank] = connection
-        listening = self._listen_to(rank, connection)
-        self._selector.register(
-            connection.sock, selectors.EVENT_READ, lambda: self._advance(rank, connection, listening)
-        )
-        if self._failure is not None:
-            self._send(rank, self._failure)
-        if len(self._members) + len(self._left) == self._size:
-            self._door.close()
-        self._advance(rank, connection, listening)
-
-    def _advance(self, rank: int, connection: Connection, listening: Waiting[None]) -> None:
-        """Go on with one rank, which has something to say or room to listen."""
-        if self._members.get(rank) is not connection:
-            return  # dismissed by an earlier event of the same round
-        self._flush(rank)
-        if rank not in self._members:
-            return
-        try:
-            next(listening)
-        except StopIteration:
-            self._dismiss(rank)
-        except OSError:
-            self._leave(rank, "its connection was closed")
-        except RendezvousError as error:
-            self._leave(rank, str(error))
-
-    def _listen_to(self, rank: int, connection: Connection) -> Waiting[None]:
-        """All that one rank says, until it says goodbye."""
-        while True:
-            message = yield from connection.receive()
-            kind = message[:1]
-            if kind == DATA:
-                self._collect(rank, message[1:])
-            elif kind == BYE:
-                self._left[rank] = "it closed the group"
-                self._check_open_exchange()
-                return
-            elif kind == LEFT:
-                self._leave(rank, *json.loads(message[1:]))
-                return
-            else:
-                raise RendezvousError(f"expected a message of the rendezvous, got one of kind {kind!r}")
-
-    def _collect(self, rank: int, data: bytes) -> None:
-        if self._failure is not None:
-            return  # told already
-        if not self._slots:
-            self._began = time.monotonic()
-        self._slots[rank] = data
-        if len(self._slots) < self._size:
-            self._check_open_exchange()
-            return
-        slots = [self._slots[r] for r in range(self._size)]
-        self._slots, self._began = {}, None
-        total = sum(map(len, slots))
+    def _exchange(self) -> bool:
+        """Collect a message of each rank, and send all of them to all; False once rank 0 has closed the group."""
+        slots: dict[int, bytes] = {}
+        began = 0.0  # when the first came
+        while len(slots) < self._size:
+            seconds = self._patience(began, slots) if slots else 1.0
+            for rank in self._ready(seconds):
+                self._receive(rank, slots)
+                began = began or (time.monotonic() if slots else 0.0)
+            gone = self._closed - slots.keys()
+            if slots and gone:
+                raise _Failure(LOST, [min(gone)], "it closed the group")
+            if 0 in gone:
+                return False
+        total = sum(map(len, slots.values()))
         if 1 + 4 * self._size + total > MAX_MESSAGE:
-            self._fail(FAILED, [], f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}")
-            return
-        lengths = struct.pack(f"!{self._size}I", *map(len, slots))
-        self._tell_all(RESULT + lengths + b"".join(slots))
+            why = f"allgather: expected less than {MAX_MESSAGE} bytes in all, got {total}"
+            raise _Failure(FAILED, [], why)
+        parts = [slots[rank] for rank in range(self._size)]
+        answer = RESULT + struct.pack(f"!{self._size}I", *map(len, parts)) + b"".join(parts)
+        for rank in reversed(range(self._size)):  # rank 0 last: its process may end once it has the answer
+            connection = self._members.get(rank)
+            if connection is None:
+                continue  # it closed the group without waiting for the answer
+            connection.post(answer)
+            try:
+                drive(connection.flush(), connection.sock, time.monotonic() + self.timeout)
+            except OSError:
+                raise _Failure(LOST, [rank], "its connection was closed") from None
+        return True
 
-    def _check_open_exchange(self) -> None:
-        """An exchange that waits for a rank that closed the group waits in vain."""
-        gone = [rank for rank in self._left if rank not in self._slots]
-        if self._slots and gone:
-            self._fail(LOST, gone[:1], self._left[gone[0]])
+    def _ready(self, seconds: float) -> list[int]:
+        """The ranks from which there is something to read, within ``seconds``."""
+        poll, ranks = select.poll(), {}
+        for rank, connection in self._members.items():
+            poll.register(connection.sock, select.POLLIN)
+            ranks[connection.sock.fileno()] = rank
+        return [ranks[descriptor] for descriptor, _ in poll.poll(seconds * 1000)]
 
-    def _leave(self, rank: int, why: str, cause: list[Any] | None = None) -> None:
-        """A rank is gone without a goodbye: the group has failed."""
-        self._dismiss(rank)
-        self._left[rank] = why
-        self._fail(LOST, [rank], why, cause)
-
-    def _fail(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> None:
-        """Tell all ranks, those that come later too; the first failure stays.  ``cause`` is a record of failures.py."""
-        if self._failure is None:
-            self._failure, self._slots, self._began = _failure(kind, ranks, why, cause), {}, None
-            self._tell_all(self._failure)
-
-    def _tell_all(self, message: bytes) -> None:
-        # Rank 0 last: it may end the process once it has its answer.
-        for rank in sorted(self._members, reverse=True):
-            if rank in self._members:  # sending to one may end another
-                self._send(rank, message)
-
-    def _send(self, rank: int, message: bytes) -> None:
-        self._members[rank].post(message)
-        self._flush(rank)
-
-    def _flush(self, rank: int) -> None:
+    def _receive(self, rank: int, slots: dict[int, bytes]) -> None:
         connection = self._members[rank]
         try:
-            waits = next(connection.flush(), None) is not None
+            message = drive(connection.receive(), connection.sock, time.monotonic() + self.timeout)
         except OSError:
-            self._leave(rank, "its connection was closed")
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if waits else 0)
-        key = self._selector.get_key(connection.sock)
-        if key.events != events:
-            self._selector.modify(connection.sock, events, key.data)
+            raise _Failure(LOST, [rank], "its connection was closed") from None
+        except RendezvousError as error:
+            raise _Failure(LOST, [rank], str(error)) from None
+        kind = message[:1]
+        if kind == DATA:
+            slots[rank] = message[1:]
+        elif kind == CLOSE:
+            self._closed.add(rank)
+            self._members.pop(rank).close()
+        elif kind == ABORT:
+            raise _Failure(LOST, [rank], *json.loads(message[1:]))
+        else:
+            why = f"expected a message of the rendezvous, got one of kind {kind!r}"
+            raise _Failure(LOST, [rank], why)
 
-    def _dismiss(self, rank: int) -> None:
-        connection = self._members.pop(rank, None)
-        if connection is not None:
-            self._selector.unregister(connection.sock)
-            connection.close()
-        if rank == 0 and self._closing is None:
-            self._closing = time.monotonic() + FAREWELL_SECONDS
+    def _report(self, failure: bytes) -> None:
+        """Send the failure to all ranks, those that come late too, and return when they have closed.
 
-
-def _failure(kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> bytes:
-    return kind + json.dumps([ranks, why, cause]).encode()
+        TCP may discard what it has not delivered when a connection is closed with something unread.
+        """
+        waiting: list[Connection] = []
+        new, own = [*self._members.values(), *self._refused], self._members.get(0)
+        deadline = float("inf")
+        while (new or waiting) and time.monotonic() < deadline:
+            for connection in new:
+                connection.post(failure)
+                with contextlib.suppress(OSError):
+                    next(connection.flush(), None)
+            waiting = [connection for connection in waiting + new if not connection.drain()]
+            if own not in waiting:
+                deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)
+            caller = self._door.admit(_LOOK_SECONDS) if waiting else None
+            new = [] if caller is None else [caller[2]]
+            self._refused += new
 
 
 def pair() -> tuple[Connection, Connection]:

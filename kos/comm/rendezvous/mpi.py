@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +15,7 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 
 T = TypeVar("T")
+_REPORT_SECONDS = 2.0  # in which MPI reports a rank that has ended
 
 
 class MPIRendezvous(Rendezvous):
@@ -41,6 +44,10 @@ class MPIRendezvous(Rendezvous):
             if self._is_job:
                 mpi_job.starting = self.mpi_comm, request
             raise
+        self._roll: Any = None  # where survivors report that they shrink the group
+        if mpi_job.fault_tolerant():
+            self._roll, request = self.mpi_comm.Idup()
+            self._wait(request, "start", self.mpi_comm)
 
     def _exchange(self, message: bytes) -> list[bytes]:
         sizes = np.empty(self.size, np.int64)
@@ -60,7 +67,7 @@ class MPIRendezvous(Rendezvous):
             return None
         part = parts[0]
         child = MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
-        child.news = self.news
+        child.notices = self.notices
         part.Free()
         return child
 
@@ -71,23 +78,40 @@ class MPIRendezvous(Rendezvous):
     def shrink(self) -> Rendezvous:
         self.check_shrink()
         self.mpi_comm.Revoke()
-        part = mpi_job.shrink(self.mpi_comm, self.timeout, self._unreported)
+        self._call_roll()
+        part = mpi_job.shrink(self.mpi_comm, self.timeout)
         if part is None:
-            if (gone := self._unreported()) is not None:
-                why = "its process exited with an error code, which Open MPI does not report to the others"
-                raise self.ledger.lost(gone, why, "shrink", None, 0.0)
             came = f"not all ranks that are left came within {self.timeout:g} s"
             raise RendezvousError(f"shrink: {came}{mpi_job.last_loss()}")
         return MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
 
-    def _unreported(self) -> int | None:
-        """A rank that is gone and that MPI takes for alive, or None: MPI_Comm_shrink waits for it for ever.
+    def _call_roll(self) -> None:
+        """Return when all ranks that live have called ``shrink``.
 
-        Open MPI 5.0.11 reports a rank that a signal killed or that exits with 0, and no other.
+        MPI_Comm_shrink would wait for them without a limit, and spin.  Nor does Open MPI 5.0.11 report to the others a
+        rank that exits with another code than 0.
         """
-        board, world = self.ledger.board, self.ledger.world
-        gone = {rank for rank in range(self.size) if board.ended(world[rank])}
-        return min(gone - set(mpi_job.failed_ranks(self.mpi_comm)), default=None)
+        nothing, board, world = np.empty(0, np.uint8), self.ledger.board, self.ledger.world
+        awaited: dict[int, Any] = {}
+        for rank in set(range(self.size)) - {self.rank}:
+            with contextlib.suppress(self._MPI.Exception):  # the rank is known to be gone
+                mpi_job.keep_unfinished(self._roll.Isend(nothing, rank))
+                awaited[rank] = self._roll.Irecv(nothing, rank)
+        backoff, began, unreported_at = mpi_job.Backoff(), time.monotonic(), None
+        with self.waiting():
+            while awaited := {rank: request for rank, request in awaited.items() if not mpi_job.is_over(request)}:
+                now, failed = time.monotonic(), mpi_job.failed_ranks(self._roll)
+                awaited = {rank: request for rank, request in awaited.items() if rank not in failed}
+                unreported = [rank for rank in awaited if board.ended(world[rank])]
+                unreported_at = (unreported_at or now) if unreported else None
+                if unreported_at is not None and now - unreported_at > _REPORT_SECONDS:
+                    why = "its process exited with an error code, which Open MPI does not report to the others"
+                    raise self.ledger.lost(unreported[0], why, "shrink", None, 0.0)
+                if now - began > self.timeout:
+                    missing = sorted(awaited)
+                    absent = f"{self.ledger.names(missing)} did not come within {self.timeout:g} s"
+                    raise self.ledger.overdue(missing, "shrink", None, absent, RendezvousError)
+                backoff.pause()
 
     def _ledger_of(self, part: Any) -> Ledger:
         """The ledger of a group of some of these ranks."""
@@ -95,11 +119,13 @@ class MPIRendezvous(Rendezvous):
         return self.ledger.of(ranks, part.rank)
 
     def _free(self, orderly: bool, code: int | None) -> None:
-        comm, self.mpi_comm = self.mpi_comm, None
-        if orderly and comm is not None and not self._MPI.Is_finalized():
-            comm.Free()  # collective: not where ranks may be gone
+        comms, self.mpi_comm, self._roll = (self.mpi_comm, self._roll), None, None
+        if orderly and not self._MPI.Is_finalized():
+            for comm in comms:
+                if comm is not None:
+                    comm.Free()  # collective: not where ranks may be gone
         if self._is_job and code is not None:
-            mpi_job.abandon(code)
+            mpi_job.record_abort(code)
 
     def _wait(self, request: Any, what: str, comm: Any) -> None:
         wait_for_all(self, what, comm, lambda: mpi_job.wait_request(request, self.timeout))

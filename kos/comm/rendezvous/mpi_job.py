@@ -1,8 +1,8 @@
 """The life of one process of an MPI job: finding mpirun, starting mpi4py, and ending the job as one.
 
 An MPI job in which one rank dies of a Python exception hangs: the others wait for it.  After
-``guard_job`` an uncaught exception on any rank, in any thread, ends all ranks at once, and a rank that
-left its communicator by an exception and exits takes the job with it if the others do not exit too.
+``guard_job`` an uncaught exception on any rank, in any thread, ends all ranks at once.  A rank that aborted its
+communicator and exits ends the job too, unless the other ranks exit within a moment.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ _LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "MPI_LOC
 RANK_AND_SIZE = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
-    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx tells the rank alone
+    ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _TURN_SECONDS = 0.2  # how much later than the rank before a rank shows the frames of an exception
-_LOOK_SECONDS, _HOPELESS_SECONDS = 0.05, 2.0  # while a call waits that may never return
-_EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before an abandoned job is aborted
+_EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before a rank aborts the job
 
-_unfinished: list[Any] = []  # requests given up on: MPI may still write to the memory that they hold
-_abandoned: int | None = None  # exit code of a rank that left its communicator by an exception
+_unfinished: list[Any] = []  # cancelled requests: MPI may still write to the memory that they hold
+_abort_code: int | None = None  # exit code of a rank that aborted its communicator
 starting: tuple[Any, Any] | None = None  # the job's communicator that not all ranks came to make, and its request
 _loss = ""  # of a rank without which the job goes on
 _guarded = 0  # the process that ``guard_job`` guards: one that it forks is no rank, whatever hooks it inherits
@@ -99,7 +98,7 @@ def _check_world(MPI: Any) -> None:
 
 
 class Backoff:
-    """How a polling loop waits where nothing tells it what happened: spins, then yields the core, then sleeps.
+    """How a polling loop waits that gets no events: spins, then yields the core, then sleeps.
 
     Ranks often outnumber cores, so a rank that waits must let the one it waits for run: at once where it is
     ``crowded``.  It is an ``Idle``.
@@ -143,13 +142,8 @@ def wait_request(request: Any, timeout: float | None) -> bool:
     return True
 
 
-def in_thread(
-    call: Callable[[], Any], timeout: float | None, hopeless: Callable[[], object] = lambda: None
-) -> list[Any]:
-    """A list of what a call of MPI that waits without a limit returned; empty if ``timeout`` seconds pass first.
-
-    Also where ``hopeless`` returned something but None for ``_HOPELESS_SECONDS``.
-    """
+def in_thread(call: Callable[[], Any], timeout: float | None) -> list[Any]:
+    """A list of what a call of MPI that waits without a limit returned; empty if ``timeout`` seconds pass first."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -160,26 +154,21 @@ def in_thread(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    began = hoped = time.monotonic()
-    while thread.is_alive() and (timeout is None or time.monotonic() - began < timeout):
-        thread.join(_LOOK_SECONDS if timeout is None else min(_LOOK_SECONDS, timeout))
-        hoped = time.monotonic() if hopeless() is None else hoped
-        if time.monotonic() - hoped > _HOPELESS_SECONDS:
-            break
+    thread.join(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
     if outcome and isinstance(outcome[0], BaseException):
         raise outcome[0]
     return outcome
 
 
-def shrink(comm: Any, timeout: float | None, hopeless: Callable[[], object] = lambda: None) -> Any:
+def shrink(comm: Any, timeout: float | None) -> Any:
     """The MPI communicator of the ranks of ``comm`` that live; None if they do not all come in time.
 
     In a thread, for MPI_Comm_shrink waits without a limit.  Open MPI 5.0.11 has no better way: its
     MPI_Comm_ishrink fails, and after an MPI_Comm_iagree on COMM_WORLD MPI_Finalize may not return.
     """
-    survivors = in_thread(comm.Shrink, timeout, hopeless)
+    survivors = in_thread(comm.Shrink, timeout)
     if survivors and survivors[0].size < comm.size:
-        see_loss(_loss or "a rank")
+        record_loss(_loss or "a rank")
     return survivors[0] if survivors else None
 
 
@@ -191,9 +180,9 @@ def failed_ranks(comm: Any) -> list[int]:
     return list(failed.Translate_ranks(range(failed.size), comm.Get_group()))
 
 
-def see_loss(what: str) -> None:
-    """A rank was lost.  If the job goes on, this process will exit without MPI_Finalize, which in Open MPI 5.0.11
-    now and then waits for the dead, and without meeting the others: nobody hears of a rank whose exit code is not 0.
+def record_loss(what: str) -> None:
+    """A rank was lost.  If the job goes on, this process will neither call MPI_Finalize, which in Open MPI 5.0.11
+    now and then waits for dead ranks, nor wait for the others: Open MPI reports no rank whose exit code is not 0.
     """
     global _loss
     _loss = what if fault_tolerant() else ""
@@ -205,7 +194,7 @@ def last_loss() -> str:
 
 
 def keep_unfinished(request: Any) -> None:
-    """Keep a request that nobody waits for any more, and with it the memory that MPI may still touch."""
+    """Keep a request that is cancelled, and with it the memory that MPI may still use."""
     _unfinished[:] = [kept for kept in _unfinished if not is_over(kept)]
     _unfinished.append(request)
 
@@ -246,7 +235,7 @@ def guard_job() -> None:
             _end_by(args.exc_value, None if previous_thread is threading.__excepthook__ else usual, usual)
 
     sys.excepthook, threading.excepthook = hook, thread_hook
-    atexit.register(_leave_job)
+    atexit.register(_exit_job)
 
 
 def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Callable[[], object]) -> None:
@@ -277,10 +266,10 @@ def _die_with_launcher() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def abandon(code: int) -> None:
-    """Remember that this rank left its communicator by an exception and means to exit with ``code``."""
-    global _abandoned
-    _abandoned = code or 1
+def record_abort(code: int) -> None:
+    """This rank aborted its communicator because of an exception and will exit with ``code``."""
+    global _abort_code
+    _abort_code = code or 1
 
 
 def _end_job(code: int) -> None:
@@ -291,19 +280,19 @@ def _end_job(code: int) -> None:
         if stream is not None:
             stream.flush()
     if "OMPI_COMM_WORLD_SIZE" in os.environ and not fault_tolerant():
-        os._exit(code)  # mpirun ends the other ranks, with less to say than about MPI_Abort
+        os._exit(code)  # mpirun ends the other ranks, with less output than for MPI_Abort
     MPI.COMM_WORLD.Abort(code)
 
 
-def _leave_job() -> None:
-    """At exit all ranks meet once more: MPI_Finalize would wait for ever for a rank that is not coming."""
+def _exit_job() -> None:
+    """Wait for all ranks at exit: MPI_Finalize would wait for ever for a rank that does not come."""
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
-    if _loss and _abandoned is None:
+    if _loss and _abort_code is None:
         return
     goes_on = fault_tolerant()
-    grace = _EXIT_GRACE if goes_on or starting or _abandoned is not None else None
+    grace = _EXIT_GRACE if goes_on or starting or _abort_code is not None else None
     together = False
     with contextlib.suppress(MPI.Exception):  # a late rank may make other calls
         if goes_on:
@@ -312,10 +301,10 @@ def _leave_job() -> None:
             together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
     if together:
         return
-    if goes_on and _abandoned is None:
-        see_loss("this rank")  # others that shrink wait until its process has ended
+    if goes_on and _abort_code is None:
+        record_loss("this rank")  # others that shrink wait until its process has ended
     else:
-        left = "exits" if _abandoned is None else "left its communicator by an exception"
+        left = "exits" if _abort_code is None else "left its communicator by an exception"
         world = MPI.COMM_WORLD
         log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, left)
-        _end_job(_abandoned or 1)
+        _end_job(_abort_code or 1)

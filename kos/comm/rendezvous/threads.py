@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
-from kos.comm.failures import again
+from kos.comm.failures import Board, Ledger, again, now
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import KosError, RankLost, RendezvousError
+from kos.errors import KosError, RendezvousError
 
 T = TypeVar("T")
 Waits = list[tuple[str, list[int]]]
@@ -17,7 +17,7 @@ Waits = list[tuple[str, list[int]]]
 
 
 class ThreadWorld:
-    """What all threads of one ``spawn`` share: one lock, a wake-up call per rank, and who is gone."""
+    """What all threads of one ``spawn`` share: one lock, a wake-up call per rank, the ranks that are gone and why."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
         self.lock = threading.RLock()
@@ -26,6 +26,14 @@ class ThreadWorld:
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
         self.events = [0] * size  # counts wake-ups, so that none is missed between a look and a wait
         self.departed: dict[int, str] = {}  # world rank -> why
+        self.failures: dict[int, tuple[KosError, float]] = {}  # world rank -> its last failure, and when
+        self.waits: dict[int, tuple[int, ...]] = {}  # world rank -> the ranks that it waits for
+        self._boards: dict[int, ThreadBoard] = {}
+
+    def board(self, rank: int) -> ThreadBoard:
+        """The board of one rank, which all its groups share."""
+        with self.lock:
+            return self._boards.setdefault(rank, ThreadBoard(self, rank))
 
     def notify(self, ranks: list[int]) -> None:
         """Wake ranks that may be waiting; the caller holds the lock."""
@@ -61,6 +69,39 @@ class ThreadWorld:
             self.notify(list(range(len(self.wakeup))))
 
 
+class ThreadBoard(Board):
+    """What the threads of a world see of each other."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__()
+        self._world, self._rank = world, rank
+
+    def post_failure(self, error: KosError) -> None:
+        super().post_failure(error)
+        if error.ranks:
+            self._world.failures[self._rank] = error, now()
+
+    def clear_failure(self) -> None:
+        super().clear_failure()
+        self._world.failures.pop(self._rank, None)
+
+    def post_wait(self, ranks: Iterable[int] | None) -> None:
+        if ranks is None:
+            self._world.waits.pop(self._rank, None)
+        else:
+            self._world.waits[self._rank] = tuple(ranks)
+
+    def failure(self, rank: int) -> tuple[KosError, float] | None:
+        known = self._world.failures.get(rank)
+        return None if known is None else (known[0], now() - known[1])
+
+    def awaited(self, rank: int) -> tuple[int, ...] | None:
+        return None if self.ended(rank) else self._world.waits.get(rank)
+
+    def ended(self, rank: int) -> bool:
+        return rank in self._world.departed
+
+
 class ThreadGroup:
     """A group of ranks that are threads of this process."""
 
@@ -69,9 +110,8 @@ class ThreadGroup:
         self.world = world or ThreadWorld(size)
         self.members = members if members is not None else list(range(size))  # world ranks
         self.failure: KosError | None = None
-        self._left: dict[int, str] = {}
+        self._closed: dict[int, tuple[str, float | None]] = {}
         self._shared: dict[Any, Any] = {}
-        self._slots: dict[int, dict[int, bytes]] = {}
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
         """The object of that key, the same on all ranks; the first to ask makes it."""
@@ -90,77 +130,62 @@ class ThreadGroup:
     def notify_all(self) -> None:
         self.world.notify(self.members)
 
-    def survivors(self, rank: int, timeout: float) -> ThreadGroup:
-        """The group of the ranks that are not gone, once all of them have called this."""
-        world, deadline = self.world, time.monotonic() + timeout
-        callers: list[int] = self.shared("survivors", list)
-        with world.lock:
-            callers.append(rank)
-            self.notify_all()
-            while missing := [
-                r for r, member in enumerate(self.members) if r not in callers and member not in world.departed
-            ]:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise RendezvousError(f"shrink: ranks {missing} did not come within {timeout:g} s")
-                self._wait(rank, remaining, "shrink", missing)
-                world.raise_failure()
-            # The first to see that all have come says for all who they are.
-            members = [self.members[r] for r in sorted(callers)]
-            return self.shared("shrunk", lambda: ThreadGroup(len(members), world, members))
-
     def raise_failure(self) -> None:
         """Raise if the group failed; every raise is a new exception, for its own thread's traceback."""
         self.world.raise_failure()
         if self.failure is not None:
             raise again(self.failure)
 
-    def _wait(self, rank: int, seconds: float, what: str, missing: list[int]) -> None:
-        self.world.wait(self.members[rank], seconds, lambda: [(what, [self.members[r] for r in missing])])
+    def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
+        """Wait until something happens in ``what``, for which group ranks ``missing`` have not come; not at a deadline.
 
-    def departed(self, rank: int) -> str | None:
-        """Why group rank ``rank`` is gone, or None."""
-        return self.world.departed.get(self.members[rank]) or self._left.get(rank)
+        The caller holds the lock of the world.
+        """
+        if (remaining := deadline - time.monotonic()) <= 0:
+            return False
+        waits = [(what, [self.members[r] for r in missing])]
+        self.world.wait(self.members[rank], remaining, lambda: waits)
+        return True
 
-    def leave(self, rank: int, why: str) -> None:
+    def departed(self, rank: int) -> tuple[str, float | None] | None:
+        """Why group rank ``rank`` is gone, and the window of a failure that may be the cause; None if it is not."""
+        why = self.world.departed.get(self.members[rank])
+        return self._closed.get(rank) if why is None else (why, None)
+
+    def close(self, rank: int, why: str, window: float | None = None) -> None:
         """Rank ``rank`` does nothing more in this group; what it has done so far stays."""
         with self.world.lock:
-            self._left.setdefault(rank, why)
+            self._closed.setdefault(rank, (why, window))
             self.notify_all()
-
-    def exchange(self, rank: int, turn: int, data: bytes, timeout: float) -> list[bytes]:
-        """All ranks' bytes of one turn."""
-        world, deadline = self.world, time.monotonic() + timeout
-        with world.lock:
-            self.raise_failure()
-            slots = self._slots.setdefault(turn, {})
-            slots[rank] = data
-            self.notify_all()
-            while len(slots) < self.size:
-                self.raise_failure()
-                missing = [r for r in range(self.size) if r not in slots]
-                for r in missing:
-                    if self.departed(r) is not None:
-                        raise RankLost(f"rendezvous: rank {r} is gone: {self.departed(r)}")
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:  # for the late ranks too: they must not take this for their exchange
-                    self.fail(RendezvousError(f"rendezvous: ranks {missing} did not come within {timeout:g} s"))
-                    self.raise_failure()
-                self._wait(rank, remaining, "rendezvous", missing)
-            # Everybody of the previous turn has left it, or they could not be in this one.
-            self._slots.pop(turn - 1, None)
-            return [slots[r] for r in range(self.size)]
 
 
 class ThreadRendezvous(Rendezvous):
     """Ranks are threads of one process (the mock backend, users' tests)."""
 
-    def __init__(self, group: ThreadGroup, rank: int, timeout: float = 120.0) -> None:
+    def __init__(self, group: ThreadGroup, rank: int, timeout: float = 120.0, ledger: Ledger | None = None) -> None:
         self.rank, self.size, self.timeout = rank, group.size, timeout
         self.threads: ThreadGroup = group
+        self._slots: dict[int, dict[int, bytes]] = group.shared("exchanges", dict)
+        me = group.members[rank]
+        self._ledger = ledger or Ledger(group.members, rank, group.world.board(me), timeout)
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        return self.threads.exchange(self.rank, self._exchanges, message, self.timeout)
+        group, turn, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
+        with self.waiting(), group.world.lock:
+            group.raise_failure()
+            slots = self._slots.setdefault(turn, {})
+            slots[self.rank] = message
+            group.notify_all()
+            while missing := [rank for rank in range(self.size) if rank not in slots]:
+                group.raise_failure()
+                for rank in missing:
+                    if (end := group.departed(rank)) is not None:
+                        raise self.ledger.lost(rank, end[0], "rendezvous", None, end[1])
+                if not group.wait(self.rank, deadline, "rendezvous", missing):
+                    group.fail(self._overdue("rendezvous", missing))  # late ranks must not join another exchange
+            # Everybody has left the previous exchange, or they could not be in this one.
+            self._slots.pop(turn - 1, None)
+            return [slots[rank] for rank in range(self.size)]
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         ranks = self._alike(color, key)
@@ -172,13 +197,31 @@ class ThreadRendezvous(Rendezvous):
         return self._child(child)
 
     def shrink(self) -> Rendezvous:
-        return self._child(self.threads.survivors(self.rank, self.timeout))
+        """The group of the ranks that are not gone, once all of them have called this."""
+        group, deadline = self.threads, time.monotonic() + self.timeout
+        world, callers = group.world, group.shared("survivors", set)
+        with self.waiting(), world.lock:
+            callers.add(self.rank)
+            group.notify_all()
+            while missing := [
+                r for r, member in enumerate(group.members) if r not in callers and member not in world.departed
+            ]:
+                if not group.wait(self.rank, deadline, "shrink", missing):
+                    raise self._overdue("shrink", missing)
+                world.raise_failure()
+            # The first to see that all have come says for all who they are.
+            members = [group.members[rank] for rank in sorted(callers)]
+            return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))
+
+    def _overdue(self, what: str, missing: list[int]) -> KosError:
+        absent = f"{self.ledger.names(missing)} did not come within {self.timeout:g} s"
+        return self.ledger.overdue(missing, what, None, absent, RendezvousError)
 
     def _child(self, group: ThreadGroup) -> Rendezvous:
         members = self.threads.members
-        child = ThreadRendezvous(group, group.members.index(members[self.rank]), self.timeout)
-        child._ledger = self.ledger.of([members.index(member) for member in group.members], child.rank)
-        return child
+        rank = group.members.index(members[self.rank])
+        ledger = self.ledger.of([members.index(member) for member in group.members], rank)
+        return ThreadRendezvous(group, rank, self.timeout, ledger)
 
 
 class SingleRendezvous(ThreadRendezvous):

@@ -1,7 +1,7 @@
 """Authenticated, framed messages over TCP.
 
-Handshake: the side that listens speaks first, the side that calls proves first, so that nobody learns
-anything by calling; all three messages are of fixed size and nothing else is read before the proof holds.
+Handshake: the listener sends first, the caller proves first, so that a stranger learns nothing by calling.
+All three messages are of fixed size, and nothing else is read before the proof holds.
 
     listener -> caller   magic, nonce
     caller -> listener   magic, rank, size, nonce, HMAC-SHA256 over all of it
@@ -12,7 +12,7 @@ anew for each connection and direction from both nonces, and the HMAC covers the
 recorded can be played again.  Contents are not encrypted.
 
 All of it is written as generators that yield the events they wait for, so that one loop serves hundreds of
-connections, strangers among them, and nobody's silence delays the others.
+connections, strangers among them, and a silent one delays no other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Waiting = Generator[int, None, T]
 MAX_MESSAGE = 64 << 20  # bytes
 HANDSHAKE_SECONDS = 10.0  # what a caller gets to prove itself
 MAX_STRANGERS = 256  # callers that have not yet proved themselves
-SHUT_SECONDS = 0.1  # until a listener that can let nobody in, for want of file descriptors, looks again
+_NO_FILES_SECONDS = 0.1  # until a listener without file descriptors for its callers looks again
 
 _MAGIC = b"kos/tcp2"  # the protocol and its version
 _NONCE = 32
@@ -52,7 +52,7 @@ _NUMBER = struct.Struct("!QI")
 
 
 class Stranger(RendezvousError):
-    """Whoever is at the other end does not know the secret or does not speak the protocol."""
+    """The other end does not know the secret or does not speak the protocol."""
 
 
 @dataclass(slots=True)
@@ -93,13 +93,13 @@ class Network:
     ) -> Connection:
         """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
 
-        Whoever is there gets ``patience`` seconds for the first word.  Raises OSError, Stranger.
+        The listener has ``patience`` seconds to send its greeting.  Raises OSError, Stranger.
         """
         first = min(deadline, time.monotonic() + patience)
         sock = connect(host or self.hub, port, first)
         try:
-            greeting = drive(hear(sock), sock, first)
-            # From here on it may count on us, so there is no trying again.
+            greeting = drive(receive_greeting(sock), sock, first)
+            # From here on the listener may count on this rank, so there is no other attempt.
             return drive(introduce(sock, greeting, self.key(purpose), rank, size), sock, deadline)
         except BaseException:
             sock.close()
@@ -124,10 +124,16 @@ class Connection:
         tag = _mac(self._send_key, number, message)
         self._outgoing.append(memoryview(_LENGTH.pack(len(message)) + tag + message))
 
-    @property
-    def waiting(self) -> bool:
-        """Whether something queued is not sent yet."""
-        return bool(self._outgoing)
+    def drain(self) -> bool:
+        """Discard what has come; whether the other side has closed the connection."""
+        try:
+            while self.sock.recv(1 << 16):
+                pass
+        except BlockingIOError:
+            return False
+        except OSError:
+            pass
+        return True
 
     def flush(self) -> Waiting[None]:
         """Send everything that is queued."""
@@ -166,22 +172,22 @@ def answer(sock: socket.socket, key: bytes) -> Waiting[tuple[int, int, Connectio
     Raises ConnectionError, Stranger.
     """
     greeting = _MAGIC + os.urandom(_NONCE)
-    yield from _write(sock, greeting)
+    sock.send(greeting)  # as all of a handshake it fits the socket's buffer
     # A stranger's first bytes give it away; the rest is not waited for.
     if (magic := (yield from _read(sock, len(_MAGIC)))) != _MAGIC:
         raise Stranger(f"handshake: expected {_MAGIC!r}, got {magic!r}")
     hello = magic + (yield from _read(sock, _HELLO.size - len(_MAGIC)))
     proof = yield from _read(sock, _PROOF)
     if not hmac.compare_digest(proof, _mac(key, b"caller", greeting, hello)):
-        yield from _write(sock, _REFUSED)
+        sock.send(_REFUSED)
         raise Stranger("handshake: expected a proof of the secret, got a wrong one")
-    yield from _write(sock, _mac(key, b"listener", greeting, hello))
+    sock.send(_mac(key, b"listener", greeting, hello))
     _, rank, size, _ = _HELLO.unpack(hello)
     to_caller, to_listener = _session_keys(key, greeting, hello)
     return rank, size, Connection(sock, to_caller, to_listener)
 
 
-def hear(sock: socket.socket) -> Waiting[bytes]:
+def receive_greeting(sock: socket.socket) -> Waiting[bytes]:
     """The listener's greeting.  Raises ConnectionError, Stranger."""
     magic = yield from _read(sock, len(_MAGIC))
     if magic != _MAGIC:
@@ -192,7 +198,7 @@ def hear(sock: socket.socket) -> Waiting[bytes]:
 def introduce(sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int) -> Waiting[Connection]:
     """The caller's side of the handshake, after the greeting.  Raises ConnectionError, Stranger."""
     hello = _HELLO.pack(_MAGIC, rank, size, os.urandom(_NONCE))
-    yield from _write(sock, hello + _mac(key, b"caller", greeting, hello))
+    sock.send(hello + _mac(key, b"caller", greeting, hello))
     proof = yield from _read(sock, _PROOF)
     if not hmac.compare_digest(proof, _mac(key, b"listener", greeting, hello)):
         raise Stranger("expected the same secret (KOS_SECRET) on all ranks, got different ones")
@@ -201,74 +207,68 @@ def introduce(sock: socket.socket, greeting: bytes, key: bytes, rank: int, size:
 
 
 class Door:
-    """Lets callers in at a listening socket: those that prove themselves, whatever the others do.
+    """Admits callers at a listening socket: those that prove themselves, whatever the others do."""
 
-    ``admit(rank, size, connection)`` is called for each; ``selector`` is the loop's own, and its events'
-    ``data`` are to be called.
-    """
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        key: bytes,
-        selector: selectors.BaseSelector,
-        admit: Callable[[int, int, Connection], None],
-    ) -> None:
-        self._listener, self._key, self._selector, self._admit = listener, key, selector, admit
-        self._strangers: dict[socket.socket, float] = {}  # -> deadline, the oldest first
-        self.strangers = 0  # callers that did not prove themselves
-        selector.register(listener, selectors.EVENT_READ, self._answer)
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
+        self._callers: dict[socket.socket, float] = {}  # in their handshakes -> deadline, the oldest first
+        self._admitted: deque[tuple[int, int, Connection]] = deque()
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
-        """Let nobody else in."""
-        if self._listener.fileno() >= 0:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-        for sock in list(self._strangers):
+        """Admit nobody else."""
+        for sock in list(self._callers):
             self._dismiss(sock)
+        self._listener.close()
+        self._selector.close()
 
-    def expire(self) -> None:
-        """Dismiss callers that took too long."""
-        now = time.monotonic()
-        for sock in [sock for sock, deadline in self._strangers.items() if deadline <= now]:
-            self._dismiss(sock)
+    def admit(self, seconds: float) -> tuple[int, int, Connection] | None:
+        """The rank, the size and the connection of the next caller that proves itself, at most ``seconds`` from now."""
+        deadline = time.monotonic() + seconds
+        if self._listener.fileno() < 0:
+            time.sleep(seconds)
+            return None
+        while not self._admitted and (remaining := deadline - time.monotonic()) > 0:
+            for sock in [sock for sock, limit in self._callers.items() if limit <= time.monotonic()]:
+                self._dismiss(sock)
+            for key, _ in self._selector.select(min(remaining, 1.0)):
+                key.data()
+        return self._admitted.popleft() if self._admitted else None
 
-    def _answer(self) -> None:
+    def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # most likely too many open files: the oldest stranger's is one
-            if self._strangers:
-                self._dismiss(next(iter(self._strangers)))
-            else:  # its caller goes on waiting, and the selector would tell of it all the time
-                time.sleep(SHUT_SECONDS)
+        except OSError:  # most likely too many open files: the oldest caller's is one
+            if self._callers:
+                self._dismiss(next(iter(self._callers)))
+            else:
+                time.sleep(_NO_FILES_SECONDS)
             return
         _prepare(sock)
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._dismiss(next(iter(self._strangers)))
-        self._strangers[sock] = time.monotonic() + HANDSHAKE_SECONDS
+        if len(self._callers) >= MAX_STRANGERS:
+            self._dismiss(next(iter(self._callers)))
+        self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
         handshake = answer(sock, self._key)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(sock, handshake))
         self._advance(sock, handshake)
 
     def _advance(self, sock: socket.socket, handshake: Waiting[tuple[int, int, Connection]]) -> None:
-        if sock not in self._strangers:
+        if sock not in self._callers:
             return  # dismissed by an earlier event of the same round
         try:
-            # Its few bytes always fit the socket's buffer: a handshake waits only to read.
             next(handshake)
         except StopIteration as end:
             self._selector.unregister(sock)
-            del self._strangers[sock]
-            self._admit(*end.value)
+            del self._callers[sock]
+            self._admitted.append(end.value)
         except (OSError, Stranger):
-            self.strangers += 1
             self._dismiss(sock)
 
     def _dismiss(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
-        del self._strangers[sock]
+        del self._callers[sock]
         sock.close()
 
 
@@ -285,25 +285,20 @@ def admit_all(
     And those ranks that did not call before the deadline, and are not ``gone``.
     """
     admitted: dict[int, Connection] = {}
-
-    def admit(rank: int, its_size: int, connection: Connection) -> None:
-        if rank in admitted or rank not in expected or its_size != size:
-            connection.close()
-        else:
-            admitted[rank] = connection
-
-    with selectors.DefaultSelector() as selector:
-        door = Door(listener, key, selector, admit)
-        try:
-            while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
-                events = selector.select(min(remaining, 1.0))
-                for event, _ in events:
-                    event.data()
-                if not events:
-                    expected = {rank for rank in expected if rank in admitted or not gone(rank)}
-                door.expire()
-        finally:
-            door.close()
+    door = Door(listener, key)
+    try:
+        while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
+            caller = door.admit(min(remaining, 1.0))
+            if caller is None:
+                expected = {rank for rank in expected if rank in admitted or not gone(rank)}
+                continue
+            rank, its_size, connection = caller
+            if rank in admitted or rank not in expected or its_size != size:
+                connection.close()
+            else:
+                admitted[rank] = connection
+    finally:
+        door.close()
     return admitted, sorted(missing)
 
 
@@ -347,22 +342,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def is_ours(host: str) -> bool:
-    """Whether ``host`` is an address of this machine, or a name of one; a name that says nothing may be."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return True
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as sock:
-                sock.bind(address)
-                return True
-        except OSError:
-            continue
-    return False
-
-
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
@@ -399,15 +378,6 @@ def _read(sock: socket.socket, count: int) -> Waiting[bytes]:
     data = memoryview(bytearray(count))
     yield from fill(sock, lambda: data)
     return bytes(data)
-
-
-def _write(sock: socket.socket, data: bytes) -> Waiting[None]:
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[sock.send(view) :]
-        except BlockingIOError:
-            yield select.POLLOUT
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:

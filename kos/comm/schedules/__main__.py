@@ -23,7 +23,7 @@ MAX_SHOWN = 256
 EXAMPLES = """examples:
   python -m kos.comm.schedules                                    lists all algorithms
   python -m kos.comm.schedules ring --ranks 8 --draw ring.png
-  python -m kos.comm.schedules bruck --collective all_to_all --ranks 6
+  python -m kos.comm.schedules pairwise --collective all_to_all --ranks 6
   python -m kos.comm.schedules --predict --scales 8,64,1024
   python -m kos.comm.schedules hierarchical --predict --scales 16384 --sizes 1M,1G
 """
@@ -94,14 +94,13 @@ def _build(args: argparse.Namespace, name: str, ranks: int, chunks: int) -> Sche
 def _show(args: argparse.Namespace) -> None:
     if args.ranks > MAX_SHOWN:
         raise InvalidArgument(f"prints and proves up to {MAX_SHOWN} ranks, got {args.ranks}; --predict takes more")
-    schedule = _build(args, args.algorithm, args.ranks, 1 if args.chunks is None else args.chunks)
+    schedule = _build(args, args.algorithm, args.ranks, args.chunks or 1)
     verify(schedule)
-    if args.draw:
-        draw(schedule, args.draw)
     print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
     order = ", adds in rank order" if schedule.ordered else ""
     print(f"\nproved right: {counted(len(schedule.rounds), 'round')}{order}")
     if args.draw:
+        draw(schedule, args.draw)
         print(f"drawn to {args.draw}")
 
 
@@ -120,7 +119,7 @@ def _predict(args: argparse.Namespace) -> None:
 
 
 def _chunks(args: argparse.Namespace, name: str, ranks: int) -> tuple[int, ...]:
-    """What is given, or what is worth trying."""
+    """The given number of chunks, or those worth trying."""
     if args.chunks is not None:
         return (args.chunks,)
     pipelined = args.collective in IN_PLACE and not name.endswith("_shot") and _build(args, name, ranks, 1).parts <= 2

@@ -11,11 +11,9 @@ from kos.errors import InvalidArgument
 from kos.files import check_picture
 
 MAX_ARROWS = 4096
-"""More arrows than this make no picture that anybody can read."""
+"""Most arrows of a picture."""
 
-ROW, LEFT, TOP = 52, 86, 84  # pixels
-LEGEND = ("numbers: chunks, one colour each    solid, +: added to the receiver's    dashed: overwrites    "
-          "on a rank's line: steps inside the rank")
+LEGEND = "round; numbers: chunks, one colour each; solid, +: added to the receiver's; dashed: overwrites"
 
 
 def text(schedule: Schedule) -> str:
@@ -67,50 +65,31 @@ def draw(schedule: Schedule, path: str | Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    widths = [74 + 16 * min(max(max(map(len, steps), default=0) - 2, 0), 24) for steps in schedule.rounds]
-    width, height = max(LEFT + sum(widths) + 24, 860), TOP + ROW * (schedule.ranks - 1) + 36
-    figure = Figure(figsize=(width / 100, height / 100), dpi=150 if width < 3000 else 100)
-    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-    axes.text(14, 24, str(schedule), fontsize=12)
-    axes.text(14, 44, LEGEND, fontsize=8, color="#666666")
-    axes.text(14, TOP - 18, "round", fontsize=9, color="#666666")
-    for rank in range(schedule.ranks):
-        y = TOP + ROW * rank
-        axes.text(14, y + 4, f"rank {rank}", fontsize=9)
-        axes.plot([LEFT - 8, LEFT + sum(widths) + 8], [y, y], color="#bbbbbb", linewidth=0.7)
-    x = LEFT
-    for number, (steps, wide) in enumerate(zip(schedule.rounds, widths, strict=True)):
-        axes.text(x + wide / 2, TOP - 18, str(number), ha="center", fontsize=9, color="#666666")
-        axes.plot([x, x], [TOP - 12, height - 18], color="#eeeeee", linewidth=0.7)
-        for rank in range(schedule.ranks):
-            _draw_rank(axes, schedule, rank, steps, x + 8, wide - 18)
-        x += wide
+    rounds, ranks = len(schedule.rounds), schedule.ranks
+    figure = Figure(figsize=(max(2 + rounds, 8), 1.5 + 0.5 * ranks), dpi=150 if rounds < 20 else 100, layout="tight")
+    axes = figure.subplots()
+    axes.set(xlim=(0, max(rounds, 1)), ylim=(ranks - 0.5, -0.5), xlabel=LEGEND, title=str(schedule), frame_on=False)
+    axes.set_xticks([number + 0.5 for number in range(rounds)], [str(number) for number in range(rounds)])
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.hlines(range(ranks), 0, rounds, color="#bbbbbb", linewidth=0.7)
+    for number, steps in enumerate(schedule.rounds):
+        for rank, mine in enumerate(steps):
+            sends = [s for s in mine if s.kind == "send"]
+            for i, s in enumerate(sends):
+                x = number + 0.1 + 0.4 * i / len(sends)
+                _arrow(axes, schedule, rank, s, steps, x, number + 0.9, len(sends) <= 4)
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(path)
 
 
-def _draw_rank(axes: Any, schedule: Schedule, rank: int, steps: Round, x: float, width: float) -> None:
-    """Arrows start side by side in the left of the round and end in its right; labels sit at their starts."""
-    y = TOP + ROW * rank
-    sends = [s for s in steps[rank] if s.kind == "send"]
-    for i, s in enumerate(sends):
-        adds, color = _landing(rank, s, steps).kind == "recv_reduce", _color(s.chunk, schedule.parts)
-        shift = i * min(16.0, width / (2 * len(sends)))
-        x1, x2, y2 = x + shift, x + width - (0 if len(sends) < 2 else width / 4 - shift / 2), TOP + ROW * s.peer
-        y1 = y + (3 if y2 > y else -3)
-        axes.annotate("", (x2, y2), (x1, y1), arrowprops={
-            "arrowstyle": "-|>", "color": color, "linestyle": "-" if adds else (0, (5, 3)), "shrinkA": 0, "shrinkB": 0})
-        if len(sends) <= 4:
-            # On the arrow at a fixed height from its start, so that crossing arrows keep their labels apart.
-            along = 15 / abs(y2 - y1)
-            axes.text(x1 + (x2 - x1) * along, y1 + (y2 - y1) * along + 4, "+" * adds + _chunks(s.chunk, s.span),
-                      ha="center", fontsize=9, color=color, bbox={"color": "white", "pad": 0.5})
-    inside = [s for s in steps[rank] if s.kind in ("copy", "reduce")]
-    for s in inside[:1]:
-        label = ("+" if s.kind == "reduce" else "=") + _chunks(s.chunk % schedule.parts, s.span)
-        axes.text(x + width / 2, y - 4, label + "…" * (len(inside) > 1), ha="center", fontsize=9,
-                  color=_color(s.chunk, schedule.parts))
+def _arrow(axes: Any, schedule: Schedule, rank: int, s: Step, steps: Round, x1: float, x2: float, label: bool) -> None:
+    adds, color = _landing(rank, s, steps).kind == "recv_reduce", _color(s.chunk, schedule.parts)
+    axes.annotate("", (x2, s.peer), (x1, rank), arrowprops={
+        "arrowstyle": "-|>", "color": color, "linestyle": "-" if adds else (0, (5, 3)), "shrinkA": 0, "shrinkB": 0})
+    if label:  # at one distance from the start, so that crossing arrows keep their labels apart
+        along = 0.3 / abs(s.peer - rank)
+        axes.text(x1 + (x2 - x1) * along, rank + (s.peer - rank) * along, "+" * adds + _chunks(s.chunk, s.span),
+                  ha="center", va="center", fontsize=9, color=color, bbox={"color": "white", "pad": 0.5})
 
 
 def _color(chunk: int, parts: int) -> tuple[float, float, float]:

@@ -46,8 +46,8 @@ class Transport(Protocol):
     def irecv(self, array: np.ndarray, peer: int, tag: int) -> Request:
         """Begin to receive into a contiguous 1-D array."""
 
-    def forget(self, given_up: Callable[[Any], bool]) -> None:
-        """Nobody waits for those requests any more: let go of their memory."""
+    def cancel(self, given_up: Callable[[Any], bool]) -> None:
+        """Free the memory of those requests: they are no longer waited for."""
 
 
 class _Instruction(NamedTuple):
@@ -79,7 +79,7 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
         spaces[space] = empty(length, dtype)
 
     instructions, after_post, after_done = program.instructions, program.after_post, program.after_done
-    waits = [events + 1 for events in program.waits]  # and for the beginning
+    waits = [events + 1 for events in program.waits]  # one more for the start
     messages: deque[int] = deque()
     local: deque[int] = deque()
     flying: list[tuple[Request, int]] = []
@@ -127,8 +127,8 @@ class _Program:
     def __init__(self, grain: int, scratch: dict[str, int]) -> None:
         self.instructions: list[_Instruction] = []
         self.waits: list[int] = []  # for how many events each waits
-        self.after_post: list[list[int]] = []  # who waits for its message to be posted
-        self.after_done: list[list[int]] = []  # who waits for it to be done
+        self.after_post: list[list[int]] = []  # instructions that wait until its message is posted
+        self.after_done: list[list[int]] = []  # instructions that wait until it is done
         self.scratch = scratch  # spaces of its own, and their elements
         self.grain = grain  # elements of a block: accesses are looked up by the blocks that they touch
         self.touched: dict[tuple[str, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
@@ -160,7 +160,7 @@ class _Program:
         for block in range(start // self.grain, (stop - 1) // self.grain + 1):
             accesses = self.touched[space, block]
             before.update(j for a, b, j, wrote in accesses if (writes or wrote) and a < stop and start < b)
-            if writes:  # whoever waits for this one need not wait for what it covers
+            if writes:  # an instruction that waits for this one need not wait for accesses that it covers
                 accesses[:] = [x for x in accesses if x[0] < start or x[1] > stop]
             accesses.append((start, stop, i, writes))
         return before

@@ -94,10 +94,9 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
         if not right:
             raise InvalidArgument(problem)
     rounds, parts, ordered = _REGISTRY[collective][algorithm]
-    root = root if collective in ROOTED else 0
-    given = {"n": ranks, "c": chunks, "root": root, "local": local}
+    given = {"n": ranks, "c": chunks, "root": root if collective in ROOTED else 0, "local": local}
     arguments = {name: given[name] for name in inspect.signature(rounds).parameters}
-    return Schedule(collective, algorithm, ranks, parts(ranks, chunks), root, ordered,
+    return Schedule(collective, algorithm, ranks, parts(ranks, chunks), given["root"], ordered,
                     lambda: () if ranks == 1 and collective in IN_PLACE else rounds(**arguments))
 
 

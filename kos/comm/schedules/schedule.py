@@ -129,16 +129,37 @@ class Schedule:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """Every step, by round and rank.  Raises ScheduleError for a rank that there is not, and for no Moves."""
-        def several(rounds: object) -> Iterable[Any]:
-            if not isinstance(rounds, Iterable):
-                raise ScheduleError(f"{self}: expected rounds of Moves, got {type(rounds).__name__}")
-            return rounds
-
+        """Every step, by round and rank.  Raises ScheduleError for anything but lists of Moves, and for wrong ranks."""
         rounds = chain.from_iterable(
-            chain.from_iterable(several(block.rounds(k)) for k in range(block.times))
-            if isinstance(block, Repeat) else [block] for block in several(self.moves()))
-        return tuple(_spell_out(families, self, number) for number, families in enumerate(rounds))
+            chain.from_iterable(self._several(block.rounds(k)) for k in range(block.times))
+            if isinstance(block, Repeat) else [block] for block in self._several(self.moves()))
+        return tuple(self._spell_out(families, number) for number, families in enumerate(rounds))
+
+    def _several(self, rounds: object) -> Iterable[Any]:
+        if not isinstance(rounds, Iterable):
+            raise ScheduleError(f"{self}: expected rounds of Moves, got {type(rounds).__name__}")
+        return rounds
+
+    def _spell_out(self, families: Iterable[Moves], number: int) -> Round:
+        if not isinstance(families, Iterable):
+            raise ScheduleError(f"{self}: round {number}: expected a list of Moves, got {type(families).__name__}")
+        steps: list[list[Step]] = [[] for _ in range(self.ranks)]
+        for m in families:
+            if not isinstance(m, Moves):
+                raise ScheduleError(f"{self}: round {number}: expected Moves, got {type(m).__name__}")
+            for src, dst, chunk, to_chunk, count in zip(*(c.tolist() for c in m.transfers(self.ranks)), strict=True):
+                if count == 0:
+                    continue
+                if not (0 <= src < self.ranks and 0 <= dst < self.ranks):
+                    ends = f"expected ranks from 0 to {self.ranks - 1}, got {src} to {dst}"
+                    raise ScheduleError(f"{self}: round {number}: {ends}")
+                if src == dst:
+                    kind = "reduce" if m.reduce else "copy"
+                    steps[dst].append(Step(kind, m.to_space, to_chunk, count, -1, m.space, chunk))
+                else:
+                    steps[src].append(Step("send", m.space, chunk, count, dst))
+                    steps[dst].append(Step("recv_reduce" if m.reduce else "recv", m.to_space, to_chunk, count, src))
+        return tuple(map(tuple, steps))
 
     @cached_property
     def units(self) -> Mapping[str, int]:
@@ -161,28 +182,3 @@ class Schedule:
         root = f", root {self.root}" if self.collective in ROOTED else ""
         ranks, chunks = counted(self.ranks, "rank"), counted(self.parts, "chunk")
         return f"{self.collective}/{self.algorithm} on {ranks}, {chunks} a unit{root}"
-
-
-def _spell_out(families: Iterable[Moves], schedule: Schedule, number: int) -> Round:
-    ranks = schedule.ranks
-    steps: list[list[Step]] = [[] for _ in range(ranks)]
-    several = isinstance(families, Iterable)
-    for m in families if several else [families]:
-        if not several or not isinstance(m, Moves):
-            what = "Moves" if several else "a list of Moves"
-            raise ScheduleError(f"{schedule}: round {number}: expected {what}, got {type(m).__name__}")
-        for src, dst, chunk, to_chunk, count in zip(*(c.tolist() for c in m.transfers(ranks)), strict=True):
-            if count == 0:
-                continue
-            if not (0 <= src < ranks and 0 <= dst < ranks):
-                raise ScheduleError(
-                    f"{schedule}: round {number}: expected ranks from 0 to {ranks - 1}, got {src} to {dst}"
-                )
-            if src == dst:
-                kind = "reduce" if m.reduce else "copy"
-                steps[dst].append(Step(kind, m.to_space, to_chunk, count, -1, m.space, chunk))
-            else:
-                steps[src].append(Step("send", m.space, chunk, count, dst))
-                kind = "recv_reduce" if m.reduce else "recv"
-                steps[dst].append(Step(kind, m.to_space, to_chunk, count, src))
-    return tuple(map(tuple, steps))

@@ -60,10 +60,6 @@ class Topology:
             raise InvalidArgument(f"levels must grow from 1 rank, each a multiple of the one below, got {sizes}")
 
 
-SMALL, KNOWN = 2048, 512
-"""Most ends of a round that are compared by value, not as arrays; most rounds whose time is remembered."""
-
-
 class Cost(NamedTuple):
     """A schedule's time on a topology: ``seconds + seconds_per_byte * bytes``."""
 
@@ -99,15 +95,9 @@ def cost(schedule: Schedule, topology: Topology) -> Cost:
     chunk = 1 / (schedule.parts * max(schedule.units.values()))  # of the whole
     reach = topology.levels[-1].ranks
     seconds, share = topology.launch, 0.0
-    known: dict[object, tuple[float, float, object]] = {}
     for block in schedule.moves():
         for families, times in _different(block, reach):
-            key = _key(families, reach) if isinstance(families, list) else object()
-            if key not in known:
-                if len(known) == KNOWN:
-                    known.clear()
-                known[key] = *_round(families, schedule.ranks, topology), families
-            fixed, chunks, _ = known[key]
+            fixed, chunks = _round(families, schedule.ranks, topology)
             seconds, share = seconds + times * fixed, share + times * chunks * chunk
     return Cost(seconds, share)
 
@@ -122,19 +112,6 @@ def _different(block: Iterable[Moves] | Repeat, reach: int) -> Iterator[tuple[It
     if far := block.times - 2 * near:
         alike[near] = far
     yield from ((families, times) for k, times in alike.items() for families in block.rounds(k))
-
-
-def _key(families: list[Moves], reach: int) -> tuple[object, ...]:
-    """Equal for rounds of the same arrays, and for small ones that differ by a shift by whole groups: pipelines."""
-    ends = [np.asarray(x) for m in families for x in (m.src, m.dst)]
-    small = sum(end.size for end in ends) <= SMALL
-    base = min((int(end.min()) for end in ends if end.size), default=0) // reach * reach
-
-    def value(x: Any, start: int = 0) -> object:
-        return (np.shape(x), np.subtract(x, start).tobytes()) if small else id(x)
-
-    return tuple((type(m), m.reduce, m.shape, value(m.src, base), value(m.dst, base), value(m.count))
-                 for m in families)
 
 
 def _round(families: Iterable[Moves], ranks: int, topology: Topology) -> tuple[float, float]:

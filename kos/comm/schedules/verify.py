@@ -4,8 +4,8 @@ Chunks hold the set of contributions in them and how these were added.  The roun
 and each of these is checked on the way:
 
 - every send meets a receive of the same round, in the same order on both sides, with chunks of equal length.
-  As nobody waits for anything later in its own round, no order of events can then deadlock, even where a send
-  completes only when it is received;
+  No rank waits for anything later in its own round, so no order of events can deadlock, even where a send completes
+  only when it is received;
 - no chunk is read or written while the same round writes it, nothing is read that was never written, no
   input is written, and everything lies inside its space;
 - no contribution is added twice, and none to another chunk's;
@@ -53,7 +53,7 @@ class _Proof:
              if space != "output" for x in range(chunks)} for rank, limits in enumerate(self.limits)]
 
     def play(self, number: int, steps: Round) -> None:
-        """One round: check every step, then move what it moves."""
+        """One round: check every step, then move its chunks."""
         sent: dict[tuple[int, int], deque[Step]] = defaultdict(deque)
         for rank, mine in enumerate(steps):
             self._check_places(number, rank, mine)
@@ -130,7 +130,7 @@ class _Proof:
         return _Value(a.chunk, a.ranks | b.ranks, order)
 
     def conclude(self) -> None:
-        """Compare what is held with the postcondition."""
+        """Compare the final chunks with the postcondition."""
         same: dict[int, int] = {}
         for rank, space, chunk, origin, ranks in postcondition(self.schedule):
             value = self.held[rank].get((space, chunk))

@@ -2,7 +2,7 @@
 
 A table is a JSON file for one kind of GPU, link and number of ranks.  Shipped ones lie in ``kos/comm/tuning/tables``;
 the user's own, made by ``python -m kos.tune``, in $XDG_CACHE_HOME/kos/tuning, and win over them.  A file
-that is damaged or for another machine is refused with the reason, told of once, and not used.
+that is damaged or for another machine is refused with the reason, in one warning, and not used.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def read(path: Path, gpu: str, link: str, ranks: int) -> Table:
     return table
 
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def load(gpu: str, link: str, ranks: int) -> Table:
@@ -137,8 +137,8 @@ def load(gpu: str, link: str, ranks: int) -> Table:
         except FileNotFoundError:
             continue
         except InvalidArgument as error:
-            if str(path) not in _told:
-                _told.add(str(path))
+            if str(path) not in _warned:
+                _warned.add(str(path))
                 log.warning("the tuning table %s is not used: %s", path, error)
     return Table(gpu, link, ranks, "not measured on such a machine: python -m kos.tune", DEFAULT, {})
 

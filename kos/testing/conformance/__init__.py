@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from kos.comm import Communicator
+from kos.comm import Communicator, ReduceOp
 from kos.comm.schedules import algorithms
 from kos.errors import InvalidArgument
 from kos.testing.conformance import failures, order, results, values
+from kos.testing.conformance.model import MOVING
 
 __all__ = ["Case", "cases", "run"]
 
@@ -39,38 +40,36 @@ class Case(NamedTuple):
 
 def cases(full: bool = False, seed: int = 0) -> list[Case]:
     """All promises; for every dtype, size and schedule if ``full`` (minutes), else for a few (seconds)."""
-    dtypes = [dtype for dtype in values.ALL_DTYPES if full or dtype.name in _FEW]
     found: list[Case] = []
 
-    def add(call: Callable[..., None], *args: object, ranks: int = 1) -> None:
-        name = " ".join([call.__name__, *(str(getattr(arg, "name", arg)) for arg in args)])
-        first = (seed,) if "seed" in inspect.signature(call).parameters else ()
-        found.append(Case(name, lambda comm: call(comm, *first, *args), ranks))
+    def add(call: Callable[..., None], *args: Any, name: str = "", ranks: int = 1) -> None:
+        words = [name or call.__name__, *(str(getattr(arg, "name", arg)) for arg in args if arg != name)]
+        given = (seed, *args) if "seed" in inspect.signature(call).parameters else args
+        found.append(Case(" ".join(words), lambda comm: call(comm, *given), ranks))
 
-    for dtype in dtypes:
+    for dtype in (dtype for dtype in values.ALL_DTYPES if full or dtype.name in _FEW):
         for known, op in values.REDUCTIONS:
             if known == dtype and (full or op.name in (_FEW[dtype.name] or op.name)):
-                add(results.all_reduce, dtype, op)
-                add(results.reduce_scatter, dtype, op)
-        for deterministic in (False, True):
-            add(results.reduce, dtype, deterministic)
-        if dtype != np.bool_:
-            add(results.reduce_scatter_v, dtype)
-        for move in _MOVES:
-            add(move, dtype)
-    for algorithm in algorithms("all_reduce") if full else ("auto",):
-        add(results.all_reduce_by_algorithm, algorithm, np.float32)
-    for algorithm in algorithms("reduce_scatter") if full else ("auto",):
-        add(results.reduce_scatter_by_algorithm, algorithm)
+                for name in ("all_reduce", "reduce_scatter"):
+                    add(results.reduces, name, dtype, op, name=name)
+        op = ReduceOp.BXOR if dtype == np.bool_ else ReduceOp.SUM
+        for name in ("reduce", "reduce_scatter", "reduce_scatter_v"):
+            add(results.reduces, name, dtype, op, 0, name != "reduce_scatter_v", name=name)
+        for name in MOVING[:-1]:
+            add(results.moves, name, dtype, name=name)
+        add(results.messages, dtype)
+    for name in ("all_reduce", "reduce_scatter"):
+        for algorithm in range(1 + len(algorithms(name)) if full else 1):
+            sizes = (*values.SIZES, values.LARGE)
+            add(results.reduces, name, np.dtype(np.float32), ReduceOp.SUM, algorithm, False, sizes, name=name)
     for kind in (np.float32, ml_dtypes.bfloat16):
         add(results.deterministic_adds_in_rank_order, np.dtype(kind))
     add(results.sums_of_16_bits_in_fp32, np.dtype(ml_dtypes.bfloat16))
-    for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars, results.large, *_ORDERS):
+    for call in (results.nan_wins_min_and_max_on_every_rank, results.shapes_and_scalars, results.large, *order.ALL):
         add(call)
-    add(failures.refused, ranks=2)
     for what in failures.MISMATCHES:
         add(failures.mismatch, what, ranks=2)
-    for call in (failures.absent, failures.lost, failures.messages):
+    for call in (failures.refused, failures.absent, failures.lost, failures.messages):
         add(call, ranks=2)
     return found
 
@@ -94,22 +93,12 @@ def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") 
         except Exception:
             failure = traceback.format_exc().encode()
             comm.abort(reason=f"conformance: {case.name} failed")
-        told = [text.decode() for text in world.rendezvous.allgather(failure)]
-        if any(told):
-            broken[case.name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(told) if text)
+        texts = [text.decode() for text in world.rendezvous.allgather(failure)]
+        if any(texts):
+            broken[case.name] = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text)
             if not failure:
                 comm.abort(reason=f"conformance: {case.name} failed")
             comm = world.duplicate()
     comm.close()
     return broken
 
-
-_MOVES = (
-    results.broadcast, results.all_gather, results.all_gather_v, results.all_to_all, results.all_to_all_v,
-    results.gather_and_scatter, results.messages,
-)  # fmt: skip
-_ORDERS = (
-    order.barrier_waits_for_everybody, order.waiting_for_one_moves_the_other_across_groups, order.a_part_of_a_part,
-    order.messages_of_duplicates_do_not_meet, order.batch, order.close, order.several_at_once, order.persistent,
-    order.bytes_of_any_length,
-)  # fmt: skip

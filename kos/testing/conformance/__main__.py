@@ -11,8 +11,8 @@ import os
 import secrets
 import socket
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import kos
 from kos.comm.rendezvous.choose import launched_place
@@ -34,27 +34,14 @@ def on_threads(options: argparse.Namespace) -> dict[str, str]:
         port = sock.getsockname()[1]
     job = {"WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     job["KOS_SECRET"] = secrets.token_hex(16)
-    found: dict[int, dict[str, str] | BaseException] = {}
 
-    def rank(number: int) -> None:
-        try:
-            rendezvous = EnvRendezvous(TIMEOUT, {**job, "RANK": str(number)})
-            with kos.init(options.backend, rendezvous=rendezvous, timeout=TIMEOUT) as world:
-                found[number] = run(world, options.full, options.seed, options.only)
-        except BaseException as error:
-            found[number] = error
+    def rank(number: int) -> dict[str, str]:
+        rendezvous = EnvRendezvous(TIMEOUT, {**job, "RANK": str(number)})
+        with kos.init(options.backend, rendezvous=rendezvous, timeout=TIMEOUT) as world:
+            return run(world, options.full, options.seed, options.only)
 
-    threads = [threading.Thread(target=rank, args=(number,), daemon=True) for number in range(options.ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in found.values():
-        if isinstance(result, BaseException):
-            raise result
-    first = found[0]
-    assert isinstance(first, dict)
-    return first
+    with ThreadPoolExecutor(options.ranks) as pool:
+        return next(iter(list(pool.map(rank, range(options.ranks)))))
 
 
 def main(arguments: list[str] | None = None) -> int:

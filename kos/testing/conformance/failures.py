@@ -46,23 +46,27 @@ MISMATCHES: dict[str, Callable[[Communicator, bool], Any]] = {
     "count": lambda comm, other: comm.all_reduce(np.ones(4 + other)),
     "op": lambda comm, other: comm.all_reduce(np.ones(4), ReduceOp.MAX if other else ReduceOp.SUM),
     "root": lambda comm, other: comm.broadcast(np.ones(4), root=int(other)),
+    "algorithm": lambda comm, other: comm.all_reduce(np.ones(4), algorithm="tree" if other else "ring"),
     "deterministic": lambda comm, other: comm.all_reduce(np.ones(4), deterministic=other),
-    "counts": lambda comm, other: comm.all_gather_v(np.ones(2), [2] * (comm.size - 1) + [2 + other], None)
-    if comm.rank < comm.size - 1 else comm.all_gather_v(np.ones(3), [2] * (comm.size - 1) + [3]),
+    "counts": lambda comm, other: comm.all_gather_v(
+        np.ones(2 + (other and comm.rank > 0)), [2] * (comm.size - 1) + [2 + other]
+    ) if comm.rank in (0, comm.size - 1) else comm.all_gather_v(np.ones(2), [2] * comm.size),
 }  # fmt: skip
-"""By what differs, a call whose last rank calls another thing."""
+"""By what differs, a call; ``other`` is true on the rank that calls another thing."""
 
 
 def mismatch(comm: Communicator, what: str) -> None:
     """All ranks raise, at the next call at the latest, and name two ranks and what differs."""
-    part = comm.duplicate()
-    with raises(CollectiveMismatch, rf"rank \d+ called .* but rank {comm.size - 1} called .* differ in .*{what}"):
-        MISMATCHES[what](part, comm.rank == comm.size - 1)
-        part.barrier()
-    with raises(CollectiveError, "failed before"):
-        part.barrier()
-    part.abort()
-    comm.barrier()
+    for odd in (0, comm.size - 1):
+        part = comm.duplicate()
+        with raises(CollectiveMismatch, rf"rank \d+ called .*#0.* but rank \d+ called .* differ in .*{what}") as caught:
+            MISMATCHES[what](part, comm.rank == odd)
+            part.barrier()
+        assert f"rank {odd} called" in str(caught[0]), caught
+        with raises(CollectiveError, "failed before"):
+            part.barrier()
+        part.abort()
+        comm.barrier()
 
 
 def absent(comm: Communicator) -> None:
@@ -71,7 +75,9 @@ def absent(comm: Communicator) -> None:
     if comm.rank != late:
         with raises((CollectiveTimeout, RankLost), rf"ranks? \[?{late}\]?"):
             part.all_reduce(np.ones(5), timeout=SHORT)
-        assert time.monotonic() - began < SHORT + GRACE, "the error came late"
+        assert SHORT <= time.monotonic() - began < SHORT + GRACE, "the error came early or late"
+        with raises(CollectiveError, "failed before"):
+            part.barrier()
     comm.barrier()
     part.abort()
 

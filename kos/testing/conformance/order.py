@@ -111,7 +111,9 @@ def persistent(comm: Communicator) -> None:
     x, rows, part = np.empty(7), np.empty((n, 7)), np.empty(3)
     gather = comm.all_gather_init(x, rows)
     scatter = comm.scatter_init(np.arange(3.0 * n) if me == n - 1 else None, part, n - 1)
-    maximum = comm.all_reduce_init(x, ReduceOp.MAX)
+    maximum, token = comm.all_reduce_init(x, ReduceOp.MAX), np.empty(2)
+    ends: dict[int, Any] = {0: lambda: comm.send_init(token, n - 1, 5), n - 1: lambda: comm.recv_init(token, 0, 5)}
+    message = ends[me]() if n > 1 and me in ends else None
     for turn in range(3):
         x[:], part[:] = 10 * turn + me, -1
         with comm.batch():
@@ -123,8 +125,18 @@ def persistent(comm: Communicator) -> None:
         with raises(InvalidArgument, "start: expected the previous start to be waited for"):
             maximum.start()
         assert work.wait() is x and (x == 10 * turn + n - 1).all(), x
+        if message is not None:
+            token[:] = turn if me == 0 else -1
+            message.start().wait()
+            assert (token == turn).all(), token
 
 
 def bytes_of_any_length(comm: Communicator) -> None:
     given = [bytes(range(rank)) * 100 for rank in range(comm.size)]
     assert comm.all_gather_bytes(given[comm.rank]) == given
+
+
+ALL = (
+    barrier_waits_for_everybody, waiting_for_one_moves_the_other_across_groups, a_part_of_a_part,
+    messages_of_duplicates_do_not_meet, batch, close, several_at_once, persistent, bytes_of_any_length,
+)  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from kos.comm import Communicator, PremulSum, ReduceOp
+from kos.comm import Communicator, ReduceOp
 from kos.comm.reduction import _ALLOWED
 from kos.dtypes import DTYPES, dtype_of
 from kos.errors import KosError
@@ -53,11 +53,6 @@ def factors_of(size: int) -> list[float]:
     return [0.5 + 0.25 * rank for rank in range(size)]
 
 
-def named(op: ReduceOp, factor: float) -> ReduceOp | PremulSum:
-    """The operation as it is passed to a call."""
-    return PremulSum(factor) if op is ReduceOp.PREMUL_SUM else op
-
-
 def in_rank_order(xs: list[Array]) -> Array:
     """((x0 + x1) + x2) + ... in fp32 or wider, rounded once."""
     wide = xs[0].dtype if xs[0].dtype.itemsize >= 4 else np.float32
@@ -67,20 +62,21 @@ def in_rank_order(xs: list[Array]) -> Array:
     return total.astype(xs[0].dtype)
 
 
+_UFUNCS: dict[ReduceOp, Any] = {
+    ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor,
+}  # fmt: skip
+
+
 def reduced(contributions: list[Array], op: ReduceOp, factors: list[float]) -> Array:
     """The result in 64 bits, by NumPy alone."""
-    dtype = contributions[0].dtype
-    wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}.get(dtype.kind, np.float64)
-    x: Array = np.stack([c.astype(wide) for c in contributions])
-    by: dict[ReduceOp, Any] = {
-        ReduceOp.SUM: np.add, ReduceOp.PROD: np.multiply, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum,
-        ReduceOp.BAND: np.bitwise_and, ReduceOp.BOR: np.bitwise_or, ReduceOp.BXOR: np.bitwise_xor,
-    }  # fmt: skip
+    wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}
+    x: Array = np.stack([c.astype(wide.get(c.dtype.kind, np.float64)) for c in contributions])
     if op is ReduceOp.AVG:
         return x.mean(axis=0)
     if op is ReduceOp.PREMUL_SUM:
         return (x * np.array(factors)[:, None]).sum(axis=0)
-    return by[op].reduce(x, axis=0)
+    return _UFUNCS[op].reduce(x, axis=0)
 
 
 def check(got: Array, contributions: list[Array], op: ReduceOp, factors: list[float]) -> None:
@@ -125,12 +121,12 @@ def assert_same_on_all_ranks(comm: Communicator, got: Array, what: str = "") -> 
 
 
 @contextmanager
-def raises(kind: type[KosError] | tuple[type[KosError], ...], pattern: str) -> Iterator[None]:
-    """The block raises an error of that kind whose text has the pattern."""
-    raised: KosError | None = None
+def raises(kind: type[KosError] | tuple[type[KosError], ...], pattern: str) -> Iterator[list[KosError]]:
+    """The block raises an error of that kind whose text has the pattern; it is put into the list."""
+    raised: list[KosError] = []
     try:
-        yield
+        yield raised
     except kind as error:
-        raised = error
-    assert raised is not None, f"expected {kind} with {pattern!r}, got no error"
-    assert re.search(pattern, str(raised)), f"expected {pattern!r} in the error, got {raised}"
+        raised.append(error)
+    assert raised, f"expected {kind} with {pattern!r}, got no error"
+    assert re.search(pattern, str(raised[0])), f"expected {pattern!r} in the error, got {raised[0]}"

@@ -21,7 +21,14 @@ from kos.errors import ConfigError, DataError
 from kos.train.config.options import TrainConfig
 from kos.train.data.corpus import Corpus, read_corpus
 from kos.train.data.prepared import prepared
-from kos.train.data.tokenizers import SAVED, NumberTokenizer, Tokenizer, make_tokenizer, portions, tokenizer_from_json
+from kos.train.data.tokenizers import (
+    NumberTokenizer,
+    Tokenizer,
+    has_tokenizer,
+    make_tokenizer,
+    portions,
+    tokenizer_from_json,
+)
 
 EVAL_BATCH_TOKENS = 16_384
 """Most tokens in a validation batch."""
@@ -99,7 +106,7 @@ class Dataset:
 
         It is the mean count of targets that are not left out (-1), over all micro-batches of the batch on all ranks.
         """
-        counted = np.count_nonzero(self.batch(step)[1] != LEFT_OUT)
+        counted = int(np.count_nonzero(self.batch(step)[1] != LEFT_OUT))
         return max(1, counted) * micro_batch_size / self.batch_size
 
     def val_batches(self) -> list[Callable[[], Batch]]:
@@ -178,7 +185,7 @@ def _tokenizer_of_text(config: TrainConfig) -> str:
     if config.tokenizer != "auto":
         return config.tokenizer
     folder = config.init_from
-    if folder is not None and not any(Path(folder, name).is_file() for name in (SAVED, "tokenizer.json")):
+    if folder is not None and not has_tokenizer(Path(folder)):
         raise ConfigError(f"--tokenizer: expected the one of the weights in {folder}, which holds none, got none")
     return folder or "bytes"
 

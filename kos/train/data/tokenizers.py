@@ -248,7 +248,7 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     if spec == "chars":
         return CharTokenizer("".join(set().union(*text)))
     path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
-    if path.name == "tokenizer.json" and path.with_name(SAVED).is_file():
+    if path.name == "tokenizer.json" and path.with_name(SAVED).exists():
         return read_tokenizer(path.parent)
     beside = path.with_name("tokenizer_config.json")
     tokenizer = _read_json(path)
@@ -262,6 +262,11 @@ def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
     if wrong:
         raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {reprlib.repr(wrong[0])}")
     return HuggingFaceTokenizer(tokenizer, str(path), **special)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``make_tokenizer`` finds one in a folder of weights."""
+    return any((folder / name).is_file() for name in (SAVED, "tokenizer.json"))
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:

@@ -23,10 +23,6 @@ def with_rounds(schedule, rounds):
     return other
 
 
-class Deadlock(AssertionError):
-    pass
-
-
 class Flight:
     def __init__(self, array):
         self.array, self.finished = array, False
@@ -90,7 +86,7 @@ def run(schedule, buffers, reduce, seed=0, deliveries=1, wire=None):
                 if next(alive[rank], "end") == "end":
                     del alive[rank]
             if len(alive) == before and not wire.deliver(rng):
-                raise Deadlock(f"{schedule}: ranks {list(alive)} wait for ever")
+                raise AssertionError(f"{schedule}: ranks {list(alive)} wait for ever")
     assert not any(wire.sends.values()) and not any(wire.recvs.values()), "messages left over"
 
 

@@ -1,4 +1,4 @@
-// All-reduce straight between the ranks' buffers, for bandwidth: direct (any GPU) and bulk (sm_90: TMA copies).
+// All-reduce straight between the ranks' buffers, for bandwidth.
 //
 // Rank r fetches chunk r of every rank, adds in rank order and writes the sum to every rank: 2 (n - 1) / n of the
 // bytes over each wire, each way.  Barrier, work, barrier: nobody is read before its input is there, nobody goes
@@ -12,21 +12,11 @@
 #include "channel.cuh"
 #include "reduce.cuh"
 
-// -DONLY=BULK compiles that one alone.
-#define DIRECT 1
-#define BULK 2
-
 #ifndef THREADS
 #define THREADS 512
 #endif
 #ifndef UNROLL
 #define UNROLL 1
-#endif
-#ifndef TILE
-#define TILE 8192 /* bytes; of bulk */
-#endif
-#ifndef STAGES
-#define STAGES 3
 #endif
 
 #define ALL_REDUCE(name)                                                                                             \
@@ -95,7 +85,7 @@ __device__ __forceinline__ void into_rank_order(Vector (&v)[RANKS], unsigned ran
     }
 }
 
-// What both kernels do around the work on a piece; ``tile`` in vectors.
+// What is done around the work on a piece; ``tile`` in vectors.
 template <class Work>
 __device__ __forceinline__ void each_piece(Channel& channel, const u64* in_table, long long in_offset,
                                            const u64* out_table, long long out_offset, const char* source,
@@ -118,7 +108,6 @@ __device__ __forceinline__ void each_piece(Channel& channel, const u64* in_table
 #define EACH_PIECE(tile, work)                                                                                      \
     each_piece(channel, in_table, in_offset, out_table, out_offset, source, target, count, piece, tile, work)
 
-#if !defined(ONLY) || ONLY == DIRECT
 ALL_REDUCE(direct) {
     after_former_kernel();
     Channel channel(context, own_slab, own_rank);
@@ -156,98 +145,3 @@ ALL_REDUCE(direct) {
     EACH_PIECE(THREADS * UNROLL, work);
     channel.close();
 }
-#endif
-
-#if __CUDA_ARCH__ >= 900 && (!defined(ONLY) || ONLY == BULK)
-// The same with bulk copies through shared memory: STAGES tiles of all ranks on the way in, two on the way out.
-__device__ __forceinline__ unsigned shared_address(const void* p) { return unsigned(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void expect(unsigned barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bulk_load(unsigned to, u64 from, unsigned bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-__device__ __forceinline__ void bulk_store(u64 to, unsigned from, unsigned bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
-                 : "memory");
-}
-__device__ __forceinline__ void await(unsigned barrier, unsigned parity) {
-    asm volatile(
-        "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-ALL_REDUCE(bulk) {
-    extern __shared__ __align__(128) char shared[];  // STAGES x RANKS tiles, 2 tiles, STAGES barriers
-    constexpr int VECTORS = TILE / 16;
-    after_former_kernel();
-    Channel channel(context, own_slab, own_rank);
-    const unsigned rank = own_rank;
-    const unsigned full = shared_address(shared + (STAGES * RANKS + 2) * TILE);
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; s++) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * s));
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    unsigned done = 0;  // tiles, over all pieces: they turn the barriers' parity
-    auto work = [&](const Cut& cut) {
-        const long long begin = cut.begin(rank), step = (long long)gridDim.x * VECTORS;
-        const long long left = cut.end(rank) - begin - (long long)blockIdx.x * VECTORS;
-        const unsigned tiles = left > 0 ? unsigned((left + step - 1) / step) : 0;
-        auto offset = [&](unsigned i) { return 16 * (begin + (long long)blockIdx.x * VECTORS + i * step); };
-        auto bytes = [&](unsigned i) { return unsigned(min(16 * (left - i * step), (long long)TILE)); };
-        auto fill = [&](unsigned i) {
-            const unsigned stage = (done + i) % STAGES;
-            expect(full + 8 * stage, RANKS * bytes(i));
-            for (int k = 0; k < RANKS; k++) {
-                const unsigned r = (rank + k) % RANKS;
-                bulk_load(shared_address(shared + (stage * RANKS + r) * TILE), __ldg(in_table + r) + in_offset + offset(i),
-                          bytes(i), full + 8 * stage);
-            }
-        };
-        if (threadIdx.x == 0) {
-            asm volatile("fence.proxy.async;" ::: "memory");  // others' ordinary stores before these copies
-            for (unsigned i = 0; i < STAGES && i < tiles; i++) fill(i);
-        }
-        for (unsigned i = 0; i < tiles; i++) {
-            const unsigned stage = (done + i) % STAGES, out = STAGES * RANKS + i % 2;
-            await(full + 8 * stage, (done + i) / STAGES % 2);
-            if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");  // tile i - 2 is out
-            __syncthreads();
-            for (unsigned j = threadIdx.x; 16 * j < bytes(i); j += THREADS) {
-                Vector v;
-                Sum<4> sum;
-#pragma unroll
-                for (int r = 0; r < RANKS; r++) {
-                    const uint4 x = *reinterpret_cast<const uint4*>(shared + (stage * RANKS + r) * TILE + 16 * j);
-                    v.x[0] = x.x, v.x[1] = x.y, v.x[2] = x.z, v.x[3] = x.w;
-                    if (r == 0) sum.first(v.x);
-                    else sum.combine(v.x);
-                }
-                sum.finish(v.x);
-                *reinterpret_cast<uint4*>(shared + out * TILE + 16 * j) = make_uint4(v.x[0], v.x[1], v.x[2], v.x[3]);
-            }
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the sum before the copies that take it
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                for (int k = 0; k < RANKS; k++)
-                    bulk_store(__ldg(out_table + (rank + k) % RANKS) + out_offset + offset(i),
-                               shared_address(shared + out * TILE), bytes(i));
-                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-                if (i + STAGES < tiles) fill(i + STAGES);
-            }
-        }
-        done += tiles;
-        if (threadIdx.x == 0) {
-            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-            asm volatile("fence.proxy.async;" ::: "memory");
-            __threadfence_system();
-        }
-    };
-    EACH_PIECE(VECTORS, work);
-    channel.close();
-}
-#endif

@@ -27,13 +27,3 @@ extern "C" __global__ void reduce_ordered(const Bits *in, i64 stride, RESULT::Bi
 extern "C" __global__ void scale(const Bits *in, RESULT::Bits *out, i64 count, double factor) {
     EACH(i, count) out[i] = RESULT::narrow(multiply(T::widen(in[i]), Wide(factor)));
 }
-
-// into[i] = into[i] op other[i]: one step of a schedule.
-extern "C" __global__ void combine(Bits *into, const Bits *other, i64 count) {
-    EACH(i, count) into[i] = T::narrow(Op::combine(T::widen(into[i]), T::widen(other[i])));
-}
-
-// out[i] = in[i], a whole reduction, finished and rounded.
-extern "C" __global__ void finish(const Bits *in, RESULT::Bits *out, i64 count) {
-    EACH(i, count) out[i] = RESULT::narrow(Op::finish(T::widen(in[i])));
-}

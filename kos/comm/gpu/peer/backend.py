@@ -1,7 +1,7 @@
 """The peer backend: GPU memory by our own kernels, over memory that all ranks of the machine map.
 
 All-reduce is ``PeerEngine``'s; everything that only moves is one kernel, ``exchange``; the other reductions exchange
-and add in rank order (``nccl_ordered``).  So every result has the same bits on every rank and from run to run,
+and add in rank order (``ordered_sum``).  So every result has the same bits on every rank and from run to run,
 ``deterministic`` or not, 16-bit floats are added in fp32, and any dtype, count and alignment will do.
 
 Buffers may lie anywhere on the rank's GPU; between those of ``Communicator.allocate`` large all-reduces take no
@@ -11,7 +11,6 @@ Several ranks may share a GPU as processes, which take turns on it.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -25,11 +24,12 @@ from typing import Any
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
-from kos.comm.gpu.backend import KNOWN, DeviceBackend, Scratch, device_of
+from kos.comm.gpu.backend import KNOWN, DeviceBackend, device_of
+from kos.comm.gpu.memory import NONE, Piece, Windows, exchange_of, whole
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
-from kos.comm.gpu.peer.engine import MAX_RANKS, GaveUp, PeerEngine, Piece, Run
+from kos.comm.gpu.peer.engine import MAX_RANKS, KernelAborted, PeerEngine, Run
 from kos.comm.gpu.peer.launches import PACKETS, Launch, Launches
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp
@@ -41,21 +41,19 @@ from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
 from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RankLost
 from kos.memory.array import Array, Shape, as_dtype
-from kos.memory.buffer import Buffer
 from kos.memory.symmetric import SymmetricMemory
-from kos.memory.windows import Window
+from kos.memory.windows import WindowMemory, in_windows
 
 log = logging.getLogger(__name__)
 
-_HALT_SECONDS = 20.0
+_ABORT_SECONDS = 20.0
 _REPORT_SECONDS = 1.0
-"""In which a rank whose kernel gave up reports why: four ticks of its watchdog."""
+"""In which a rank whose kernel ended early reports why: four ticks of its watchdog."""
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 256 << 10
 """Bytes from which a broadcast goes to every rank in parts, which then go to all."""
 _BESIDE = 4 << 20
 """Bytes of an overlapped operation from which copy engines carry it: multiprocessors are left to what it overlaps."""
-_NONE: Piece = (0, 0)
 
 
 class PeerBackend(DeviceBackend):
@@ -71,11 +69,11 @@ class PeerBackend(DeviceBackend):
     def __init__(self, rendezvous: Rendezvous, device: int | None = None, host: Backend | None = None) -> None:
         super().__init__(rendezvous, device, host)
         self._rendezvous = rendezvous
-        self._windows: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
-        self._dropped: list[int] = []  # whose arrays are gone here, and still in use elsewhere perhaps
-        self._made = 0  # windows, so far
+        self._unmapped = False  # whether no rank maps another's windows any more
+        self._windows = Windows(
+            rendezvous, self.device, self._free_window, lambda: self._unmapped or self.broken is not None
+        )
         self._at = -1  # the stream of the last operation, if more may go there as it is
-        self._scratch: list[Scratch] = []
         self._exchanges: dict[tuple[Any, ...], Run] = {}
         try:
             self.table = for_group(rendezvous, self.device)
@@ -88,7 +86,7 @@ class PeerBackend(DeviceBackend):
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """What costs nothing to find out; whether bytes move, ``__init__`` says."""
+        """What costs nothing to find out; ``__init__`` finds whether bytes move."""
         try:
             device = device_of(rendezvous)
         except KosError as error:
@@ -120,16 +118,25 @@ class PeerBackend(DeviceBackend):
     # Memory that all ranks map.
 
     def allocate(self, shape: Shape, dtype: Any) -> Array:
-        """A symmetric array.  Collective, with one size; frees what all ranks have let go of by now."""
+        """A symmetric array.  Collective, with one size.
+
+        First frees the windows that no rank has arrays of or graphs on.
+        """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
-        self._free_dropped()
-        self._known.clear()  # an address may become another's
-        nbytes = prod(shape) * dtype.itemsize
-        memory = SymmetricMemory(self._rendezvous, max(nbytes, 1), self.device)
-        number, self._made = self._made, self._made + 1
-        self._windows[number] = memory
+        self._windows.free(self._windows.unused_everywhere())
+        self.forget_routes()
+        nbytes = max(prod(shape) * dtype.itemsize, 1)
+        memory = SymmetricMemory(self._rendezvous, nbytes, self.device)
         self._engine.register(memory)
-        return Array(memory.pointer, shape, dtype, self.device, owner=Window(self, memory.pointer, number))
+        return self._windows.add(memory.pointer, nbytes, memory, shape, dtype)
+
+    def _free_window(self, window: WindowMemory) -> None:
+        memory: SymmetricMemory = window.handle
+        if self._unmapped or self.broken is not None:  # this rank's part: no rank maps it, or none can be asked
+            memory.abort()
+        else:
+            self._engine.unregister(memory)
+            memory.close()
 
     def is_symmetric(self, o: Operation) -> bool:
         """Whether its buffers are in the memory of ``allocate``, so that kernels reach them where they lie.
@@ -154,10 +161,7 @@ class PeerBackend(DeviceBackend):
         several = (o.send, o.recv) if o.name == "all_reduce" else (buffer,)
         return all(each is not None and self._engine.is_symmetric(each.pointer, each.nbytes) for each in several)
 
-    def has_algorithm(self, o: Operation) -> bool:
-        return o.options.algorithm == AUTO or (o.name == "all_reduce" and o.options.algorithm in PACKETS)
-
-    def carrier(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         if name != "all_reduce":
             return self.name
         launch = self._engine.launches.pick(nbytes, symmetric)
@@ -166,51 +170,31 @@ class PeerBackend(DeviceBackend):
     def use(self, launches: Launches) -> None:
         """Launch the all-reduces that are prepared from now on so.  Collective, with the same."""
         self._engine.launches = launches
-        self._known.clear()
+        self._routes.clear()
         self.cache.clear()
-
-    def release(self, pointer: int, window: int) -> None:
-        """The last array of a window is gone here."""
-        memory = self._windows[window]
-        if self.broken is None and memory.pointers:
-            self._dropped.append(window)
-        else:  # nobody maps it any more, or nobody can be asked
-            del self._windows[window]
-            with relaxed_capture():
-                memory.abort()
-
-    def _free_dropped(self) -> None:
-        dropped = [json.loads(data) for data in self._rendezvous.allgather(json.dumps(self._dropped).encode())]
-        for number in sorted(set(dropped[0]).intersection(*dropped[1:])):
-            self._dropped.remove(number)
-            memory = self._windows.pop(number)
-            self._engine.unregister(memory)
-            memory.close()
 
     def close(self) -> None:
         self.unwatch()
-        for number in sorted(self._windows):
-            self._windows[number].unmap()  # arrays that live on keep their own rank's part
-        for number in self._dropped:
-            self._windows.pop(number).abort()
+        for number in sorted(self._windows.memories):
+            self._windows.memories[number].handle.unmap()  # arrays that live on keep their own rank's part
+        self._unmapped = True
+        self._windows.free(self._windows.unused())
         self._engine.close()
-        for scratch in self._scratch:
-            scratch.close()
         super().close()
 
-    # How it ends early.
+    # How it is aborted.
 
-    def let_go(self) -> None:
-        """The slab is kept as long as this object: graphs that are replayed find the order to give up in it."""
+    def signal_abort(self) -> None:
+        """The slab lives as long as this object: graphs that are replayed find the abort flag in it."""
         self._engine.abort()
 
-    def halt(self) -> None:
-        self.let_go()
+    def abort_device(self) -> None:
+        self.signal_abort()
         waits = threading.Thread(target=self._drain, daemon=True)
         waits.start()
-        waits.join(_HALT_SECONDS)
+        waits.join(_ABORT_SECONDS)
         if waits.is_alive():
-            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _HALT_SECONDS)
+            log.error("rank %d: the GPU did not end its work within %g s", self.rank, _ABORT_SECONDS)
 
     def _drain(self) -> None:
         with suppress(CudaError):  # of a broken context, which runs nothing any more
@@ -220,46 +204,39 @@ class PeerBackend(DeviceBackend):
         if self._engine.failed:
             self._engine.check(str(o))
 
-    def _cause(self, o: Call, error: Exception) -> Exception:
-        """Of a rank that gave up, what its host or its watchdog reports: that names the rank that failed first."""
-        known, deadline = super()._cause(o, error), time.monotonic() + _REPORT_SECONDS
-        while isinstance(known, GaveUp) and self._calls is not None and time.monotonic() < deadline:
+    def cause(self, o: Call, error: Exception) -> Exception:
+        """Where another rank's kernel ended first, what that rank reports: it names the rank that failed first."""
+        known, deadline = super().cause(o, error), time.monotonic() + _REPORT_SECONDS
+        while isinstance(known, KernelAborted) and self.shared.calls is not None and time.monotonic() < deadline:
             time.sleep(0.01)
-            known = super()._cause(o, error)
-        return RankLost(str(known)) if isinstance(known, GaveUp) else known
+            known = super().cause(o, error)
+        return RankLost(str(known)) if isinstance(known, KernelAborted) else known
 
     def missing(self, call: Call) -> str:
-        """Ends the wait on the GPU, so that the kernel says what it waited for."""
+        """Ends the wait on the GPU, so that the kernel reports what it waited for."""
         self._engine.abort()
         return f"{super().missing(call)}; {self._engine.last_wait(1.0)}"
 
     def start(self, call: Call) -> Work[Any] | None:
-        self._look(call)
-        return DeviceBackend.start(self, call)
-
-    def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        for call in calls:
-            self._look(call)
-        return DeviceBackend.start_all(self, calls, overlap)
-
-    def _look(self, o: Call) -> None:
-        """Before an operation: whether a kernel gave up."""
         if self._engine.failed and self.broken is None:
             try:
-                self._engine.check(str(o))
+                self._engine.check(str(call))
             except Exception as error:
-                self._give_up(o, error)
+                self._raise(call, error)
+        return DeviceBackend.start(self, call)
 
     # How operations are carried.
 
     def resolve(self, o: Operation, route: Route) -> bool:
-        if not self.has_algorithm(o):
+        named = o.options.algorithm
+        if named != AUTO and (o.name != "all_reduce" or named not in PACKETS):
             own = ", ".join(("'auto'", *PACKETS)) if o.name == "all_reduce" else "'auto'"
-            raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {o.options.algorithm!r}")
+            raise InvalidArgument(f"algorithm: expected {own} for {o.name} on peer, got {named!r}")
         deadline = None if o.options.timeout == self._seconds else o.options.timeout
         with relaxed_capture(), self._engine.within(deadline):
             run = _BINDERS.get(o.name, PeerBackend._bind_move)(self, o, route)
-        route.launch = partial(self._launch, run if deadline is None else partial(self._within, deadline, run))
+        launch = partial(self._launch, run if deadline is None else partial(self._within, deadline, run))
+        route.launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
         return True
 
     def _within(self, deadline: float, run: Run, stream: int) -> None:
@@ -315,7 +292,7 @@ class PeerBackend(DeviceBackend):
         rounds = max(map(len, (*sends, *recvs)))
         return _in_turn(
             self._engine.bind_exchange(
-                *([to[k] if k < len(to) else _NONE for to in side] for side in (sends, recvs)), messages=True
+                *([to[k] if k < len(to) else NONE for to in side] for side in (sends, recvs)), messages=True
             )
             for k in range(rounds)
         )
@@ -335,7 +312,7 @@ class PeerBackend(DeviceBackend):
         symmetric = all(self._engine.is_symmetric(end, o.send.nbytes) for end in ends)
         launch = self._engine.possible(launch, o.reduction.op, o.send.nbytes, symmetric)
         reached = () if launch.algorithm in PACKETS else ends[launch.algorithm == "push" :]
-        route.kernel = self._engine.way(launch, o.send.nbytes, *reached)
+        route.kernel = self._engine.route(launch, o.send.nbytes, *reached)
         return self._engine.bind_all_reduce(
             *ends, count, dtype, o.reduction.op, factor=o.reduction.factor, launch=launch
         )
@@ -348,7 +325,7 @@ class PeerBackend(DeviceBackend):
             assert o.recv is not None
             beside = self.beside(o)
             if beside:
-                route.kernel = self._engine.way(Launch("copies"), o.send.nbytes, o.send.pointer)
+                route.kernel = self._engine.route(Launch("copies"), o.send.nbytes, o.send.pointer)
             run = self._engine.bind_reduce_scatter(
                 o.send.pointer, o.recv.pointer, o.recv.count * per, DTYPES[name], o.reduction.op, beside=beside
             )
@@ -357,32 +334,17 @@ class PeerBackend(DeviceBackend):
         return OrderedReduction(self, o) if o.send.count else _in_turn(())
 
     def _bind_move(self, o: Operation, route: Route) -> Run:
-        """Everything that is one exchange."""
-        rank, size, root = self.rank, self.size, o.root
-        send, recv = _whole(o.send), _whole(o.recv)
-        sends, recvs = [_NONE] * size, [_NONE] * size
-        match o.name:
-            case "broadcast":
-                if recv[1] >= _BY_PARTS and size > 2:
-                    return self._broadcast_by_parts(send, recv, root or 0)
-                sends, recvs = [send if rank == root else _NONE] * size, self._only(root, recv)
-            case "all_gather" | "all_gather_v":
-                direct, beside = None, self.beside(o)
-                if o.name == "all_gather":
-                    direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
-                if direct is not None:
-                    route.kernel = self._engine.way(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
-                    return direct
-                sends, recvs = [send] * size, self._cut(o.recv, o.recv_counts)
-            case "all_to_all" | "all_to_all_v":
-                sends, recvs = self._cut(o.send, o.send_counts), self._cut(o.recv, o.recv_counts)
-            case "gather":
-                sends, recvs = self._only(root, send), self._cut(o.recv, None)
-            case "scatter":
-                sends, recvs = self._cut(o.send, None), self._only(root, recv)
-            case _:
-                sends, recvs = self._only(o.message.dst, send), self._only(o.message.src, recv)
-        return self._engine.bind_exchange(sends, recvs, messages=not o.collective)
+        """Everything that only moves bytes: one exchange, or what is faster."""
+        send, recv = whole(o.send), whole(o.recv)
+        if o.name == "broadcast" and recv[1] >= _BY_PARTS and self.size > 2:
+            return self._broadcast_by_parts(send, recv, o.root or 0)
+        if o.name == "all_gather":
+            beside = self.beside(o)
+            direct = self._engine.bind_all_gather(send[0], recv[0], send[1], beside=beside)
+            if direct is not None:
+                route.kernel = self._engine.route(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
+                return direct
+        return self._engine.bind_exchange(*exchange_of(o, self.rank, self.size), messages=not o.collective)
 
     def _broadcast_by_parts(self, send: Piece, recv: Piece, root: int) -> Run:
         """Van de Geijn: scatter, then all-gather, so that root sends everything twice and not size - 1 times."""
@@ -391,40 +353,21 @@ class PeerBackend(DeviceBackend):
         cuts = [(min(r * part, nbytes), min((r + 1) * part, nbytes)) for r in range(size)]
         of = [(send[0] + a, b - a) for a, b in cuts]
         to = [(recv[0] + a, b - a) for a, b in cuts]
-        if rank == root:
-            first = [send if r == root else of[r] for r in range(size)], self._only(root, recv)
-        else:
-            first = [_NONE] * size, self._only(root, to[rank])
+        mine = recv if rank == root else to[rank]
+        first = (
+            [NONE if rank != root else send if r == root else of[r] for r in range(size)],
+            [mine if r == root else NONE for r in range(size)],
+        )
         second = (
-            [_NONE if r in (rank, root) else to[rank] for r in range(size)],
-            [_NONE if r == rank or rank == root else to[r] for r in range(size)],
+            [NONE if r in (rank, root) else to[rank] for r in range(size)],
+            [NONE if r == rank or rank == root else to[r] for r in range(size)],
         )
         return _in_turn((self._engine.bind_exchange(*first), self._engine.bind_exchange(*second)))
 
     def _bind_barrier(self, o: Operation, route: Route) -> Run:
         return self._engine.bind_barrier()
 
-    def _only(self, rank: int | None, piece: Piece) -> list[Piece]:
-        return [piece if r == rank else _NONE for r in range(self.size)]
-
-    def _cut(self, buffer: Buffer | None, counts: Sequence[int] | None) -> list[Piece]:
-        """A piece for each rank: of so many elements, or equal ones."""
-        if buffer is None:
-            return [_NONE] * self.size
-        pieces, at = [], buffer.pointer
-        for count in counts or [buffer.count // self.size] * self.size:
-            pieces.append((at, count * buffer.dtype.itemsize))
-            at += pieces[-1][1]
-        return pieces
-
     # What OrderedReduction asks for.
-
-    def scratch(self, nbytes: int, stream: int) -> int:
-        """Address of memory for one operation; outgrown pieces stay, for captured graphs may use them."""
-        if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            former = self._scratch[-1].nbytes if self._scratch else 0
-            self._scratch.append(Scratch(max(nbytes, 1 << 20, 2 * former), self.device))
-        return self._scratch[-1].pointer
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
         """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
@@ -435,10 +378,6 @@ class PeerBackend(DeviceBackend):
             with relaxed_capture():
                 self._exchanges[key] = self._engine.bind_exchange(sends, recvs)
         self._exchanges[key](stream)
-
-    def share(self, pointer: int, nbytes: int, stream: int) -> None:
-        """All-gather in place: this rank's ``nbytes`` lie at its place in the memory at ``pointer``."""
-        self.collect(pointer + self.rank * nbytes, pointer, nbytes, stream)
 
     def collect(self, send: int, recv: int, nbytes: int, stream: int) -> None:
         """All-gather of ``nbytes`` from each rank."""
@@ -457,10 +396,6 @@ _BINDERS: dict[str, Callable[[PeerBackend, Operation, Route], Run]] = {
     "reduce_scatter_v": PeerBackend._bind_reduction,
     "barrier": PeerBackend._bind_barrier,
 }
-
-
-def _whole(buffer: Buffer | None) -> Piece:
-    return _NONE if buffer is None else (buffer.pointer, buffer.nbytes)
 
 
 def _in_turn(runs: Iterable[Run]) -> Run:

@@ -2,7 +2,7 @@
 multiprocessors to what computes beside them.
 
 All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice.  The barriers are
-kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that has given up run
+kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that ended early run
 all the same: what they leave is undefined, as after any failure.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from kos.comm.gpu.backend import Scratch
+from kos.comm.gpu.memory import Scratch
 from kos.comm.gpu.peer.launches import Launch
 from kos.cuda import create_stream, streams
 from kos.cuda.driver import call, cu
@@ -48,8 +48,8 @@ class Copies:
         step = -(-chunk // launch.pieces // 128) * 128
         cuts = [(at * itemsize, (min(at + step, end) - at) * itemsize) for at in range(begin, end, step)]
         stride = step * itemsize
-        room = self._room(min(launch.pieces, 2) * size * stride)
-        staging = [room + half * size * stride for half in range(2)]
+        start = self._staging_memory(min(launch.pieces, 2) * size * stride)
+        staging = [start + half * size * stride for half in range(2)]
         if self._stream is None:
             self._stream = create_stream(self._device)
         copy = streams.handle(self._stream)
@@ -99,7 +99,7 @@ class Copies:
         rank's goes to ``recv``, which may be that part of its own input."""
         rank, nbytes = self._rank, count * itemsize
         stride = -(-nbytes // 128) * 128
-        staging, own = self._room(self._size * stride), inputs[rank] + rank * nbytes
+        staging, own = self._staging_memory(self._size * stride), inputs[rank] + rank * nbytes
         add = kernel.bind(launch.blocks or _BLOCKS, launch.threads, rank, own, staging, stride, recv, count)
 
         def run(stream: Any) -> None:
@@ -126,7 +126,7 @@ class Copies:
 
         return run
 
-    def _room(self, nbytes: int) -> int:
+    def _staging_memory(self, nbytes: int) -> int:
         if not self._staging or self._staging[-1].nbytes < nbytes:
             self._staging.append(Scratch(nbytes, self._device))
         return self._staging[-1].pointer

@@ -1,14 +1,14 @@
 """PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/gpu/kernels``).
 
-The engine owns the slab in which the kernels meet, chooses a kernel and its launch for a message, and tells
-what a kernel that gave up was waiting for.  It checks no arguments that ranks must agree on and stamps no
+The engine owns the slab in which the kernels meet, chooses a kernel and its launch for a message, and reports
+what a kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
 
 ``exchange`` moves a piece to and from each rank; reduce-scatter and, between symmetric buffers, all-gather have
-kernels of their own.  All-reduce: ``one_shot`` and ``two_shot`` (packets, small and
-middle sizes), ``direct`` and ``bulk`` (reads from buffer to buffer), ``push`` (writes alone), ``specialized`` (writes
-alone, blocks of which each has one role; symmetric buffers only), ``copies`` (copy engines, symmetric buffers only),
-all of them adding in rank order; ``ring`` and ``tree``, which follow the schedules of that name.
+kernels of their own.  All-reduce adds in rank order: ``one_shot`` and ``two_shot`` (packets, small and middle sizes),
+``direct`` (reads from buffer to buffer), ``push`` (only writes), ``specialized`` (only writes, each block has one role;
+symmetric buffers only), ``copies`` (copy engines; symmetric buffers only).  ``ring`` and ``tree`` follow the schedules
+of that name.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.gpu.memory import Piece
 from kos.comm.gpu.peer.copies import BESIDE, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
 from kos.comm.reduction import ReduceOp
@@ -63,17 +64,15 @@ class _Word(IntEnum):
     ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE, LIMIT = range(10)
 
 
-_TIMEOUT, _ABORTED, _TOLD, _UNEQUAL = 1, 2, 3, 4
+_TIMEOUT, _ABORTED, _PEER_ENDED, _UNEQUAL = 1, 2, 3, 4
 
 
 Run = Callable[[Any], None]
 """Queues an operation, whose arguments are resolved, on a stream."""
-Piece = tuple[int, int]
-"""Address and bytes."""
 
 
-class GaveUp(RankLost):
-    """A kernel ended because another rank's did, which says why."""
+class KernelAborted(RankLost):
+    """A kernel ended because another rank's did, which reports why."""
 
 
 class PeerEngine:
@@ -101,15 +100,14 @@ class PeerEngine:
         if self.size > MAX_RANKS:
             raise BackendUnavailable(f"peer: expected at most {MAX_RANKS} ranks, got {self.size}")
         info = device_info(device)
-        fact = f"{info.uuid} {info.multiprocessors} {info.arch}"
+        fact = f"{info.uuid} {info.multiprocessors}"
         facts = [data.decode().split() for data in rendezvous.allgather(fact.encode())]
-        sharing = max(sum(uuid == other for other, *_ in facts) for uuid, *_ in facts)
-        self._multiprocessors = min(int(count) for _, count, _ in facts) // sharing
+        sharing = max(sum(uuid == other for other, _ in facts) for uuid, _ in facts)
+        self._multiprocessors = min(int(count) for _, count in facts) // sharing
         self.blocks = min(CHANNELS, self._multiprocessors)
         self._copies = Copies(self.rank, self.size, device)
         self._overlap = sharing == 1 and overlap
         self.launches = launches
-        self.has_bulk = all(int("".join(filter(str.isdigit, arch))) >= 90 for *_, arch in facts)
         self.staging = staging // 16 * 16
         self._macros = dict(macros, RANKS=self.size)
         self._memories: dict[int, SymmetricMemory] = {}  # by number, the same on all ranks
@@ -157,9 +155,7 @@ class PeerEngine:
             limit = 0 if seconds is None else max(int(min(seconds, 1e9) * 1e9), 1)
             words = [*self.memory.pointers, self._record.__array_interface__["data"][0], self.rank, limit]
             context = np.array(words, np.uint64)
-            self._contexts[seconds] = Array.from_numpy(
-                context, self.device, stream=self._loading, label="peer context"
-            )
+            self._contexts[seconds] = Array.from_numpy(context, self.device, stream=self._loading, label="peer context")
             streams.synchronize(self._loading, self.device)
         return self._contexts[seconds]
 
@@ -176,7 +172,7 @@ class PeerEngine:
         """Whether the buffer lies in registered memory, aligned for the kernels that use it there."""
         return self._symmetric(pointer, nbytes) is not None
 
-    def way(self, launch: Launch, nbytes: int, *pointers: int) -> str:
+    def route(self, launch: Launch, nbytes: int, *pointers: int) -> str:
         """What all ranks must have in common: the launch, and where the buffers that they reach into lie."""
         numbers = {memory.peer_pointers.pointer: number for number, memory in self._memories.items()}
         found = (self._symmetric(pointer, nbytes) for pointer in pointers)
@@ -184,7 +180,7 @@ class PeerEngine:
         return f"{launch} at {places}"
 
     def launch_for(self, send: int, recv: int, nbytes: int) -> Launch:
-        """What is taken where nothing else is said, by size and by where the buffers lie."""
+        """The default launch, by size and by where the buffers lie."""
         return self.launches.pick(nbytes, self.is_symmetric(send, nbytes) and self.is_symmetric(recv, nbytes))
 
     def bind_all_reduce(
@@ -220,8 +216,6 @@ class PeerEngine:
         """``launch``, or what goes in its place for what it does not take; ``symmetric``: both buffers are."""
         if launch.algorithm not in PACKETS and (op is ReduceOp.PREMUL_SUM or self.size == 1):
             return Launch("two_shot" if self.size > 1 else "one_shot")
-        if launch.algorithm == "bulk" and not self.has_bulk:
-            return replace(launch, algorithm="direct", threads=512)
         if self.size == 1:
             return replace(launch, algorithm="one_shot")
         if launch.algorithm == "copies" and not symmetric:
@@ -264,17 +258,12 @@ class PeerEngine:
         else:
             places, outside = (table, self._in, table, self._out), (send, recv)
             piece = -(-count // -(-nbytes // self.staging) // vector) * vector
-        shared = 0
-        if launch.algorithm == "bulk":
-            shared = (launch.stages * self.size + 2) * launch.tile + 8 * launch.stages
-        kernel = self._kernel(
-            "all_reduce_direct.cu", launch, dtype, op, UNROLL=launch.unroll, TILE=launch.tile, STAGES=launch.stages
-        )
+        kernel = self._kernel("all_reduce_direct.cu", launch, dtype, op)
         blocks = min(launch.blocks or self.blocks, self.blocks)
         return self._bind(
             kernel, blocks, launch.threads,
             self._context.pointer, self.memory.pointer, self.rank,
-            *places, *outside, count, piece, shared=shared,
+            *places, *outside, count, piece,
         )  # fmt: skip
 
     def _bind_push(self, launch: Launch, send: int, recv: int, count: int, dtype: DType, op: ReduceOp) -> Run:
@@ -370,8 +359,8 @@ class PeerEngine:
     def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False) -> Run:
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
-        Bytes of any number and alignment, none where nothing goes.  Takes part who has something to send or
-        to receive; what one rank sends another comes in the order in which it was sent, in pieces of the
+        Bytes of any number and alignment, none where nothing goes.  Every rank that has something to send or
+        to receive takes part; what one rank sends another comes in the order in which it was sent, in pieces of the
         same sizes: a kernel raises CollectiveMismatch, by ``check``, where it is another one that comes, or one of the
         other kind (``messages``).
         """
@@ -389,9 +378,9 @@ class PeerEngine:
             int(messages), *pieces,
         )  # fmt: skip
 
-    def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any, shared: int = 0) -> Run:
+    def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> Run:
         """A function that launches ``kernel``; where a rank has its GPU alone, while the kernel before it ends."""
-        run: Run = kernel.bind(blocks, threads, *arguments, shared=shared, overlap=self._overlap)
+        run: Run = kernel.bind(blocks, threads, *arguments, overlap=self._overlap)
         return run
 
     def _symmetric(self, pointer: int, nbytes: int) -> tuple[int, int] | None:
@@ -411,11 +400,11 @@ class PeerEngine:
 
     @property
     def failed(self) -> bool:
-        """Whether a kernel has given up; the engine is then of no more use.  Reads host memory only."""
+        """Whether a kernel has ended early; the engine is then of no more use.  Reads host memory only."""
         return bool(self._failure[0])
 
     def check(self, what: str) -> None:
-        """Raise for a kernel that gave up, naming the rank it waited for; ``what`` names the operation."""
+        """Raise for a kernel that ended early, naming the rank it waited for; ``what`` names the operation."""
         if not self.failed:
             return
         peer, cause = int(self._record[_Word.PEER]), int(self._record[_Word.CAUSE])
@@ -424,8 +413,8 @@ class PeerEngine:
         if cause == _UNEQUAL:
             wanted, seen = (_piece(int(self._record[word])) for word in (_Word.WANTED, _Word.SEEN))
             raise CollectiveMismatch(f"{what}: expected {wanted} from rank {peer}, got {seen}")
-        if cause == _TOLD:
-            raise GaveUp(f"{what}: rank {peer} has given up")
+        if cause == _PEER_ENDED:
+            raise KernelAborted(f"{what}: the kernel of rank {peer} ended early")
         limit = float(self._record[_Word.LIMIT]) / 1e9
         raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {limit:g} s ({self._where()})")
 
@@ -460,8 +449,8 @@ class PeerEngine:
         self._copies.close()
 
 
-def _piece(said: int) -> str:
-    return f"{said % (1 << 31)} bytes of a {'message' if said >> 31 else 'collective'}"
+def _piece(word: int) -> str:
+    return f"{word % (1 << 31)} bytes of a {'message' if word >> 31 else 'collective'}"
 
 
 def _nothing(stream: Any) -> None:

@@ -11,12 +11,9 @@ from typing import Any, TypeVar
 from kos.errors import InvalidArgument
 
 PACKETS = ("one_shot", "two_shot", "ring", "tree")
-ALGORITHMS = (*PACKETS, "direct", "bulk", "push", "specialized", "copies")
+ALGORITHMS = (*PACKETS, "direct", "push", "specialized", "copies")
 T = TypeVar("T")
-_RANGES = {
-    "blocks": (0, 128), "threads": (32, 1024), "unroll": (1, 8),
-    "tile": (256, 65536), "stages": (1, 16), "pieces": (1, 8),
-}  # fmt: skip
+_RANGES = {"blocks": (0, 128), "threads": (32, 1024), "tile": (256, 65536), "pieces": (1, 8)}
 _KINDS = ("symmetric", "ordinary")
 
 
@@ -27,9 +24,7 @@ class Launch:
     algorithm: str
     blocks: int = 0
     threads: int = 512
-    unroll: int = 1  # of direct
-    tile: int = 8192  # bytes; of bulk and specialized
-    stages: int = 3  # of bulk
+    tile: int = 8192  # bytes; of specialized
     pieces: int = 1  # of copies
 
     def as_json(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kos.comm.host.shared.segment import FAILED, FAILED_AT, FAILURE_BYTES, PID, 
 from kos.errors import KosError
 
 _BITS, _NAMED = 16, 4
-"""A flag holds so many awaited ranks, of so many bits each; more are not told of."""
+"""A flag holds so many awaited ranks, of so many bits each; more are not shown."""
 _SOMEBODY = 1 << _BITS * _NAMED - 1
 """Waits, for nobody known."""
 
@@ -41,8 +41,8 @@ class SharedBoard(Board):
             words[at + FAILED_AT] = int(now() * 1e6)
             words[at + FAILED] = len(data)
 
-    def go_on(self) -> None:
-        super().go_on()
+    def clear_failure(self) -> None:
+        super().clear_failure()
         if self._mine is not None:
             self._words[self._mine + FAILED] = 0
 

@@ -2,7 +2,7 @@
 
 A rank that begins collective s writes the fingerprint of its call, plus s, to its ring and then counts itself
 in.  Whoever waits for a rank compares the fingerprints once it has come.  What went wrong first is
-written once for all ranks of the host, so that all of them say the same.
+written once for all ranks of the host, so that all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
@@ -47,29 +47,19 @@ class Calls(Fingerprints):
         words[self._line + PID] = pid
 
     def announce(self, o: Call) -> None:
-        """Say that this rank begins ``o``."""
+        """Publish that this rank begins ``o``."""
         words, sequence = self._words, o.sequence
         words[self._ring + sequence % RING] = (o.mark or self.mark(o)) + sequence
         words[self._line + ARRIVED] = sequence + 1
 
-    def publish(self, o: Call) -> Callable[[], bool]:
-        """Say that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
+    def publish(self, o: Call) -> Wait:
+        """Publish that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
 
         The poll raises CollectiveMismatch if one of them began something else instead, RankLost if one is
         gone, and what another rank of the host failed of.
         """
         self.announce(o)
-        wait: Wait | None = None
-
-        def everybody_came() -> bool:
-            nonlocal wait
-            absent = self.check(o)
-            if absent is not None:
-                wait = wait or Wait(self, o)
-                wait.look(absent)
-            return absent is None
-
-        return everybody_came
+        return Wait(self, o)
 
     def check(self, o: Call) -> int | None:
         """Compare ``o`` with the calls of the ranks that have begun it; returns the last that has not, if any.
@@ -148,7 +138,7 @@ class Calls(Fingerprints):
     def fail(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
 
-        The first failure stays.  Nobody hears of this one if a rank was stopped while it told its own.
+        The first failure stays.  This one is lost if a rank was stopped while it wrote its own.
         """
         kind, *rest = to_record(error)
         data = fitting([kind, *rest, sequence])
@@ -176,10 +166,10 @@ class Calls(Fingerprints):
             self.leave(CLOSED_WELL)
         self.segment.close()
         self.ledger.board.release()
-        self._words = self.segment.words  # a view keeps the memory, and its descriptor, where who closed is still held
+        self._words = self.segment.words  # an old view would keep the memory and its descriptor
 
-    def tell(self, error: KosError, sequence: int) -> NoReturn:
-        """Fail with ``error`` on all ranks of the host; raises it, or what another rank told before."""
+    def raise_everywhere(self, error: KosError, sequence: int) -> NoReturn:
+        """Fail with ``error`` on all ranks of the host; raises it, or what another rank failed of before."""
         self.fail(error, sequence)
         self.raise_failure(sequence)
         raise error
@@ -217,11 +207,11 @@ class Calls(Fingerprints):
         """Make all ranks raise what differs between this rank's call and that of ``local``."""
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
-        self.tell(self.ledger.mismatch(group, *calls), sequence)
+        self.raise_everywhere(self.ledger.mismatch(group, *calls), sequence)
 
 
 class Wait:
-    """One wait of a collective: hears of failures at every poll, compares calls and looks for the dead now and then."""
+    """A wait in a collective: checks for failures at every poll, compares calls and looks for dead ranks at times."""
 
     __slots__ = ("_calls", "_departed", "_look_at", "operation")
 
@@ -229,6 +219,13 @@ class Wait:
         self._calls, self.operation = calls, o
         self._look_at = time.monotonic() + LOOK_EVERY
         self._departed: int | None = None
+
+    def __call__(self) -> bool:
+        """Whether every rank of the host has begun the operation."""
+        absent = self._calls.check(self.operation)
+        if absent is not None:
+            self.look(absent)
+        return absent is None
 
     def look(self, local: int) -> None:
         """Called at each poll that finds rank ``local`` of the host still awaited."""
@@ -246,4 +243,4 @@ class Wait:
             self._departed = local  # what it did last may have come after this poll: the next one decides
         else:
             rank, o = calls.segment.ranks[local], self.operation
-            calls.tell(calls.ledger.lost(rank, end[0], o, None, end[1]), o.sequence)
+            calls.raise_everywhere(calls.ledger.lost(rank, end[0], o, None, end[1]), o.sequence)

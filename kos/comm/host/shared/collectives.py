@@ -1,6 +1,6 @@
 """Collectives of the ranks of one host through their segment, in stages of a slot each.
 
-A stage has up to three steps, and every rank a word that counts each of them.  PUT: it has copied what
+A stage has up to three steps, and every rank a flag that counts each of them.  PUT: it has copied what
 others need to its slot.  REDUCED: it has reduced its own part, and copied it over what the next rank had put
 for it.  GOT: it has copied what it wants, and reads nothing more of this stage.  A slot is filled again when
 every rank has got what it wanted of the stage DEPTH before, and not ahead of its stage: that would push this
@@ -27,7 +27,7 @@ Array = np.ndarray[Any, Any]
 Came = Callable[[], bool]
 
 SPINS, CROWDED_SPINS = 300, 30
-"""Polls of a word (50 ns each) before a wait goes back to the engine, and where ranks outnumber cores: there a
+"""Polls of a flag (50 ns each) before a wait goes back to the engine, and where ranks outnumber cores: there a
 rank that spins keeps the one it waits for from running, so each of these polls gives the core away."""
 
 
@@ -45,10 +45,10 @@ class SharedCollectives:
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
         self._issued = self._served = 0  # operations that asked for the slots, that are done with them
         self._stage = 0
-        self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the word, its value, the ranks last waited for
+        self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the flag, its value, the ranks last waited for
 
     def start(self, call: Call) -> Steps | None:
-        """Say that this rank begins ``call``, and how it goes on; None if it is not carried here."""
+        """Publish that this rank begins ``call``, and return its steps; None if it is not carried here."""
         o = call.operation
         if o.name in ("all_reduce", "reduce") and o.options.algorithm == AUTO:
             assert o.send is not None and o.reduction is not None
@@ -152,7 +152,7 @@ class SharedCollectives:
         self._served = turn + 1
 
     def _reached(self, places: Sequence[int], value: int) -> bool:
-        """Spin for a while until the words at ``places`` have reached ``value``: whether they have."""
+        """Spin for a while until the flags at ``places`` have reached ``value``: whether they have."""
         words, spins = self._words, self._spins
         for at in places:
             while words[at] < value:
@@ -168,7 +168,7 @@ class SharedCollectives:
         return (rank for rank in awaited if self._words[self._lines[rank] + word] < value)
 
     def _until(self, o: Call, word: int, value: int, ranks: Sequence[int]) -> Steps:
-        """Wait until that word of those ranks has reached ``value``."""
+        """Wait until that flag of those ranks has reached ``value``."""
         self._awaited = word, value, ranks
         wait = Wait(self._calls, o)
         while (rank := next(self._laggards(), None)) is not None:

@@ -4,7 +4,7 @@ It is an anonymous file (memfd_create): it has no name that a stranger could ope
 however its processes end.  Rank 0 of the host makes it, the others map it through ``/proc/<pid>/fd``, which
 the kernel allows to the same user.
 
-Every word has one writer.  Payload is written before the word that announces it and read after it; x86-64
+Every flag has one writer.  Payload is written before the flag that announces it and read after it; x86-64
 keeps that order for plain loads and stores (Intel SDM volume 3, 9.2; streaming stores of a large memmove
 end in a fence), so nothing else is needed.  Other machines are refused.
 """

@@ -1,7 +1,7 @@
-"""The algorithms that add, without those on trees: all_reduce, reduce, reduce_scatter.
+"""The algorithms without those on trees: on rings, direct, by halving and doubling, hierarchical.
 
-Every one leaves bit-identical results on all ranks, because each element is finished in one place and then
-copied (or, one-shot, added in the same order everywhere).  "In rank order" means ((x0 + x1) + x2) + ...
+Those that add leave bit-identical results on all ranks: each element is finished in one place and then copied, or
+(one-shot) added in the same order everywhere.  "In rank order" means ((x0 + x1) + x2) + ...
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005);
 Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms" (2009) for the ring.
 """
@@ -12,9 +12,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kos.comm.schedules.patterns import doubling, fold, halving, ring
 from kos.comm.schedules.registry import algorithm
 from kos.comm.schedules.schedule import Moves, Pairs, Repeat, Rounds
+
+
+def ring(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *, base: np.ndarray | int = 0,
+         width: int = 1, space: str = "data", reduce: bool = False) -> Rounds:
+    """All-gather round a ring, from position p with block p on; or reduce-scatter in place.
+
+    That ends with block (p + 1) % size complete at p; block b is added from position b on: ((x_b + x_b+1) + ...).
+    A block is ``width`` chunks from ``base`` on.
+    """
+    yield Repeat(size - 1, lambda step: [[Moves(rank, after, base + (position - step) % size * width, count=width,
+                                                space=space, reduce=reduce)]])
 
 
 def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, count: int, space: str = "data",
@@ -52,22 +62,25 @@ def ring_all_reduce(n: int, c: int) -> Rounds:
 def halving_doubling_all_reduce(n: int, c: int) -> Rounds:
     """Recursive halving, then recursive doubling: 2 log2(n) rounds; other rank counts fold to a power of two.
 
+    Of n = p + k ranks, p a power of two, the first k odd ranks are spoken for by the even rank before them.
     Partners are added furthest first (distance p/2, ..., 2, 1), after the folded neighbour.
     Rabenseifner, "Optimization of collective reduction operations" (2004).
     """
-    member, _ = fold(n)
-    p = len(member)
+    q = np.arange(p := 1 << n.bit_length() - 1)
+    member = q + np.minimum(q, n - p)  # the rank of participant q
     odd = 2 * np.arange(n - p) + 1
-    edge = np.arange(p + 1) * c
     yield [Moves(odd, odd - 1, 0, count=p * c, reduce=True)]
-    yield from halving(member, edge)
-    yield from doubling(member, edge)
+    for distance in (p >> k for k in range(1, p.bit_length())):
+        theirs = (q ^ distance) // distance * distance
+        yield [Moves(member, member[q ^ distance], theirs * c, count=distance * c, reduce=True)]
+    for distance in (1 << k for k in range(p.bit_length() - 1)):
+        yield [Moves(member, member[q ^ distance], q // distance * distance * c, count=distance * c)]
     yield [Moves(odd - 1, odd, 0, count=p * c)]
 
 
 @algorithm("all_reduce", "one_shot", ordered=True)
 def one_shot_all_reduce(n: int, c: int) -> Rounds:
-    """Everybody sends everything to everybody; each rank adds in rank order.  One round of messages."""
+    """Every rank sends everything to every other and adds in rank order.  One round of messages."""
     r = np.arange(n)
     yield from in_rank_order(r, r * 0, n, stride=c, count=c)
 
@@ -121,24 +134,65 @@ def ring_reduce_scatter(n: int, c: int) -> Rounds:
     yield Repeat(n - 1, step)
 
 
-@algorithm("reduce_scatter", "halving_doubling")
-def halving_reduce_scatter(n: int, c: int) -> Rounds:
-    """Recursive halving: log2(n) rounds; other rank counts fold to a power of two, neighbours first.
-
-    Partners are added furthest first, after the folded neighbour.  Thakur, Rabenseifner, Gropp (2005).
-    """
-    r = np.arange(n)
-    member, edge = fold(n)
-    odd = 2 * np.arange(n - len(member)) + 1
-    yield [Moves(member, member, 0, count=n * c, space="input", to_space="scratch")]
-    yield [Moves(odd, odd - 1, 0, count=n * c, space="input", to_space="scratch", reduce=True)]
-    yield from halving(member, edge * c, "scratch")
-    speaker = np.where(np.isin(r, odd), r - 1, r)
-    yield [Moves(speaker, r, r * c, 0, count=c, space="scratch", to_space="output")]
-
-
 @algorithm("reduce_scatter", "one_shot", ordered=True)
 def one_shot_reduce_scatter(n: int, c: int) -> Rounds:
     """Rank b fetches block b of every rank and adds in rank order.  One round of messages."""
     r = np.arange(n)
     yield from in_rank_order(r, r * c, n, stride=n * c, count=c, space="input", to=r * 0, to_space="output")
+
+
+@algorithm("broadcast", "one_shot")
+def one_shot_broadcast(n: int, c: int, root: int) -> Rounds:
+    """The root sends everything to every rank."""
+    yield [Moves(root, (root + np.arange(1, n)) % n, 0, count=c)]
+
+
+@algorithm("broadcast", "two_shot", parts=lambda n, c: n * c)
+def two_shot_broadcast(n: int, c: int, root: int) -> Rounds:
+    """The root scatters blocks, then all send theirs to all.  After van de Geijn's scatter and all-gather."""
+    r = np.arange(n)
+    others = r[r != root]
+    yield [Moves(root, others, others * c, count=c)]
+    yield [Pairs(r[:, None], others, r[:, None] * c, count=c)]
+
+
+@algorithm("all_gather", "ring")
+def ring_all_gather(n: int, c: int) -> Rounds:
+    """n - 1 rounds round a ring, one block each."""
+    r = np.arange(n)
+    yield [Moves(r, r, 0, r * c, count=c, space="input", to_space="output")]
+    yield from ring(r, (r + 1) % n, r, n, width=c, space="output")
+
+
+@algorithm("all_gather", "one_shot")
+def one_shot_all_gather(n: int, c: int) -> Rounds:
+    """Every rank sends its block to every other at once."""
+    r = np.arange(n)
+    yield [Moves(r, r, 0, r * c, count=c, space="input", to_space="output"),
+           Pairs(r[:, None], r, 0, r[:, None] * c, count=c, space="input", to_space="output")]
+
+
+@algorithm("all_to_all", "pairwise")
+def pairwise_all_to_all(n: int, c: int) -> Rounds:
+    """n - 1 rounds: in round s every rank sends to the one s after it and receives from the one s before."""
+    r = np.arange(n)
+
+    def send(to: np.ndarray) -> Moves:
+        return Moves(r, to, to * c, r * c, count=c, space="input", to_space="output")
+
+    yield [send(r)]
+    yield Repeat(n - 1, lambda k: [[send((r + k + 1) % n)]], shifts=True)
+
+
+@algorithm("gather", "direct")
+def direct_gather(n: int, c: int, root: int) -> Rounds:
+    """All send their block to the root."""
+    r = np.arange(n)
+    yield [Moves(r, root, 0, r * c, count=c, space="input", to_space="output")]
+
+
+@algorithm("scatter", "direct")
+def direct_scatter(n: int, c: int, root: int) -> Rounds:
+    """The root sends every rank its block."""
+    r = np.arange(n)
+    yield [Moves(root, r, r * c, 0, count=c, space="input", to_space="output")]

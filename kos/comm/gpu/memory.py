@@ -1,0 +1,164 @@
+"""Memory of a communicator on its GPU: pieces of arrays, scratch memory, and the windows that ``allocate`` makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from kos.comm.operation import Operation
+from kos.comm.rendezvous.base import Rendezvous
+from kos.cuda import driver
+from kos.cuda.driver import call, cu
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import capture_of
+from kos.dtypes import DType
+from kos.memory.array import Array
+from kos.memory.buffer import Buffer
+from kos.memory.windows import Window, WindowMemory
+
+_LEAST_BYTES = 1 << 20
+Piece = tuple[int, int]
+"""Address and bytes."""
+NONE: Piece = (0, 0)
+
+
+def whole(buffer: Buffer | None) -> Piece:
+    return NONE if buffer is None else (buffer.pointer, buffer.nbytes)
+
+
+def exchange_of(o: Operation, rank: int, size: int) -> tuple[list[Piece], list[Piece]]:
+    """What an operation that only moves bytes sends to each rank, and receives from each."""
+    send, recv, root, message = whole(o.send), whole(o.recv), o.root, o.message
+
+    def only(rank: int | None, piece: Piece) -> list[Piece]:
+        return [piece if r == rank else NONE for r in range(size)]
+
+    match o.name:
+        case "broadcast":
+            return [send if rank == root else NONE] * size, only(root, recv)
+        case "all_gather" | "all_gather_v":
+            return [send] * size, _parts(o.recv, o.recv_counts, size)
+        case "all_to_all" | "all_to_all_v":
+            return _parts(o.send, o.send_counts, size), _parts(o.recv, o.recv_counts, size)
+        case "gather":
+            return only(root, send), _parts(o.recv, None, size)
+        case "scatter":
+            return _parts(o.send, None, size), only(root, recv)
+    return only(message.dst, send), only(message.src, recv)
+
+
+def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> list[Piece]:
+    """A piece for each rank: of so many elements, or equal ones."""
+    if buffer is None:
+        return [NONE] * size
+    parts, at = [], buffer.pointer
+    for count in counts or [buffer.count // size] * size:
+        parts.append((at, count * buffer.dtype.itemsize))
+        at += parts[-1][1]
+    return parts
+
+
+class Scratch:
+    """Memory of a GPU for a backend's own use, uninitialised; may be taken while a graph is captured."""
+
+    def __init__(self, nbytes: int, device: int) -> None:
+        self.nbytes, self._device = nbytes, device
+        with driver.on_device(device), relaxed_capture():
+            self.pointer = int(call(cu.cuMemAlloc, nbytes))
+
+    def close(self) -> None:
+        pointer, self.pointer = self.pointer, 0
+        if pointer:
+            with driver.on_device(self._device):
+                call(cu.cuMemFree, pointer)
+
+
+class ScratchPool:
+    """Scratch memory that operations on one stream use one after another.
+
+    Outgrown pieces stay until ``trim``.  They double, so they add up to no more than the last.
+    """
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._pieces: dict[int, list[Scratch]] = {}  # by stream; the last of each is in use
+        self._captured: set[int] = set()  # addresses of those that graphs may use
+        self._last = 0  # the stream of the last operation
+
+    def address(self, nbytes: int, stream: int) -> int:
+        """Address of at least so many bytes for the next operation on ``stream``."""
+        pieces = self._pieces.setdefault(stream, [])
+        if not pieces or pieces[-1].nbytes < nbytes:
+            size = max(nbytes, _LEAST_BYTES, 2 * pieces[-1].nbytes if pieces else 0)
+            pieces.append(Scratch(size, self._device))
+        if capture_of(stream):
+            self._captured.add(pieces[-1].pointer)
+        self._last = stream
+        return pieces[-1].pointer
+
+    def trim(self) -> None:
+        """Free what neither graphs nor the next operation on the same stream use; all others have run."""
+        for stream, pieces in list(self._pieces.items()):
+            kept = [piece for piece in pieces if piece.pointer in self._captured]
+            if stream == self._last and pieces[-1] not in kept:
+                kept.append(pieces[-1])
+            for piece in pieces:
+                if piece not in kept:
+                    piece.close()
+            if kept:
+                self._pieces[stream] = kept
+            else:
+                del self._pieces[stream]
+
+    def close(self) -> None:
+        for pieces in self._pieces.values():
+            for piece in pieces:
+                piece.close()
+        self._pieces.clear()
+
+
+class Windows:
+    """The windows of one communicator: memory that all its ranks registered, numbered alike on all of them.
+
+    A window is freed when no rank has an array of it, nor a graph that captured an operation on it.  ``free`` frees the
+    memory of one.  ``ended`` says whether the communicator has ended, so that no rank can be asked any more.
+    """
+
+    def __init__(
+        self, rendezvous: Rendezvous, device: int, free: Callable[[WindowMemory], None], ended: Callable[[], bool]
+    ) -> None:
+        self._rendezvous, self._device, self._free, self._ended = rendezvous, device, free, ended
+        self.memories: dict[int, WindowMemory] = {}
+        self._dropped: list[int] = []  # those without arrays on this rank
+        self._made = 0
+
+    def add(self, pointer: int, nbytes: int, handle: Any, shape: tuple[int, ...], dtype: DType) -> Array:
+        """The array in a window that all ranks have made now; ``handle`` is what ``free`` needs."""
+        number, self._made = self._made, self._made + 1
+        self.memories[number] = WindowMemory(pointer, nbytes, handle)
+        return Array(pointer, shape, dtype, self._device, owner=Window(self, pointer, number))
+
+    def release(self, pointer: int, window: int) -> None:
+        """The last array of a window is gone, perhaps while a call on it is queued or a graph is being captured."""
+        self._dropped.append(window)
+        if self._ended():
+            self.free(self.unused())
+
+    def unused(self) -> list[int]:
+        """The windows that have neither arrays nor graphs on this rank."""
+        return [number for number in list(self._dropped) if not self.memories[number].in_graphs()]
+
+    def unused_everywhere(self) -> list[int]:
+        """The windows that have neither arrays nor graphs on any rank.  Collective."""
+        unused = [json.loads(data) for data in self._rendezvous.allgather(json.dumps(self.unused()).encode())]
+        return sorted(set(unused[0]).intersection(*unused[1:]))
+
+    def free(self, numbers: Iterable[int]) -> None:
+        """In the order in which they were made, which is one on all ranks."""
+        with driver.on_device(self._device), relaxed_capture():
+            for number in sorted(numbers):
+                self._dropped.remove(number)
+                memory = self.memories.pop(number)
+                memory.forget()
+                self._free(memory)

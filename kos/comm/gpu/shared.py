@@ -1,0 +1,142 @@
+"""What the backends of one communicator share on a GPU: its streams, the comparison of its calls, and its failure.
+
+Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the backend
+for host memory where there is one, else its own.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from kos.comm.backend import Backend
+from kos.comm.failures import Ledger, again
+from kos.comm.gpu.order import Streams
+from kos.comm.host.backend import HostBackend, at_exit, closed
+from kos.comm.host.shared import LEFT, Calls, open_segment
+from kos.comm.operation import Call
+from kos.comm.rendezvous.base import Rendezvous
+from kos.errors import CollectiveTimeout, KosError, RankLost
+
+_UNCONFIRMED = 64
+"""Collectives that are queued before they are compared with the other ranks', as far as those have come."""
+_DEAD_SECONDS = 0.5
+"""What a GPU waits for may still end in so long after the end of a rank's process was found."""
+
+
+class Shared:
+    """The state of one communicator on one GPU, whichever of its backends carries a call."""
+
+    def __init__(self, rendezvous: Rendezvous, ledger: Ledger, device: int, host: Backend | None) -> None:
+        self.ledger = ledger
+        self.streams = Streams(device)
+        self.lock = threading.RLock()  # the user's thread or the watchdog reports a failure
+        self.calls: Calls | None = None
+        self.segment = "a group of one"  # how calls are compared, or why they are not
+        self.last: Call | None = None  # the last collective
+        self.compare_at = _UNCONFIRMED  # the collective at which calls are compared again
+        self._confirmed = 0  # collectives that every rank of the host is known to have begun alike
+        self._owns_calls = False
+        self._lost: KosError | None = None  # a rank does nothing more, as far as the watchdog knows
+        self._look_at = 0.0  # when the watchdog looks for such ranks again
+        self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it first did
+        self.broken: KosError | None = None
+        if isinstance(host, HostBackend) and host.calls is not None:
+            self.calls, self.segment = host.calls, host.shared_memory
+        elif rendezvous.size > 1:
+            segment, self.segment = open_segment(rendezvous)
+            if segment is not None:
+                self.calls, self._owns_calls = Calls(segment, ledger), True
+                at_exit(self)
+
+    def confirm(self) -> None:
+        """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
+        if self.calls is not None and self.last is not None:
+            self.compare_at = self.last.sequence + _UNCONFIRMED
+            self._confirmed = self.calls.compare(self.last, self._confirmed)
+
+    def missing(self, call: Call) -> list[int]:
+        """The ranks of this host that have not begun ``call``."""
+        return self.calls.missing(call) if self.calls is not None and call.collective else []
+
+    def look_for_the_lost(self, latest: Call) -> None:
+        """Raise what concerns this rank: calls that differ, another rank's failure, RankLost for a rank that is gone.
+
+        Whatever this rank has queued may wait for that one, replays of graphs too, which are no calls.  What may still
+        end has half a second for that.
+        """
+        calls = self.calls
+        if calls is None:
+            return
+        self.confirm()
+        calls.raise_failure(calls.begun - 1)
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at, known = now + _DEAD_SECONDS, self._lost
+        try:
+            killed = calls.killed()
+            self._lost = None if killed is None else self.ledger.lost(killed, "its process ended", None, None, 0.0)
+            calls.raise_failure(sys.maxsize)
+        except RankLost as error:
+            self._lost = error
+        except KosError:  # of a collective that this rank has not come to
+            pass
+        if known is not None and self._lost is not None:
+            raise again(self._lost, f"{latest}: {self._lost}")
+
+    def look_for_the_late(self, now: float, backend: Backend) -> None:
+        """Raise CollectiveTimeout where ranks of this host did not begin the last call, one of ``backend``, in time."""
+        o = self.last
+        if o is None or o.route is None or o.route.backend is not backend:
+            return
+        if o.operation.root is not None:  # it may end before all have come
+            return
+        timeout = o.operation.options.timeout
+        if self._seen[0] != o.sequence:
+            self._seen = o.sequence, now
+        elif timeout is not None and now - self._seen[1] > timeout and (absent := self.missing(o)):
+            words = f"{self.ledger.names(absent)} did not arrive"
+            arrived = [rank for rank in range(len(self.ledger.world)) if rank not in absent]
+            raise self.ledger.overdue(absent, o, timeout, words, arrived=arrived)
+
+    def cause(self, o: Call, error: KosError) -> KosError:
+        """What the other ranks of the host know better: another failure, calls that differ, a rank that died."""
+        calls = self.calls
+        if calls is None:
+            return error
+        try:
+            if o.collective and o.sequence >= 0:  # else a wait, which was no call
+                calls.check(o)
+        except KosError as known:
+            known.__context__ = None  # which says the same, less well
+            return known.with_traceback(None)
+        if isinstance(error, CollectiveTimeout) and (killed := calls.killed()) is not None:
+            return self.ledger.lost(killed, "its process ended", o, None, 0.0)
+        return error
+
+    def report(self, o: Call, failure: KosError, lost: bool) -> None:
+        """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
+        reported = self.ledger.shared(failure, lost)
+        if self.calls is not None:
+            self.calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self.calls.begun)
+
+    def post_end(self, reason: str) -> None:
+        """Before an abort: the other ranks may wait for any of what this one has queued."""
+        if self.calls is not None:
+            end = self.ledger.end(reason, self.ledger.cause(self.broken, self.calls.killed()))
+            self.calls.fail(end, 0 if self.streams.keepers else self.calls.begun)
+
+    def report_end(self, reason: str) -> None:
+        """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
+        if self.calls is not None and self._owns_calls:
+            self.post_end(reason)
+            self.calls.leave(LEFT)
+
+    def close(self) -> None:
+        """Leave the segment."""
+        closed(self)
+        calls, self.calls = self.calls, None
+        if calls is not None and self._owns_calls:
+            calls.close()

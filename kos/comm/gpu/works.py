@@ -1,0 +1,201 @@
+"""What is in flight on a GPU: the Work of an operation, events, marks for the watchdog, calls that may not return."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kos.comm.arguments import check_timeout
+from kos.comm.operation import Call
+from kos.comm.recorder import completed
+from kos.comm.work import Work
+from kos.cuda import driver
+from kos.cuda.driver import call, cu
+from kos.cuda.graphs import relaxed_capture
+from kos.cuda.streams import Event, is_over
+from kos.errors import CollectiveTimeout, KosError
+
+_POLL_SECONDS = 0.02
+"""Between two looks at the other ranks while a call of a library has not returned."""
+
+
+class Waiting(Protocol):
+    """What a Work asks of its backend: a DeviceBackend."""
+
+    device: int
+    broken: KosError | None
+
+    def raise_failure(self, what: object) -> None: ...
+    def check(self, call: Call) -> None: ...
+    def is_idle(self, stream: int, keeper: Any) -> bool: ...
+    def wait_on_host(self, call: Call, over: Callable[[], bool], timeout: float | None) -> None: ...
+
+
+class DeviceWork(Work[Any]):
+    """An operation queued on a GPU.
+
+    ``wait()`` without a timeout does not block: work queued from then on, on the stream of the arrays, comes
+    after the operation.  ``wait(timeout)`` and ``synchronize(timeout)`` wait on the host, in seconds.
+    """
+
+    __slots__ = ("event",)
+
+    backend: Any
+
+    def __init__(self, call: Call, backend: Waiting, event: PooledEvent | None = None) -> None:
+        self.call = call
+        self.backend = backend
+        self.event = event  # recorded after an operation on the communicator's own stream
+
+    def over(self) -> bool:
+        """Whether the GPU is done with it (and, without an event, with everything on its stream)."""
+        if self.event is None:
+            idle: bool = self.backend.is_idle(self.call.stream, self.call.queue)
+            return idle
+        (status,) = cu.cuEventQuery(self.event.handle)
+        return is_over("cuEventQuery", status)
+
+    def done(self) -> bool:
+        self.backend.raise_failure(self.call)
+        over = self.over()
+        self.backend.check(self.call)
+        return over
+
+    def wait(self, timeout: float | None = None) -> Any:
+        if timeout is not None:
+            return self.synchronize(timeout)
+        backend, recv = self.backend, self.call.operation.recv
+        if backend.broken is not None:
+            backend.raise_failure(self.call)
+        if self.event is not None:
+            with driver.on_device(backend.device):
+                call(cu.cuStreamWaitEvent, self.call.stream, self.event.handle, 0)
+        return recv.result if recv is not None else None
+
+    def synchronize(self, timeout: float | None = None) -> Any:
+        self.backend.raise_failure(self.call)
+        timeout = self.call.operation.options.timeout if timeout is None else check_timeout(timeout)
+        self.backend.wait_on_host(self.call, self.over, timeout)
+        completed(self.call, time.time_ns())
+        return self.wait()
+
+    def cancel(self, error: KosError) -> None:
+        """Nothing: what is queued ends with its backend."""
+
+
+class PooledEvent:
+    """A CUDA event from the pool ``free``, which gets it back from the last work that holds it."""
+
+    __slots__ = ("_free", "handle")
+
+    def __init__(self, free: list[Any]) -> None:
+        self._free = free
+        self.handle = free.pop() if free else call(cu.cuEventCreate, cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):  # one was made
+            self._free.append(self.handle)
+
+
+class Marks:
+    """Pairs of events around some of the launches, by which the watchdog knows when the GPU began and ended them."""
+
+    def __init__(self, device: int, count: int) -> None:
+        self.free = [_Mark(device) for _ in range(count)]
+        self._in_flight: deque[_Mark] = deque()
+        self._sequence = -1  # of the last call with a mark
+
+    @property
+    def running(self) -> bool:
+        """Whether what the GPU runs, as far as known, is no collective without a mark."""
+        first = self._in_flight[0] if self._in_flight else None
+        return first is not None and (first.begun is not None or not first.follows_unmarked)
+
+    def begin(self, o: Call, stream: int) -> _Mark:
+        """Record by a free mark that ``o`` begins on ``stream``, which no graph captures."""
+        mark = self.free.pop()
+        mark.begin(o, stream, o.sequence > self._sequence + 1)
+        self._sequence = o.sequence
+        return mark
+
+    def end(self, mark: _Mark, stream: int) -> None:
+        """Record that what ``begin`` was called for has been queued."""
+        mark.end(stream)
+        self._in_flight.append(mark)
+
+    def overdue(self, now: float) -> tuple[Call | None, float] | None:
+        """A call that the GPU began longer ago than its timeout, and that; frees the marks that it has passed."""
+        for mark in list(self._in_flight):
+            if mark.ended():
+                self._in_flight.remove(mark)
+                self.free.append(mark)
+            elif (limit := mark.overdue(now)) is not None:
+                return mark.call(), limit
+        return None
+
+
+class _Mark:
+    """Two events around one launch."""
+
+    def __init__(self, device: int) -> None:
+        self._begin, self._end = Event(device), Event(device)
+
+    def begin(self, o: Call, stream: int, follows_unmarked: bool) -> None:
+        self.follows_unmarked = follows_unmarked
+        self.call, self._timeout = weakref.ref(o), o.operation.options.timeout  # not ``o`` itself, which holds arrays
+        self.begun: float | None = None
+        self._begin.record(stream)
+
+    def end(self, stream: int) -> None:
+        self._end.record(stream)
+
+    def ended(self) -> bool:
+        return self._end.done()
+
+    def overdue(self, now: float) -> float | None:
+        """Its timeout, if the GPU was seen to have begun it longer ago than that."""
+        if self.begun is None and self._begin.done():
+            self.begun = now
+        late = self.begun is not None and self._timeout is not None and now - self.begun > self._timeout
+        return self._timeout if late else None
+
+
+def on_thread(
+    function: Callable[[], Any], what: str, device: int, check: Callable[[], None]
+) -> Callable[[float | None], Any]:
+    """Begin ``function()`` on a thread: a call of a library that may wait for other ranks without a limit.
+
+    What this returns waits for it, at most ``timeout`` seconds, and gives its result.  It calls ``check`` meanwhile and
+    raises what that raises, or CollectiveTimeout.
+    """
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            with driver.on_device(device), relaxed_capture():  # another thread may be capturing a graph
+                outcome.extend((function(), None))
+        except BaseException as error:
+            outcome.extend((None, error))
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+
+    def finish(timeout: float | None) -> Any:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            thread.join(_POLL_SECONDS)
+            if not thread.is_alive():
+                break
+            check()
+            if deadline is not None and time.monotonic() > deadline:
+                raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
+        result, error = outcome
+        if error is not None:
+            raise error
+        return result
+
+    return finish

@@ -1,0 +1,292 @@
+"""ScheduledBackend: carries every operation over messages between two ranks.
+
+A subclass brings a transport and, where it has them, native calls.  This class stages the reduction (16-bit floats
+accumulate in fp32), tries ``native``, and else runs a schedule over the transport.  So
+every such backend has every operation, and every operation has one meaning.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kos.comm.backend import Backend
+from kos.comm.operation import AUTO, COLLECTIVE_TAGS, Call, Operation
+from kos.comm.reduction import Reduction
+from kos.comm.schedules import runnable
+from kos.comm.schedules.execute import Request, Transport, execute
+from kos.comm.work import Steps, Work
+from kos.errors import CollectiveMismatch, InvalidArgument
+
+Array = np.ndarray[Any, Any]
+Key = TypeVar("Key")
+T = TypeVar("T")
+
+# The schedule of each collective, and the one that adds in rank order.
+_DEFAULTS = {
+    "all_reduce": ("ring", "two_shot"),
+    "reduce": ("tree", "one_shot"),
+    "reduce_scatter": ("ring", "one_shot"),
+    "broadcast": ("tree", "tree"),
+    "all_gather": ("ring", "ring"),
+    "all_to_all": ("pairwise", "pairwise"),
+    "gather": ("direct", "direct"),
+    "scatter": ("direct", "direct"),
+}
+_SMALL = 32 * 1024  # bytes under which latency, not bandwidth, decides between schedules
+
+
+class ScheduledBackend(Backend):
+    """Subclasses give ``name``, ``probe``, ``transport`` and ``idle``."""
+
+    transport: Transport
+
+    def prepare(self, call: Call) -> None:
+        o, options = call.operation, call.operation.options
+        buffer = o.send or o.recv
+        if buffer is not None and buffer.device is not None:
+            raise InvalidArgument(
+                f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
+                f"{buffer.place}; nccl, peer and auto carry it"
+            )
+        if options.algorithm != AUTO and self.size > 1:
+            runnable(o.name, options.algorithm, self.size, root=o.root or 0)
+
+    def start(self, call: Call) -> Work[Any] | None:
+        if self.broken is not None:
+            self.refuse(call)
+        if self.ledger.board.last is not None:
+            self.ledger.board.clear_failure()
+        return self.engine.launch(call, self)
+
+    def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
+        return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
+
+    # What a subclass may add.
+
+    def agree(self, call: Call) -> Callable[[], bool] | None:
+        """Compare this call with the other ranks' calls of the same sequence number.
+
+        Returns a poll that says whether every rank has come (None if this backend cannot see), and raises
+        CollectiveMismatch where the calls do not belong together.
+        """
+        return None
+
+    def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
+        """The backend's own call for one staged collective, or None to have it run as a schedule."""
+        return None
+
+    def choose(self, o: Operation, collective: str, nbytes: int) -> str:
+        """The schedule of a call."""
+        if o.options.algorithm != AUTO:
+            return o.options.algorithm
+        if collective == "all_reduce" and nbytes <= _SMALL and not o.options.deterministic:
+            return "halving_doubling"
+        return _DEFAULTS[collective][o.options.deterministic]
+
+    # How operations are carried.
+
+    def _steps(self, call: Call) -> Steps:
+        carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
+        all_arrived = self.agree(call) if call.collective else None
+        if all_arrived is None:
+            yield from carry(call)
+            return
+        try:
+            while not all_arrived():  # before a byte moves: MPI cannot receive a message that is too long
+                yield
+            for _ in carry(call):
+                all_arrived()  # raises where waiting would not end
+                yield
+        except BaseException:
+            tag = self._tag(call)
+            self.transport.cancel(lambda message: message.tag == tag)
+            raise
+
+    def _carry(self, call: Call, collective: str, **spaces: Array) -> Steps:
+        """Run one staged collective, natively or as a schedule."""
+        o = call.operation
+        if self.size == 1:
+            if "input" in spaces:
+                np.copyto(spaces["output"], spaces["input"])
+            return
+        native = self.native(call, spaces, collective)
+        if native is not None:
+            yield from native
+            return
+        nbytes = max(space.nbytes for space in spaces.values())
+        if nbytes == 0:
+            return
+        algorithm = self.choose(o, collective, nbytes)
+        schedule = runnable(collective, algorithm, self.size, root=o.root or 0)
+        combine: Any = o.reduction and o.reduction.combine  # a schedule that only moves needs none
+        yield from execute(schedule, self.rank, self.transport, spaces, combine, self._tag(call))
+
+    def _tag(self, call: Call) -> int:
+        return COLLECTIVE_TAGS + call.sequence % COLLECTIVE_TAGS
+
+    def _all_reduce(self, call: Call) -> Steps:
+        """Also reduce, where ranks other than the root keep their input: partial sums live in a copy."""
+        o = call.operation
+        x, out, reduction = _reducing(o)
+        gets = o.root is None or o.root == self.rank
+        staged = reduction.stage(x, out if gets else None)
+        yield from self._carry(call, o.name, data=staged)
+        if gets:
+            reduction.finish(staged, out)
+
+    _reduce = _all_reduce
+
+    def _reduce_scatter(self, call: Call) -> Steps:
+        x, out, reduction = _reducing(call.operation)
+        staged = x if reduction.is_plain and not np.may_share_memory(x, out) else reduction.stage(x, None)
+        part = out if out.dtype == reduction.carrier else np.empty(out.shape, reduction.carrier)
+        yield from self._carry(call, "reduce_scatter", input=staged, output=part)
+        reduction.finish(part, out)
+
+    def _broadcast(self, call: Call) -> Steps:
+        o = call.operation
+        send, recv = _moving(o)
+        if self.rank == o.root and o.send is not o.recv:
+            np.copyto(recv, send)
+        yield from self._carry(call, "broadcast", data=recv)
+
+    def _all_gather(self, call: Call) -> Steps:
+        """Also gather, scatter and all_to_all: what this rank has goes in, what it gets comes out."""
+        o = call.operation
+        spaces = {"input": o.send, "output": o.recv}
+        flat = {space: buffer.flat for space, buffer in spaces.items() if buffer is not None}
+        if len(flat) == 2 and np.may_share_memory(flat["input"], flat["output"]):
+            flat["input"] = flat["input"].copy()
+        yield from self._carry(call, o.name, **flat)
+
+    _gather = _scatter = _all_to_all = _all_gather
+
+    def _all_gather_v(self, call: Call) -> Steps:
+        o = call.operation
+        send, recv = _moving(o)
+        yield from self._exchange(call, [send] * self.size, _pieces(recv, o.recv_counts))
+
+    def _all_to_all_v(self, call: Call) -> Steps:
+        o = call.operation
+        send, recv = _moving(o)
+        yield from self._exchange(call, _pieces(send, o.send_counts), _pieces(recv, o.recv_counts))
+
+    def _reduce_scatter_v(self, call: Call) -> Steps:
+        x, out, reduction = _reducing(call.operation)
+        staged = x if reduction.is_plain else reduction.stage(x, None)
+        parts = np.empty((self.size, out.size), staged.dtype)
+        yield from self._exchange(call, _pieces(staged, call.operation.send_counts), list(parts))
+        for part in parts[1:]:
+            reduction.combine(parts[0], part)
+        reduction.finish(parts[0], out)
+
+    def _barrier(self, call: Call) -> Steps:
+        native = self.native(call, {}, "barrier") if self.size > 1 else None
+        yield from self._disseminate(self._tag(call)) if native is None else native
+
+    _split = _duplicate = _barrier  # the rendezvous, which makes the groups, compares no calls
+
+    def _disseminate(self, tag: int) -> Steps:
+        """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
+        empty, distance = np.empty(0, np.uint8), 1
+        while distance < self.size:
+            send = self.transport.isend(empty, (self.rank + distance) % self.size, tag)
+            recv = self.transport.irecv(empty, (self.rank - distance) % self.size, tag)
+            yield from _wait_for(send, recv)
+            distance *= 2
+
+    def _message(self, call: Call) -> Steps:
+        """send, recv and send_recv: the receive is posted first, so that two ranks may swap."""
+        o, message = call.operation, call.operation.message
+        requests: list[Request] = []
+        try:
+            if message.src is not None:
+                assert o.recv is not None
+                requests.append(self.transport.irecv(o.recv.flat, message.src, message.recv_tag))
+            if message.dst is not None:
+                assert o.send is not None
+                requests.append(self.transport.isend(o.send.flat, message.dst, message.tag))
+            wrong: CollectiveMismatch | None = None
+            for request in requests:
+                try:
+                    yield from _wait_for(request)
+                except CollectiveMismatch as error:  # of the receive; a send beside it is under way
+                    wrong = wrong or error
+            if wrong is not None:
+                raise wrong
+        except BaseException:  # a timeout, for one: cancel these alone, whatever else has their tag
+            self.transport.cancel(lambda each: each in requests)
+            raise
+
+    def _exchange(self, call: Call, send: list[Array], recv: list[Array]) -> Steps:
+        """Send piece j to rank j and receive piece j from rank j, all at once.
+
+        Empty pieces travel too: the other side may expect something.
+        """
+        tag, transport = self._tag(call), self.transport
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # from the right on: they spread
+        requests = [transport.irecv(recv[peer], peer, tag) for peer in peers]
+        requests += [transport.isend(send[peer], peer, tag) for peer in peers]
+        np.copyto(recv[self.rank], send[self.rank].copy())
+        yield from _wait_for(*requests)
+        if call.name == "all_to_all_v":
+            # Two ranks alone know whether their counts agree: no rank goes on before all know that they do.
+            yield from self._disseminate(tag)
+
+
+def _wait_for(*requests: Request) -> Steps:
+    for request in requests:
+        while not request.done():
+            yield
+
+
+def _reducing(o: Operation) -> tuple[Array, Array, Reduction]:
+    assert o.send is not None and o.reduction is not None
+    return o.send.flat, (o.recv or o.send).flat, o.reduction
+
+
+def _moving(o: Operation) -> tuple[Array, Array]:
+    assert o.send is not None and o.recv is not None
+    return o.send.flat, o.recv.flat
+
+
+def _pieces(x: Array, counts: Sequence[int] | None) -> list[Array]:
+    assert counts is not None
+    return np.split(x, np.cumsum(counts)[:-1])
+
+
+# Queues of messages by their key, as transports keep them.
+
+
+def take(queues: dict[Key, deque[T]], key: Key) -> T | None:
+    """The first entry of that key's queue; an empty queue is removed."""
+    queue = queues.get(key)
+    if queue is None:
+        return None
+    first = queue.popleft()
+    if not queue:
+        del queues[key]
+    return first
+
+
+def drop(queues: dict[Key, deque[T]], cancelled: Callable[[T], bool]) -> None:
+    """Take those entries out of the queues."""
+    for key in list(queues):
+        queues[key] = deque(entry for entry in queues[key] if not cancelled(entry))
+        if not queues[key]:
+            del queues[key]
+
+
+def wrong_message(
+    receiver: int, expected: tuple[int, np.dtype[Any]], sender: int, got: tuple[int, np.dtype[Any]]
+) -> CollectiveMismatch:
+    """The error of both ends of a message that is not the expected one: bytes and dtypes."""
+    what, more = (
+        f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
+        for nbytes, dtype in (expected, got)
+    )
+    return CollectiveMismatch(f"rank {receiver} expected {what} from rank {sender}, got {more}")

@@ -1,0 +1,104 @@
+"""A serial model of every operation: what it is called with, and of what parts each rank's result consists."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kos.comm import Communicator, ReduceOp
+from kos.comm.schedules import algorithms, collectives
+from kos.testing.conformance.values import inputs
+
+Array = np.ndarray[Any, Any]
+
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v")
+MOVING = (
+    "broadcast", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v", "gather", "scatter", "send_recv",
+)  # fmt: skip
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call; what depends on the size of its group is taken modulo that."""
+
+    name: str
+    count: int = 6  # elements
+    dtype: Any = np.float32
+    op: Any = ReduceOp.SUM
+    root: int = 0
+    algorithm: int = 0  # 0: auto; else by number
+    deterministic: bool = False
+    in_place: bool = False
+
+
+def uneven(step: Step, n: int) -> list[int]:
+    """The elements of each rank in an all_gather_v or a reduce_scatter_v."""
+    return [(step.count + rank) % 4 for rank in range(n)]
+
+
+def pairs(step: Step, n: int) -> list[list[int]]:
+    """The elements from each rank (row) to each (column) in an all_to_all_v."""
+    return [[(step.count + 2 * row + column) % 3 for column in range(n)] for row in range(n)]
+
+
+def lengths(step: Step, n: int) -> list[int]:
+    """The elements that each rank gives."""
+    if step.name in ("reduce_scatter", "all_to_all", "scatter"):
+        return [step.count * n] * n
+    if step.name == "all_to_all_v":
+        return [sum(row) for row in pairs(step, n)]
+    counts = uneven(step, n)
+    return {"reduce_scatter_v": [sum(counts)] * n, "all_gather_v": counts}.get(step.name, [step.count] * n)
+
+
+def contributions(seed: int, step: Step, n: int) -> list[Array]:
+    """What each rank gives: any values of the dtype."""
+    return [inputs(seed + rank, 1, length, step.dtype)[0] for rank, length in enumerate(lengths(step, n))]
+
+
+def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
+    """What rank ``me`` gets, to be reduced or else put together; None where it gets nothing."""
+    n, root = len(xs), step.root % len(xs)
+    if step.name in ("reduce", "gather") and me != root:
+        return None
+    if step.name in ("reduce_scatter", "all_to_all"):
+        return [x.reshape(n, -1)[me] for x in xs]
+    if step.name == "reduce_scatter_v":
+        return [np.split(x, np.cumsum(uneven(step, n))[:-1])[me] for x in xs]
+    if step.name == "all_to_all_v":
+        return [np.split(x, np.cumsum(row)[:-1])[me] for x, row in zip(xs, pairs(step, n), strict=True)]
+    if step.name == "scatter":
+        return [xs[root].reshape(n, -1)[me]]
+    if step.name in ("broadcast", "send_recv"):
+        return [xs[root if step.name == "broadcast" else me - 1]]
+    return xs if step.name != "barrier" else None
+
+
+def arguments(comm: Communicator, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What the operation is called with; without ``out`` it makes an array, or works in place."""
+    n, me, root = comm.size, comm.rank, step.root % comm.size
+    options: dict[str, Any] = {}
+    if step.name in REDUCING[:3]:
+        options = {"op": step.op, "deterministic": step.deterministic}
+    if step.name in collectives() and step.algorithm:
+        known = algorithms(step.name, ordered=True if options.get("deterministic") else None)
+        options["algorithm"] = known[step.algorithm % len(known)]
+    if step.name in ("all_reduce", "reduce", "broadcast") and not step.in_place:
+        options["out"] = out
+    counts, table = uneven(step, n), pairs(step, n)
+    return {
+        "all_reduce": [x], "reduce": [x, root], "reduce_scatter": [x, out], "broadcast": [x, root],
+        "reduce_scatter_v": [x, counts, out, step.op], "all_gather": [x, out], "all_gather_v": [x, counts, out],
+        "all_to_all": [x, out], "all_to_all_v": [x, table[me], [row[me] for row in table], out],
+        "gather": [x, root, out if me == root else None], "scatter": [x if me == root else None, out, root],
+        "barrier": [], "send_recv": [x, out, (me + 1) % n, (me - 1) % n],
+    }[step.name], options  # fmt: skip
+
+
+def call(comm: Communicator, step: Step, x: Any, out: Any) -> Any:
+    """Call it; returns what it returns."""
+    given, options = arguments(comm, step, x, out)
+    return getattr(comm, step.name)(*given, **options)

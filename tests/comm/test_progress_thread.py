@@ -1,0 +1,128 @@
+"""A progress thread: operations in flight go on while the program is not in kos."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm.rendezvous.base import Rendezvous
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+from kos.errors import RankLost
+from tests.comm.ranks import TIMEOUT
+from tests.comm.tcp_ranks import run_ranks, run_threads
+
+COUNT = 300_007  # elements: several segments
+
+
+def moves_alone(comm: kos.Communicator, groups: Any = None) -> None:
+    """Rank 0 is in no call of the communicator until every other rank has completed its own, which need it."""
+    part, x = comm.split(0), np.full(COUNT, comm.rank + 1.0, np.float32)
+    assert part is not None
+    for _ in range(2):  # the second one wakes the thread
+        if comm.rank == 0:
+            work = part.all_reduce(x, algorithm="ring", async_op=True)
+            comm.rendezvous.barrier()
+            assert work.wait() is x
+        else:
+            part.all_reduce(x, algorithm="ring")
+            comm.rendezvous.barrier()
+    assert (x == comm.size * comm.size * (comm.size + 1) / 2).all()
+    part.close()
+
+
+def reports_failures(comm: kos.Communicator) -> None:
+    """An operation fails while the program computes: it learns of that at once, and ``wait`` raises it."""
+    part, failed = comm.duplicate(), threading.Event()
+    if comm.rank == 0:
+        part.on_failure(lambda error: failed.set())
+        work = part.all_reduce(np.ones(COUNT), algorithm="ring", async_op=True)
+        comm.rendezvous.barrier()
+        assert failed.wait(TIMEOUT)
+        with pytest.raises(RankLost, match=r"rank \d is gone: a test"):
+            work.wait()
+    else:
+        comm.rendezvous.barrier()
+        part.abort(reason="a test")
+    comm.rendezvous.barrier()
+    part.abort()
+
+
+def stops(comm: kos.Communicator) -> None:
+    thread: Any = comm.backend.engine.thread
+    comm.close()
+    assert not thread._thread.is_alive() and comm.backend.engine.thread is None
+
+
+def check(backend: str, rendezvous: Rendezvous | None) -> None:
+    comm = kos.init(backend, rendezvous=rendezvous, timeout=TIMEOUT, progress_thread=True)
+    moves_alone(comm)
+    if comm.size > 1:
+        reports_failures(comm)
+    stops(comm)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_threads(size: int) -> None:
+    group = ThreadGroup(size)
+
+    def body(rank: int) -> None:
+        check("mock", ThreadRendezvous(group, rank, TIMEOUT))
+
+    results = run_threads(*(lambda rank=rank: body(rank) for rank in range(size)))
+    assert results == [None] * size, results
+
+
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_tcp(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    if memory == "none":
+        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+    run_ranks(2, lambda rendezvous: check("tcp", rendezvous))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("memory", ["shared", "none"])
+def test_mpi(mpi_world: kos.Communicator, monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
+    if memory == "none":
+        monkeypatch.setattr("kos.comm.host.backend.open_segment", lambda _: (None, "switched off by the test"))
+    mpi_world.barrier()
+    check("mpi", None)
+
+
+PROGRAM = """
+import threading, numpy as np, kos
+from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
+group = ThreadGroup(2)
+def rank(number):
+    comms[number] = kos.init("mock", rendezvous=ThreadRendezvous(group, number), progress_thread=True)
+comms = {}
+ranks = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+[thread.start() for thread in ranks], [thread.join() for thread in ranks]
+work = comms[0].recv(np.ones(3), 1, async_op=True)
+print("in flight", work.done())
+"""
+SERIALIZED = """
+import mpi4py
+mpi4py.rc.thread_level = "serialized"
+import kos
+try:
+    kos.init("mpi", progress_thread=True)
+except kos.errors.BackendUnavailable as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("program", "said"), [
+    (PROGRAM, "in flight False"),
+    (SERIALIZED, "mpi: progress_thread: expected MPI_THREAD_MULTIPLE, got MPI_THREAD_SERIALIZED"),
+], ids=["an open communicator", "too few threads"])  # fmt: skip
+def test_a_program_ends(program: str, said: str) -> None:
+    if "mpi4py" in program:
+        pytest.importorskip("mpi4py")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT)
+    assert (done.returncode, done.stdout.strip()) == (0, said), done.stderr
