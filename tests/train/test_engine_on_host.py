@@ -511,7 +511,6 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
         with pytest.raises(ConfigError, match="--device cuda: expected a GPU for every rank, got none for rank 0: "):
             spawn(lambda comm: choose_device("cuda", comm), ranks)
     for changes, name in (
-        ({"zero": 1}, "--zero: expected 0 on"),
         ({"dtype": "bfloat16"}, "--dtype: expected float32 on"),
         ({"master_weights": "none"}, "--master-weights: expected float32 on"),
         ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 on"),

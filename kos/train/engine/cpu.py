@@ -24,7 +24,6 @@ from kos.train.parallel.data import DataParallel, deal
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 LONG = 1e10
 """Flops of a layer, forward and backward, from which on a stop is asked for between layers: some tenths of a second."""
 
@@ -120,45 +119,20 @@ class CpuEngine(StepProgram):
         return {}
 
     def new_state(self) -> AdamW:
-        if not self.parallel.sharded:
-            return self.optimizer
-        return AdamW(Parameters(self.weights.shapes, groups=self.weights.groups))
+        return super().new_state() if self.parallel.sharded else self.optimizer
 
     def draw_weights(self) -> None:
         if self.comm.rank == 0:
             self.model.config.init_weights(self.weights, self.config.seed)
 
     def load(self, state: AdamW | None) -> None:
-        self.optimizer.step_count = step = int(self.comm.all_gather(np.array(state.step_count if state else 0))[0])
-        if state is not None:
-            self.weights.flat[: state.weights.flat.size] = state.weights.flat
-        self.comm.broadcast(self.weights.flat, 0)
-        for name in MOMENTS if step else ():  # else they begin as zeros, here already
-            held, whole = getattr(self.optimizer, name), self.gradients.flat
-            if state is not None:
-                theirs = getattr(state, name).flat
-                whole[: theirs.size] = theirs
-            self.comm.broadcast(whole, 0)
-            for part, local in held.parts():
-                held.flat[local] = whole[part]
+        super().load(self.optimizer if state is None and self.comm.rank == 0 else state)  # which has the drawn weights
 
     def state(self) -> AdamW | None:
         if not self.parallel.sharded:
             return self.optimizer
         self.whole_weights()
-        whole = self.gradients.flat
-        state = self.new_state() if self.comm.rank == 0 else None
-        if state is not None:
-            state.step_count = self.optimizer.step_count
-            state.weights.flat[:] = self.weights.flat[: state.weights.flat.size]
-        for name in MOMENTS:
-            held = getattr(self.optimizer, name)
-            for bucket, (_, local) in zip(self.parallel.buckets, held.parts(), strict=True):
-                self.parallel.axis.comm.all_gather(held.flat[local], whole[bucket])
-            if state is not None:
-                theirs = getattr(state, name).flat
-                theirs[:] = whole[: theirs.size]
-        return state
+        return super().state()
 
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -227,26 +226,6 @@ class CudaEngine(StepProgram):
 
     # --- state ---------------------------------------------------------------------------------------
 
-    def new_state(self) -> AdamW:
-        return AdamW(Parameters(self.gradients.shapes, groups=self.gradients.groups))
-
-    def _states(self, host: AdamW | None) -> list[tuple[Parameters | Shard, np.ndarray | None]]:
-        """Weights and moments, each here and as rank 0 has it on the host."""
-        device = (self.optimizer.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
-        if host is None:
-            return [(part, None) for part in device]
-        return list(zip(device, (host.weights.flat, host.exp_avg.flat, host.exp_avg_sq.flat), strict=True))
-
-    def _staged(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array, Array]]:
-        """Bucket by bucket: where it is, fp32 memory for it, this rank's part of that, and ``held``'s memory of it."""
-        buckets = self.parallel.buckets
-        parts = held.parts() if self.sharded else [(bucket, bucket) for bucket in buckets]
-        with self.ops.step(self.model.arena):  # idle between steps
-            room = self.model.arena.take((max(b.stop - b.start for b in buckets),), FLOAT32)
-            for bucket, (part, local) in zip(buckets, parts, strict=True):
-                whole = room[: bucket.stop - bucket.start]
-                yield bucket, whole, whole[part.start - bucket.start : part.stop - bucket.start], held.flat[local]
-
     def draw_weights(self) -> None:
         drawing, self._drawing = self._drawing or self._draw(), None
         self._drawn = drawing.result()
@@ -257,16 +236,7 @@ class CudaEngine(StepProgram):
             self._drawn = None
             head_start.weights.cache_clear()
             return self.optimizer.refresh_copy()
-        step = int(self.comm.all_gather_bytes(str(state.step_count if state else 0).encode())[0])
-        for target, source in self._states(state)[: 3 if step else 1]:  # moments begin as zeros, here already
-            for bucket, whole, mine, held in self._staged(target):
-                if source is not None:
-                    self.ops.zero(whole)  # the last may reach beyond the weights
-                    whole[: source[bucket].size].copy_from(source[bucket], self.ops.stream)
-                if self.comm.size > 1:
-                    self.comm.broadcast(whole, 0)
-                self.ops.copy(mine, held)
-        self.optimizer.step_count = step
+        super().load(state)
         self.optimizer.refresh_copy()
 
     def _load_drawn(self, drawn: np.ndarray) -> None:
@@ -288,20 +258,6 @@ class CudaEngine(StepProgram):
                         there, here = rank * each - first, local.start - part.start
                         self.ops.copy(room[there + start : there + stop], weights.flat[here + start : here + stop])
         self.ops.zero(flat)
-
-    def state(self) -> AdamW | None:
-        state = self.new_state() if self.comm.rank == 0 else None
-        for source, target in self._states(state):
-            for bucket, whole, mine, held in self._staged(source):
-                self.ops.copy(held, mine)
-                if self.sharded:
-                    self.group.comm.all_gather(mine, whole)
-                    self.comm.synchronize()
-                if target is not None:
-                    whole[: target[bucket].size].copy_to(target[bucket], self.ops.stream)
-        if state is not None:
-            state.step_count = self.optimizer.step_count
-        return state
 
     # --- steps ---------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class Ops(Protocol):
         """Uninitialised, in the memory order that ``rope``, ``attention`` and ``swiglu`` want."""
 
     def copy(self, source: Array, out: Array) -> None:
-        """out = source."""
+        """out = source, either of which may be the host's."""
 
     def to_host(self, array: Array) -> np.ndarray:
         """A copy in host memory of its own."""

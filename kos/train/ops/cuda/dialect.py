@@ -103,8 +103,10 @@ class CudaOps:
         return arena.take((rows, columns), dtype)
 
     def copy(self, source: Array, out: Array) -> None:
-        """out = source, of another dtype if need be."""
-        if source.dtype is out.dtype:
+        """out = source, of another dtype if need be; one of them may be the host's."""
+        if isinstance(out, np.ndarray):
+            source.copy_to(out, self.stream)
+        elif isinstance(source, np.ndarray) or source.dtype is out.dtype:
             out.copy_from(source, self.stream)
         else:
             self.cast(source, out)
