@@ -321,3 +321,16 @@ def test_what_is_left_of_a_long_run_is_said(monkeypatch: Any, capsys: Any) -> No
         lines.step({"step": step, "loss": 1.0, "tokens_per_second": 1.0}, log=step % 2 == 0)
     left = re.findall(r"^step +(\d+)/12 .* tokens/s(?:  (.*) left)?$", capsys.readouterr().out, re.MULTILINE)
     assert left == [("6", "3 min"), ("8", "2 min"), ("10", "60 s"), ("12", "")]
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"deterministic": True}])
+def test_a_trial_step_leaves_nothing(text: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: Any) -> None:
+    """Neither in weights that are drawn or read, nor in the optimizer's state."""
+    _train(text, tmp_path / "first", steps=1)
+    source = str(checkpoint.find(tmp_path / "first").path)
+    for name in ("tried", "plain"):
+        _train(text, tmp_path / name, 2, steps=2, init_from=source, micro_batch_size=2, **options)
+        _train(text, tmp_path / f"{name} anew", 2, steps=2, micro_batch_size=2, **options)
+        monkeypatch.setattr(cpu.CpuEngine, "trial", lambda self: None)
+    for run in ("", " anew"):
+        assert _weights(tmp_path / f"tried{run}") == _weights(tmp_path / f"plain{run}")
