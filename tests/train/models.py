@@ -22,3 +22,9 @@ def small(**changes: Any) -> LlamaConfig:
         "max_position_embeddings": 512,
     }
     return LlamaConfig(**shape | changes)
+
+
+def queue(optimizer: Any, gradients: Any, average: float = 1.0, add_up: Any = None) -> None:
+    """One update of a ``CudaAdamW``."""
+    optimizer.queue_norm(gradients, add_up)
+    optimizer.queue_update(gradients, average)

@@ -135,7 +135,11 @@ class _Sizing(CudaOps):
     """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
 
     def __init__(self, ops: CudaOps) -> None:
-        self.__dict__.update(ops.__dict__, matmul=lambda *operands, **options: None)
+        self.device, self.stream, self.cudnn = ops.device, ops.stream, ops.cudnn
+        self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
+
+    def matmul(self, *operands: Any, **options: Any) -> None:  # type: ignore[override]
+        pass
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))

@@ -1,6 +1,6 @@
 """AdamW on a GPU, as ``kos.train.ops.optimizer.AdamW``: norm, clipping, schedule and update without the host.
 
-``queue`` may be captured into a CUDA graph: the step counter, and the learning rate with it, live on the
+What is queued may be captured into a CUDA graph: the step counter, and the learning rate with it, live on the
 device.  A gradient norm that is not finite changes nothing any more, and stands in ``read()`` for the host to see.
 """
 
@@ -80,18 +80,11 @@ class CudaAdamW:
     def _set(self, **state: float) -> None:
         self.state.copy_from(np.array([state.get(name, 0) for name in STATE], np.float64), self.ops.stream)
 
-    def queue(
-        self, gradients: Parameters, average: float = 1.0, add_up: Callable[[Array], object] | None = None
-    ) -> None:
-        """One update with ``average * gradients``, clipped; the gradients are left as they are.
+    def queue_norm(self, gradients: Parameters, add_up: Callable[[Array], object] | None = None) -> None:
+        """The sum of squares of ``gradients`` goes to ``state[8]``.
 
         ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks.
         """
-        self.queue_norm(gradients, add_up)
-        self.queue_update(gradients, average)
-
-    def queue_norm(self, gradients: Parameters, add_up: Callable[[Array], object] | None = None) -> None:
-        """The sum of squares of ``gradients`` goes to ``state[8]``."""
         flat = gradients.flat
         if add_up is not None:
             self.ops.zero(self.partial)
@@ -102,7 +95,7 @@ class CudaAdamW:
         self._launch("finish_norm", flat, 1, 1024, self.partial, self.partial.size, self.state)
 
     def queue_update(self, gradients: Parameters, average: float = 1.0) -> None:
-        """Learning rate, clipping and the update, from ``state[8]``."""
+        """One update with ``average * gradients``, clipped by ``state[8]``; the gradients are left as they are."""
         flat, copy = gradients.flat, self.weights.flat if self.copy is None else self.copy.flat
         schedule, (beta1, beta2) = self.schedule, self.betas
         self._launch(
