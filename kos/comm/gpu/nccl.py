@@ -24,6 +24,7 @@ from typing import Any
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
+from kos.comm.failures import EndedEarly
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend, Launch, device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of, whole
@@ -37,7 +38,6 @@ from kos.cuda import driver
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
-    CollectiveError,
     CollectiveTimeout,
     CudaError,
     InvalidArgument,
@@ -97,14 +97,14 @@ class NCCLBackend(DeviceBackend):
         """Begin to make a communicator of all ranks: NCCL takes seconds, and may not be used so soon, or at all."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
         join = partial(binding.join, self.size, identities[0], self.rank, "kos")
-        return on_thread(join, "nccl: init", self.device, self._check_others)
+        return on_thread(join, "nccl: init", self.device, self.check_others)
 
     @property
     def _comm(self) -> Any:
         """NCCL's communicator, once all ranks have joined it; None after it was ended."""
         joining = self._joining
         if joining is not None:
-            comm = self._named(lambda: joining(self.timeout))
+            comm = self._named(lambda: self.finish(joining, self.timeout))
             if self._joining is joining:  # else it was ended meanwhile
                 self._comm = comm
         return self._made
@@ -124,7 +124,7 @@ class NCCLBackend(DeviceBackend):
             named = binding.error_of(error, what)
             if named is None:
                 raise
-            raise named from error
+            raise self.cause(Call(Operation(what, self.rank)), named) from error
 
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
@@ -205,7 +205,7 @@ class NCCLBackend(DeviceBackend):
     def inspect(self, o: Call) -> None:
         problem = binding.async_error(self._made) if self._made is not None else None
         if problem is not None:
-            raise CollectiveError(f"{o}: {problem}")
+            raise EndedEarly(f"{o}: {problem}")  # most are the end of another rank
 
     def failed(self, call: Call, error: Exception) -> KosError:
         return super().failed(call, binding.error_of(error, str(call)) or error)
