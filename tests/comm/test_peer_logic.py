@@ -22,7 +22,7 @@ from kos.comm import watchdog
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import backend as peer_backend
-from kos.comm.gpu.peer.engine import PeerEngine
+from kos.comm.gpu.peer.engine import PeerEngine, _Word
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.operation import Call, Operation
 from kos.comm.reduction import resolve
@@ -649,17 +649,17 @@ def test_what_ends_a_kernel_is_what_is_raised(ranks: ThreadRanks) -> None:
 
     def body(rendezvous: Rendezvous) -> None:
         comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
-        backend = comm.backend
+        backend, call = comm.backend, Call(Operation("all_reduce", rank), sequence=0)
         backend.unwatch()
-        rendezvous.barrier()
+
+        def ended_meanwhile() -> bool:
+            backend.failed(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
+            backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
+            return False
+
         if rank == 0:
-            lost = blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1])
-            backend.abort_device = lambda: None
-            threading.Timer(0.3, backend.failed, (Call(Operation("all_reduce", 0), sequence=0), lost)).start()
-            x = Array.zeros(4, np.float32, 0)
-            comm.recv(x, 1)  # returns when its kernel has been ended
             with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
-                comm.synchronize()
+                backend.wait_on_host(call, ended_meanwhile, 20.0)
             assert raised.value.ranks == (1,)
         rendezvous.barrier()
         comm.abort()
