@@ -1,12 +1,17 @@
 """The fault campaign: random programs of collectives in which a random rank is killed or stopped.
 
 usage: python -m tests.faults --trials N [--backend tcp|mpi|nccl|peer|auto] [--seed S] [--timeout T] [--jobs J]
+                              [--ranks R] [--out FILE]
 
-Each trial starts 2 to 4 ranks as processes.  They run one program of collectives, messages, splits and
-duplicates, chosen by the trial's seed.  One rank sends itself SIGKILL or SIGSTOP before or within a random
-call.  The trial is right if every survivor ends in time with an error that names that rank, and that rank
-alone, as a rank of the world, and if no result was wrong.  Each wrong trial gets a line with its seed, which
-``--trials 1 --seed S`` repeats.
+Each trial starts 2 to 4 ranks as processes: under mpirun for mpi, else by environment.  They run one program of
+collectives, messages, splits and duplicates, chosen by the trial's seed.  One rank sends itself SIGKILL or SIGSTOP
+before or within a random call.  The trial is right if every survivor ends in time with an error that names that rank,
+and that rank alone, as a rank of the world, and if no result was wrong.  Each wrong trial gets a line with its seed,
+which ``--trials 1 --seed S`` repeats.
+
+On GPUs, rank r of the trial with seed S takes GPU (r + S) modulo their number, so trials side by side share GPUs.  Each
+trial takes some seconds to start CUDA: ``--jobs 10`` runs ten at a time.  Programs without a fault come first.
+They compile the kernels, and show that a failure later is the fault's.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +39,13 @@ from typing import Any
 import numpy as np
 
 import kos
+from kos import cuda
 from kos.errors import KosError
+from kos.memory.array import Array
+from tests.forked import PATHS, Forked, fork_server
 
 ROOT = Path(__file__).resolve().parent.parent
+START_SECONDS = 60.0  # for a rank to come, with a GPU to connect and compile
 MARGIN = 15.0  # seconds beyond the timeout in which every survivor ends; a busy machine takes some
 LAUNCHERS = ("OMPI_", "PMIX_", "PMI_", "MPI_LOCALNRANKS", "RANK", "WORLD_SIZE", "MASTER_", "SLURM_")
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "all_to_all", "reduce_scatter", "gather", "barrier", "bytes")
@@ -45,6 +55,7 @@ RANKS = r"ranks? (\[[\d, ]*\]|\d+)"
 WAITED = "still waiting for|did not reach|waited .* for"
 CULPRITS = re.compile(rf"{RANKS}(?: of world| of \d)? (?:{LATE})|(?:{WAITED}) {RANKS}")
 GPU_BACKENDS = ("nccl", "peer", "auto")
+RIGHT, HUNG = "right", "hung"
 
 
 @dataclass(frozen=True)
@@ -54,8 +65,8 @@ class Trial:
     seed: int
     backend: str
     size: int
-    kind: str  # kill, stop
-    victim: int
+    kind: str  # kill, stop, none
+    victim: int  # -1: none
     step: int  # the call before which, or within which, it happens
     delay: float | None  # seconds after the call began; None: before it
     fault_tolerant: bool  # of mpi: under ULFM
@@ -63,9 +74,13 @@ class Trial:
     program: list[tuple[Any, ...]]
 
     @classmethod
-    def of(cls, seed: int, backend: str, timeout: float) -> Trial:
+    def of(cls, seed: int, backend: str, timeout: float, largest: int = 4) -> Trial:
+        """That of a seed; one below 0 stands for a program without a fault, on -seed ranks."""
+        if seed < 0:
+            program = _program(np.random.default_rng([-seed, 20]), -seed, 60)
+            return cls(seed, backend, -seed, "none", -1, len(program), None, False, START_SECONDS, program)
         rng = np.random.default_rng([seed, 20])
-        size, kind = int(rng.integers(2, 5)), str(rng.choice(["kill", "stop"]))
+        size, kind = int(rng.integers(2, 1 + largest)), str(rng.choice(["kill", "stop"]))
         program = _program(rng, size)
         step, victim = int(rng.integers(len(program) - 1)), int(rng.integers(size))
         delay = None
@@ -76,17 +91,19 @@ class Trial:
 
     def __str__(self) -> str:
         when = "before" if self.delay is None else f"{1000 * self.delay:.1f} ms into"
+        if self.kind == "none":
+            return f"{self.size} ranks without a fault"
         call = self.program[self.step][0]
         how = {"kill": "killed", "stop": "stopped"}[self.kind] + (" under ULFM" if self.fault_tolerant else "")
         on = f"rank {self.victim} of {self.size} {how if self.backend == 'mpi' else how.split()[0]}"
         return f"seed {self.seed}: {on} {when} call {self.step} ({call})"
 
 
-def _program(rng: Any, size: int) -> list[tuple[Any, ...]]:
+def _program(rng: Any, size: int, steps_at_most: int = 0) -> list[tuple[Any, ...]]:
     """Steps of all ranks: a name, the communicator's number, and what the step takes."""
     groups: dict[int, list[int]] = {0: list(range(size))}  # by number: members as ranks of the world
     made, steps = 1, list[tuple[Any, ...]]()
-    for _ in range(int(rng.integers(8, 16))):
+    for _ in range(steps_at_most or int(rng.integers(8, 16))):
         group = int(rng.choice(list(groups)))
         members, dice = groups[group], rng.random()
         if dice < 0.2 and len(groups) < 6:
@@ -124,9 +141,17 @@ class Rank:
     """One rank's part of a trial."""
 
     def __init__(self, trial: Trial, world: kos.Communicator) -> None:
-        self.trial, self.me = trial, world.rank
+        self.trial, self.me, self.device = trial, world.rank, world.device
         self.groups: dict[int, kos.Communicator] = {0: world}
-        self.gpu = trial.backend in GPU_BACKENDS
+        self.tag = 3 if self.device is None else 0  # messages between GPUs have no tags
+        self.step, self.unchecked = "", list[tuple[kos.Communicator, Any, Any, str]]()
+
+    def warm_up(self) -> None:
+        """Connect: what a first call takes is none of the time that a failure may take."""
+        world = self.groups[0]
+        world.all_reduce(self.array(np.ones(1000, np.float32)))
+        world.synchronize()
+        world.barrier()
 
     def run(self) -> None:
         trial = self.trial
@@ -137,52 +162,58 @@ class Rank:
                     os.kill(os.getpid(), last)
                 else:
                     threading.Timer(trial.delay, os.kill, (os.getpid(), last)).start()
-            if index == len(trial.program) - 1 and self.me == trial.victim:
+            final = index == len(trial.program) - 1
+            if final and self.me == trial.victim:
                 time.sleep(60)  # for the signal: nobody gets through the last barrier
             name, group, *rest = step
             if group in self.groups or (name == "both" and rest[0] in self.groups):
                 self.step = f"call {index} ({name} of group {group})"
                 getattr(self, name, lambda *a, n=name: self.collective(n, *a))(group, *rest)
+            if self.device is None or final or index % 2 or name in ("split", "duplicate", "close"):
+                self.check()
 
     def array(self, value: Any) -> Any:
         """``value`` where the backend wants it."""
-        if not self.gpu:
-            return value
-        from kos.memory import Array
+        return value if self.device is None else Array.from_numpy(value, self.device)
 
-        return Array.from_numpy(value)
+    def expect(self, comm: kos.Communicator, got: Any, expected: Any) -> None:
+        """Compared by the next ``check``: calls on a GPU return before they have run."""
+        self.unchecked.append((comm, got, expected, self.step))
 
-    def numpy(self, x: Any) -> Any:
-        return x if isinstance(x, np.ndarray) else x.to_numpy()
-
-    def expect(self, got: Any, expected: Any) -> None:
-        if not np.array_equal(self.numpy(got).reshape(-1), np.asarray(expected).reshape(-1)):
-            raise AssertionError(f"wrong result of {self.step}")
+    def check(self) -> None:
+        for comm, got, expected, step in self.unchecked:
+            if self.device is not None:
+                comm.synchronize()  # raises what failed: the results of a call that did are undefined
+                got = got.numpy()
+            if not np.array_equal(got.reshape(-1), np.asarray(expected).reshape(-1)):
+                raise AssertionError(f"wrong result of {step}")
+        self.unchecked.clear()
 
     def collective(self, name: str, group: int, count: int, root: int, algorithm: str) -> None:
         comm = self.groups[group]
         n, r = comm.size, comm.rank
         ramp = np.arange(count, dtype=np.float32) % 64
-        options: Any = {"algorithm": algorithm} if name in ("all_reduce", "all_gather") else {}
+        named = ("all_reduce", "all_gather") if self.device is None else ("all_reduce",)  # of peer, on a GPU
+        options: Any = {"algorithm": algorithm} if name in named and self.trial.backend != "nccl" else {}
         if name == "barrier":
             comm.barrier()
         elif name == "bytes":
             assert comm.all_gather_bytes(b"x" * r) == [b"x" * each for each in range(n)], self.step
         elif name == "all_reduce":
-            self.expect(comm.all_reduce(self.array(ramp + r), **options), n * ramp + n * (n - 1) / 2)
+            self.expect(comm, comm.all_reduce(self.array(ramp + r), **options), n * ramp + n * (n - 1) / 2)
         elif name == "broadcast":
-            self.expect(comm.broadcast(self.array(ramp + r), root), ramp + root)
+            self.expect(comm, comm.broadcast(self.array(ramp + r), root), ramp + root)
         elif name == "all_gather":
-            self.expect(comm.all_gather(self.array(ramp + r), **options), [ramp + each for each in range(n)])
+            self.expect(comm, comm.all_gather(self.array(ramp + r), **options), [ramp + each for each in range(n)])
         elif name == "all_to_all":
             x = self.array(np.repeat(np.arange(n, dtype=np.float32), count) + n * r)
-            self.expect(comm.all_to_all(x), np.repeat(np.arange(n) * n + r, count))
+            self.expect(comm, comm.all_to_all(x), np.repeat(np.arange(n) * n + r, count))
         elif name == "reduce_scatter":
-            self.expect(comm.reduce_scatter(self.array(np.tile(ramp + r, n))), n * ramp + n * (n - 1) / 2)
+            self.expect(comm, comm.reduce_scatter(self.array(np.tile(ramp + r, n))), n * ramp + n * (n - 1) / 2)
         elif name == "gather":
             got = comm.gather(self.array(ramp + r), root)
             if r == root:
-                self.expect(got, [ramp + each for each in range(n)])
+                self.expect(comm, got, [ramp + each for each in range(n)])
 
     def split(self, group: int, colors: list[int | None], keys: list[int], numbers: dict[int, int]) -> None:
         comm = self.groups[group]
@@ -195,16 +226,17 @@ class Rank:
         self.groups[number] = self.groups[group].duplicate()
 
     def close(self, group: int) -> None:
+        self.check()
         self.groups.pop(group).close()
 
     def message(self, group: int, a: int, b: int, count: int) -> None:
         comm, ramp = self.groups[group], np.arange(count, dtype=np.float32)
         if comm.rank == a:
-            comm.send(self.array(ramp), b, 3)
+            comm.send(self.array(ramp), b, self.tag)
         elif comm.rank == b:
             x = self.array(np.zeros(count, np.float32))
-            comm.recv(x, a, 3)
-            self.expect(x, ramp)
+            comm.recv(x, a, self.tag)
+            self.expect(comm, x, ramp)
 
     def ring(self, group: int, count: int) -> None:
         comm, ramp = self.groups[group], np.arange(count, dtype=np.float32)
@@ -213,33 +245,39 @@ class Rank:
         left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
         x = self.array(np.zeros(count, np.float32))
         comm.send_recv(self.array(ramp + comm.rank), x, right, left)
-        self.expect(x, ramp + left)
+        self.expect(comm, x, ramp + left)
 
     def both(self, group: int, other: int, count: int) -> None:
         """Two collectives in flight, of one communicator or of two."""
         ramp, works = np.arange(count, dtype=np.float32) % 64, []
         for comm in (self.groups.get(group), self.groups.get(other)):
             if comm is not None:
-                works.append((comm.all_reduce(self.array(ramp + comm.rank), async_op=True), comm.size))
-        for work, n in works:
-            self.expect(work.wait(), n * ramp + n * (n - 1) / 2)
+                works.append((comm, comm.all_reduce(self.array(ramp + comm.rank), async_op=True)))
+        for comm, work in works:
+            self.expect(comm, work.wait(), comm.size * ramp + comm.size * (comm.size - 1) / 2)
 
 
-def run_rank(trial: Trial, folder: Path) -> int:
-    """The process of one rank: leaves what it met in ``folder``."""
-    report: dict[str, Any] = {"began": time.time()}
-    code, rank = 1, -1
+def run_rank(seed: int, backend: str, timeout: float, largest: int, folder_name: str) -> int:
+    """The process of one rank: leaves what it met in its folder."""
+    trial, folder = Trial.of(seed, backend, timeout, largest), Path(folder_name)
+    report: dict[str, Any] = {}
+    code, rank, device = 1, -1, None
+    if backend in GPU_BACKENDS:
+        device = (int(os.environ["RANK"]) + seed) % len(cuda.visible_devices())
     try:
-        with kos.init(trial.backend, timeout=trial.timeout) as world:
+        with kos.init(backend, timeout=START_SECONDS, device=device) as world:
             rank, part = world.rank, Rank(trial, world)
-            if rank == trial.victim:
-                (folder / "victim").write_text(str(os.getpid()))
+            if device is not None:  # connected, with memory and kernels at hand, before time is short
+                part.warm_up()
+            world.timeout = timeout
+            if rank == trial.victim or trial.victim < 0 == rank:
+                (folder / "started").write_text(str(os.getpid()))
             try:
                 part.run()
                 code = 0
             except (KosError, AssertionError) as error:
                 report |= {"kind": type(error).__name__, "text": str(error), "step": part.step}
-                report |= {"ranks": list(getattr(error, "ranks", ())), "ended": time.time()}
+                report |= {"ranks": list(getattr(error, "ranks", ()))}
                 _write(folder / f"{rank}.json", report)
                 raise
     except KosError as error:
@@ -248,7 +286,9 @@ def run_rank(trial: Trial, folder: Path) -> int:
             report |= {"ranks": list(getattr(error, "ranks", ()))}
     except AssertionError:
         pass
-    report["ended"] = time.time()
+    if rank < 0:
+        print(f"a rank did not start: {report['text']}", flush=True)  # to the log of the trial
+        return code
     _write(folder / f"{rank}.json", report)
     return code
 
@@ -258,11 +298,11 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> str:
-    """Why the trial is wrong; empty if it is right."""
+def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> tuple[str, str]:
+    """Right, hung or what is wrong; and the story."""
     if not ended:
         left = [r for r in range(trial.size) if r != trial.victim and not (folder / f"{r}.json").exists()]
-        return f"no end within {trial.timeout + MARGIN:g} s: ranks {left} hang"
+        return HUNG, f"no end within {trial.timeout + MARGIN:g} s: of ranks {left} (none: all did report)"
     for rank in range(trial.size):
         if rank == trial.victim:
             continue
@@ -270,50 +310,61 @@ def verdict(trial: Trial, folder: Path, ended: bool, log: str) -> str:
         if not path.exists():
             if trial.backend == "mpi" and trial.kind == "kill" and not trial.fault_tolerant:
                 continue  # mpirun ends the others, which may say nothing
-            return f"rank {rank} left no report: {log[-300:]}"
+            return "no report", f"rank {rank} left no report: {log[-4000:]}"
         report = json.loads(path.read_text())
+        if trial.kind == "none":
+            if report:
+                return "failed without a fault", f"rank {rank}: {report}"
+            continue
         if "kind" not in report:
-            return f"rank {rank} met no error"
+            return "no error", f"rank {rank} met no error"
+        where = f"rank {rank}, {report['step']}"
         if report["kind"] == "AssertionError":
-            return f"rank {rank}: {report['text']}"
+            return "wrong result", f"{where}: {report['text']}"
         found = CULPRITS.search(report["text"])
         named = json.loads(found[1] or found[2]) if found else None
         named = [named] if isinstance(named, int) else named
         if named != [trial.victim] or (report["ranks"] and report["ranks"] != [trial.victim]):
-            return f"rank {rank}, {report['step']}, names {named} {report['ranks']}: {report['kind']}: {report['text']}"
-    return ""
+            return "wrong culprit", f"{where}, names {named} {report['ranks']}: {report['kind']}: {report['text']}"
+    return RIGHT, ""
 
 
-def start(trial: Trial, folder: Path, port: int) -> list[subprocess.Popen[bytes]]:
-    """The processes of a trial; their last words go to ``folder``."""
+Process = Forked | subprocess.Popen[bytes]
+
+
+def start(trial: Trial, largest: int, folder: Path) -> Sequence[Process]:
+    """The processes of a trial, whose output goes to ``folder``: its ranks in their order, or one mpirun."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
-    env |= {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "KOS_SECRET": "of the tests"}
-    command = [sys.executable, "-m", "tests.faults", "--as-rank", str(folder)]
-    command += ["--seed", str(trial.seed), "--backend", trial.backend, "--timeout", str(trial.timeout)]
-    log = (folder / "log").open("ab")
-    if trial.backend == "tcp":
-        ranks = [{"RANK": str(r), "WORLD_SIZE": str(trial.size)} for r in range(trial.size)]
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return [_spawn(command, {**env, **where, **rank}, log) for rank in ranks]
+    env |= {
+        "PYTHONPATH": PATHS,
+        "OPENBLAS_NUM_THREADS": "1",
+        "KOS_SECRET": "of the tests",
+    }
+    arguments = [trial.seed, trial.backend, trial.timeout, largest, str(folder)]
+    if trial.backend != "mpi":
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(trial.size)}
+        begin = fork_server().start
+        return [
+            begin("tests.faults:run_rank", arguments, {**env, "RANK": str(rank)}, folder / "log")
+            for rank in range(trial.size)
+        ]
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_btl": "^ofi"}
     env |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
     mpirun = shutil.which(os.environ.get("MPIRUN") or "mpirun", path=f"{Path(sys.executable).parent}:{env['PATH']}")
     assert mpirun is not None, "mpirun was not found beside Python or in PATH"
     options = ["--with-ft", "ulfm"] if trial.fault_tolerant else []
-    whole = [mpirun, *options, "-n", str(trial.size), *command]
-    return [_spawn(whole, env, log)]
+    command = [mpirun, *options, "-n", str(trial.size), sys.executable, "-m", "tests.faults", "--as-rank"]
+    command.append(json.dumps(arguments))
+    with (folder / "log").open("ab") as log:
+        return [subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)]
 
 
-def _spawn(command: list[str], env: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
-
-
-def run_trial(trial: Trial) -> str:
-    """Run it; why it is wrong, or nothing."""
+def run_trial(trial: Trial, largest: int) -> tuple[str, str]:
+    """Run it; the verdict."""
     for _ in range(3):
-        with tempfile.TemporaryDirectory(prefix="kos-faults-") as name:
+        with tempfile.TemporaryDirectory(prefix="kos-faults-", ignore_cleanup_errors=True) as name:
             folder = Path(name)
-            processes = start(trial, folder, free_port())
+            processes = start(trial, largest, folder)
             try:
                 ended = _await(trial, folder, processes)
             finally:
@@ -322,26 +373,27 @@ def run_trial(trial: Trial) -> str:
                         os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 with contextlib.suppress(OSError, ValueError):  # which mpirun gave a group of its own
-                    os.kill(int((folder / "victim").read_text()), signal.SIGKILL)
+                    os.kill(int((folder / "started").read_text()), signal.SIGKILL)
             log = (folder / "log").read_text(errors="replace")
-            if (folder / "victim").exists():
+            if (folder / "started").exists():
                 return verdict(trial, folder, ended, log)
-    return f"the ranks did not start: {log[-500:]}"
+    return "not started", f"the ranks did not start: {log[-1500:]}"
 
 
-def _await(trial: Trial, folder: Path, processes: list[subprocess.Popen[bytes]]) -> bool:
+def _await(trial: Trial, folder: Path, processes: Sequence[Process]) -> bool:
     """Whether all survivors ended in time."""
-    deadline = time.monotonic() + 60  # to start
+    deadline = time.monotonic() + 2 * START_SECONDS
     started = False
     while time.monotonic() < deadline:
-        if not started and (folder / "victim").exists():
-            started, deadline = True, time.monotonic() + trial.timeout + MARGIN
-        if trial.backend == "tcp":
-            over = all(p.poll() is not None for r, p in enumerate(processes) if r != trial.victim)
-        else:
+        if not started and (folder / "started").exists():
+            compiling = 2 * START_SECONDS if trial.kind == "none" else 0.0
+            started, deadline = True, time.monotonic() + trial.timeout + MARGIN + compiling
+        if trial.backend == "mpi":
             over = processes[0].poll() is not None or all(
                 (folder / f"{r}.json").exists() for r in range(trial.size) if r != trial.victim
             )
+        else:
+            over = all(p.poll() is not None for r, p in enumerate(processes) if r != trial.victim)
         if over:
             return True
         time.sleep(0.01)
@@ -354,20 +406,42 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def campaign(trials: int, backend: str, seed: int, timeout: float, jobs: int) -> int:
+def campaign(
+    trials: int, backend: str, seed: int, timeout: float, jobs: int, largest: int = 4, out: Path | None = None
+) -> int:
     """Run the trials, print what was wrong and the counts; the number of wrong ones."""
-    began, wrong, kinds = time.monotonic(), 0, Counter[str]()
-    chosen = [Trial.of(seed + index, backend, timeout) for index in range(trials)]
+    began, counts, wrong = time.monotonic(), dict[str, Counter[str]](), list[dict[str, str]]()
+    chosen = [Trial.of(seed + index, backend, timeout, largest) for index in range(trials)]
     print(f"seed {seed}: {trials} trials on {backend}, timeout {timeout:g} s, {jobs} at a time", flush=True)
+    faultless = [Trial.of(-size, backend, timeout) for size in range(2, 1 + largest) if backend in GPU_BACKENDS]
+
+    def summary() -> dict[str, Any]:
+        done = sum(sum(each.values()) for each in counts.values())
+        summed = sum(counts.values(), Counter[str]())
+        return {
+            "backend": backend, "seed": seed, "timeout": timeout, "ranks": f"2 to {largest}", "of": trials,
+            "trials": done, "right": summed[RIGHT], "verdicts": dict(summed),
+            "by fault": {kind: dict(each) for kind, each in sorted(counts.items())},
+            "seconds": round(time.monotonic() - began, 1), "wrong": wrong,
+        }  # fmt: skip
+
+    def run(trial: Trial) -> tuple[str, str]:
+        return run_trial(trial, largest)
+
     with ThreadPoolExecutor(jobs) as pool:
-        for trial, problem in zip(chosen, pool.map(run_trial, chosen), strict=True):
-            kinds[f"{trial.kind} {'right' if not problem else 'wrong'}"] += 1
-            if problem:
-                wrong += 1
-                print(f"WRONG {trial}\n      {problem}", flush=True)
-    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-    print(f"{trials - wrong} of {trials} right ({counts}) in {time.monotonic() - began:.0f} s")
-    return wrong
+        for each in (faultless, chosen):
+            for trial, (became, story) in zip(each, pool.map(run, each), strict=True):
+                if became != RIGHT:
+                    wrong.append({"trial": str(trial), "verdict": became, "story": story})
+                    print(f"WRONG {trial}: {became}\n      {story}", flush=True)
+                if trial.kind != "none":
+                    counts.setdefault(trial.kind, Counter())[became] += 1
+                if out is not None:  # at each trial: what was seen stays if the run is ended
+                    out.write_text(json.dumps(summary(), indent=1) + "\n")
+    totals = summary()
+    kinds = ", ".join(f"{n} {kind} {became}" for kind, each in sorted(counts.items()) for became, n in each.items())
+    print(f"{totals['right']} of {trials} right ({kinds}) in {totals['seconds']:.0f} s")
+    return len(wrong)
 
 
 def main() -> int:
@@ -375,14 +449,19 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--backend", default="tcp", choices=("tcp", "mpi", *GPU_BACKENDS))
     parser.add_argument("--seed", type=int, default=None, help="of the first trial; the next ones follow it")
-    parser.add_argument("--timeout", type=float, default=3.0, help="of the ranks, in seconds")
+    parser.add_argument("--timeout", type=float, default=None, help="of the ranks, in seconds (3; on GPUs 5)")
     parser.add_argument("--jobs", type=int, default=2, help="trials side by side")
-    parser.add_argument("--as-rank", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", type=int, default=None, help="of a trial, at most (4; with nccl one to a GPU)")
+    parser.add_argument("--out", type=Path, default=None, help="where to write the summary, as JSON")
+    parser.add_argument("--as-rank", metavar="JSON", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    seed = int(np.random.SeedSequence().generate_state(1)[0]) if options.seed is None else options.seed
     if options.as_rank:
-        return run_rank(Trial.of(seed, options.backend, options.timeout), Path(options.as_rank))
-    return int(campaign(options.trials, options.backend, seed, options.timeout, options.jobs) > 0)
+        return run_rank(*json.loads(options.as_rank))
+    seed = int(np.random.SeedSequence().generate_state(1)[0]) if options.seed is None else options.seed
+    gpu = options.backend in GPU_BACKENDS
+    timeout = options.timeout or (5.0 if gpu else 3.0)
+    largest = options.ranks or (min(4, len(cuda.visible_devices())) if options.backend in ("nccl", "auto") else 4)
+    return int(campaign(options.trials, options.backend, seed, timeout, options.jobs, largest, options.out) > 0)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from kos import cuda
 ROOT = Path(__file__).resolve().parent.parent
 REPORTS = ROOT / "build" / "test"
 SERIAL_LIMIT, MPI_LIMIT, MPI_TEST_LIMIT = 1500, 500, 180  # seconds; over thrice what 2 busy cores take
-WAITING = 1  # workers more than cores: many tests wait for a process or for a timeout
+WAITING = 2  # workers more than cores: many tests wait for a process or for a timeout
 NEVER_STARTED = 213  # Open MPI 5: its own server did not come up (seen on a busy machine); no rank has run
 MPI_SIZES = (2, 3, 4)
 # Where all tests marked `mpi` are, for each rank collects these files; the latter hold none that runs without a GPU.
@@ -43,6 +43,8 @@ WITH_MPI = (
     "tests/comm/test_shared_failures.py",
     "tests/comm/test_shrink.py",
 )
+# By number of ranks, what only --all runs with so many: threads run it in the stage `serial`.
+NOT_AT_EACH_SIZE = {3: ("tests/comm/test_conformance.py",)}
 WITH_GPUS = (
     "tests/comm/test_auto_gpu.py",
     "tests/comm/test_client_arrays_gpu.py",
@@ -90,7 +92,7 @@ def run_rank(stage: str, arguments: list[str]) -> int:
     os.chdir(ROOT)
     # Ranks share one cache folder; mpirun's pipe looks like a terminal; failures have been told already.
     options = ["-p", "no:cacheprovider", "--color=no", "--tb=no", f"--timeout={MPI_TEST_LIMIT}"]
-    options += ["-p", "no:anyio", "-p", "no:xdist"]  # which take long to import
+    options += ["-p", "no:anyio", "-p", "no:xdist", "-p", "no:hypothesispytest"]  # which take long to import
     return int(pytest.main(["--with-mpi", junit(report), *options, *arguments], [TellAtOnce()]))
 
 
@@ -177,6 +179,7 @@ def main(everything: bool, arguments: list[str]) -> int:
     REPORTS.mkdir(parents=True)
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ.setdefault(name, "1")  # with more threads than cores every rank crawls
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import kos: it compiles once, not each time
     named = os.environ.get("MPIRUN") or str(Path(sys.executable).with_name("mpirun"))
     mpirun = os.environ["MPIRUN"] = os.path.abspath(shutil.which(named) or named)  # tests start it elsewhere
     quick = "" if everything else " and not slow"
@@ -195,7 +198,8 @@ def main(everything: bool, arguments: list[str]) -> int:
         ok &= run_stage(stage, 1, SERIAL_LIMIT, [sys.executable, "-m", "pytest", *options, *chosen], bool(arguments))
     for size in MPI_SIZES:
         stage = f"mpi-{size}"
-        chosen = ["-m", f"mpi{quick}", *(arguments or with_mpi)]
+        files = [file for file in with_mpi if everything or file not in NOT_AT_EACH_SIZE.get(size, ())]
+        chosen = ["-m", f"mpi{quick}", *(arguments or files)]
         command = [mpirun, "-n", str(size), sys.executable, __file__, "--as-rank-of", stage, *chosen]
         ok &= run_stage(stage, size, MPI_LIMIT, command, bool(arguments))
     if without and not arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import json
 import re
@@ -23,7 +24,8 @@ from kos.testing import spawn
 from tests.launcher import MPIRUN, OUTSIDE, needs_mpirun, run_program
 from tests.train.host_kernels.engine import DeviceComm, host_engine
 
-pytest.importorskip("torch")
+# Not imported here: every worker that collects this file would pay for it.
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch to compare with")
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = shlex.split(
     "--seq-len 24 --per-rank 4 --micro-batch-size 2 --hidden-size 32 --intermediate-size 48 --num-hidden-layers 2 "

@@ -15,6 +15,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import pytest
 
+from benchmarks import compare
 from benchmarks.collectives import __main__ as command
 from benchmarks.collectives import report
 from benchmarks.collectives.cases import (
@@ -549,3 +550,19 @@ def test_the_command_is_what_was_typed_without_the_paths_of_the_machine(monkeypa
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
     monkeypatch.setenv("NCCL_ALGO", "ring")
     assert report.command("x.y", typed) == f"NCCL_ALGO=ring mpirun -n 3 python -m x.y {said}"
+
+
+def test_what_calls_cost_in_two_trees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "costs.json"
+    options = ["--ranks", "1", "--backend", "tcp", "--rounds", "1", "--json", str(file)]
+    monkeypatch.setattr(sys, "argv", ["compare", str(ROOT), str(ROOT), *options])
+    compare.main()
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["call"] for row in rows] == ["tcp eager", "tcp persistent"]
+    assert all(len(row[tree]) == 1 and 100 < row[tree][0] < 1e7 for row in rows for tree in ("old", "new"))
+    (_, heading, *lines) = capsys.readouterr().out.splitlines()
+    assert heading.split()[:4] == ["call", "old", "new", "new/old"]
+    old, new, ratio = (float(word) for word in lines[0].split()[2:5])
+    assert lines[0].startswith("tcp eager ") and abs(ratio - new / old) < 0.01

@@ -23,6 +23,7 @@ import kos.testing
 from kos.comm.recorder import Recorder
 from kos.testing import spawn
 from tests.comm.test_jobs import environment
+from tests.forked import fork_server
 from tests.launcher import MPIRUN, run_program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,15 +69,19 @@ def test_block(how: str | None, code: str, name: str, line: int, tmp_path: Path)
         (tmp_path / "conftest.py").write_text('pytest_plugins = ["kos.testing.plugin"]\n')
         (tmp_path / "test_example.py").write_text(code)
         run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", ".", cwd=tmp_path)
-    else:
+    elif way and way["mpi"]:
+        if not MPIRUN:
+            pytest.skip("mpirun was not found beside Python or in PATH")
         script = tmp_path / "script.py"
         script.write_text(padded)
-        start: list[str] = []
-        if way and way["mpi"]:
-            if not MPIRUN:
-                pytest.skip("mpirun was not found beside Python or in PATH")
-            start = [MPIRUN, "-n", way["mpi"]]
-        run(*start, sys.executable, str(script), cwd=tmp_path)
+        run(MPIRUN, "-n", way["mpi"], sys.executable, str(script), cwd=tmp_path)
+    else:
+        output = tmp_path / "output"
+        process = fork_server().start("tests.forked:run_program", [padded, name], environment(), output, tmp_path)
+        try:
+            assert process.wait(LIMIT) == 0, output.read_text()
+        finally:
+            process.kill()
 
 
 def public(thing: Any) -> Iterator[tuple[str, Any]]:

@@ -60,7 +60,7 @@ class ScheduledBackend(Backend):
             self.refuse(call)
         if self.ledger.board.last is not None:
             self.ledger.board.clear_failure()
-        return self.engine.launch(call, self._steps, self)
+        return self.engine.launch(call, self)
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"

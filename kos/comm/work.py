@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from time import time_ns
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
@@ -50,6 +50,12 @@ class Carrier(Protocol):
     def report_wait(self, call: Call | None) -> None: ...
 
 
+class Stepping(Carrier, Protocol):
+    """A backend whose operations an engine moves."""
+
+    def _steps(self, call: Call) -> Steps: ...
+
+
 class Engine:
     """All operations in flight of one rank, across a communicator and its splits.
 
@@ -62,10 +68,10 @@ class Engine:
         self.lock = threading.RLock()  # held while operations move
         self.thread: ProgressThread | None = None
 
-    def launch(self, call: Call, steps: Callable[[Call], Steps], backend: Carrier) -> Work[Any]:
+    def launch(self, call: Call, backend: Stepping) -> Work[Any]:
         """Take the first steps of ``call``: messages that need no waiting are posted when this returns."""
         with self.lock:
-            work: Work[Any] = Work(call, steps(call), backend)
+            work: Work[Any] = Work(call, backend._steps(call), backend)
             if not work.advance():
                 self._active.append(work)
                 started(call)

@@ -106,13 +106,15 @@ def synchronize(stream: Any, device: int) -> None:
 
 def milliseconds(run: Callable[[], object], stream: Any) -> float:
     """How long the current device takes for the work that ``run`` queues on ``stream``; waits for it."""
-    device = int(call(cu.cuCtxGetDevice))
-    begin, end = Event(device, timed=True), Event(device, timed=True)
-    begin.record(stream)
+    begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
+    call(cu.cuEventRecord, begin, handle(stream))
     run()
-    end.record(stream)
-    end.synchronize()
-    return 1e3 * end.seconds_since(begin)
+    call(cu.cuEventRecord, end, handle(stream))
+    call(cu.cuEventSynchronize, end)
+    elapsed = float(call(cu.cuEventElapsedTime, begin, end))
+    call(cu.cuEventDestroy, begin)
+    call(cu.cuEventDestroy, end)
+    return elapsed
 
 
 class Event:

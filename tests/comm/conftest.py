@@ -13,6 +13,7 @@ import kos
 from kos import cuda
 from tests.comm.ranks import MockRanks, MPIRanks
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES
+from tests.launcher import MPIRUN
 from tests.run import RANK_VARIABLES
 
 _SEED = int(np.random.SeedSequence().generate_state(1)[0])
@@ -34,13 +35,16 @@ def mpi_world() -> Iterator[kos.Communicator]:
 
 # Under mpirun only the tests marked `mpi` run: collecting the others would take each rank longer than running these.
 UNDER_MPIRUN = any(name in os.environ for name in RANK_VARIABLES)
+# Where `make test` runs the same tests as processes, threads are left to `make test-all`.
+SIZES_OF_MPI = (2, 4) if MPIRUN else ()
 
 
 def backends(*sizes: int) -> dict[str, Any]:
     """A fixture's parameters: so many ranks that are threads, or those of the mpirun that runs this pytest."""
     mock = () if UNDER_MPIRUN else sizes
+    threads = [pytest.param(size, marks=pytest.mark.slow) if size in SIZES_OF_MPI else size for size in mock]
     return {
-        "params": [*mock, pytest.param("mpi", marks=pytest.mark.mpi)],
+        "params": [*threads, pytest.param("mpi", marks=pytest.mark.mpi)],
         "ids": [*(f"mock-{size}" for size in mock), "mpi"],
     }
 

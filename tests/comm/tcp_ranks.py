@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -20,6 +20,7 @@ import kos
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.comm.rendezvous.hub import Hub
 from kos.errors import RendezvousError
+from tests.forked import Forked, fork_server
 
 TIMEOUT = 40.0  # seconds; a busy machine takes many
 SECRET = "of the tests"
@@ -150,8 +151,19 @@ def finish(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
 
 def run_processes(code: str, size: int, **more: str) -> list[tuple[int, str]]:
     """Exit code and output of each rank of a Python program that is ``code``."""
-    port = free_port()
-    return finish([start([sys.executable, "-c", code], rank, size, port, **more) for rank in range(size)])
+    port, deadline, ranks = free_port(), time.monotonic() + 100, list[Forked]()  # less than what pytest gives a test
+    env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
+    with tempfile.TemporaryDirectory(prefix="kos-ranks-") as folder:
+        outputs = [Path(folder) / str(rank) for rank in range(size)]
+        try:
+            for rank, output in enumerate(outputs):
+                own = environment(rank, size, port, PYTHONPATH=str(ROOT), OPENBLAS_NUM_THREADS="1", **more)
+                ranks.append(fork_server().start("tests.forked:run_program", [code], env | own, output))
+            codes = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return [(code, output.read_text()) for code, output in zip(codes, outputs, strict=True)]
 
 
 TINY = ["--hidden-size=32", "--num-hidden-layers=2", "--intermediate-size=48", "--batch-size=8"]

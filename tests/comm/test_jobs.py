@@ -77,14 +77,7 @@ for memory in (shared, lambda _: (None, "switched off by the test")):
 
 
 @needs_mpirun
-def test_without_close(tmp_path: Path) -> None:
-    done = mpirun(2, program(tmp_path, "comm = kos.init()\ncomm.all_reduce(np.ones(3), async_op=True)\n"))
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-@needs_mpirun
-@pytest.mark.parametrize("memory", ["shared", "none"])
-@pytest.mark.parametrize("leaver", [0, 2])
+@pytest.mark.parametrize(("leaver", "memory"), [(0, "shared"), (2, "none")])
 def test_a_rank_that_ends_without_close_is_gone(tmp_path: Path, leaver: int, memory: str) -> None:
     text = f"""
 import kos.comm.host.backend as host
@@ -260,13 +253,14 @@ for attempt in range(2):
 
 @needs_mpirun
 def test_mpi_is_finalized_once(tmp_path: Path) -> None:
-    """After what the program registered, whoever imports mpi4py."""
+    """After what the program registered, whoever imports mpi4py; also where nobody closed the communicator."""
     text = """
 import atexit
 comm = kos.init("mpi")
 from mpi4py import MPI
 atexit.register(lambda: print("active", not MPI.Is_finalized(), flush=True))
 MPI.COMM_WORLD.Barrier()
+comm.all_reduce(np.ones(3), async_op=True)
 """
     done = mpirun(2, program(tmp_path, text))
     assert (done.returncode, done.stdout, done.stderr) == (0, "active True\n" * 2, "")
@@ -379,14 +373,14 @@ with kos.init() as comm:
 def test_a_bug_is_one_line_and_the_frames_of_the_program(tmp_path: Path, debug: str) -> None:
     path = program(tmp_path, BUG)
     done = run_program(
-        MPIRUN, "-n", "4", sys.executable, path, env={**environment(), "KOS_DEBUG": debug}, cwd="/"
+        MPIRUN, "-n", "2", sys.executable, path, env={**environment(), "KOS_DEBUG": debug}, cwd="/"
     )
     line, *frames = done.stderr.partition("\n----")[0].splitlines()
     assert line.startswith("rank 1: InvalidArgument: x: expected a C-contiguous array, got")
     assert line.endswith(f" (program.py:{4 + BUG.count(chr(10), 0, BUG.index('comm.all_reduce'))})")
     assert sum("program.py" in frame for frame in frames) == 2
     assert any(str(ROOT / "kos") in frame for frame in frames) == (debug == "1")
-    assert "rank 0" not in done.stderr and "rank 2" not in done.stderr and "MPI_ABORT" not in done.stderr
+    assert "rank 0" not in done.stderr and "MPI_ABORT" not in done.stderr
     assert done.returncode == 1
 
 

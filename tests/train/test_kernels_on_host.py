@@ -48,7 +48,7 @@ def test_embedding(ops, side, rng, arena):
     "check", [on_ops.test_embedding, on_ops.test_rms_norm, on_ops.test_layer_norm, on_ops.test_swiglu, on_ops.test_gelu]
 )
 def test_random_shapes(ops, side, rng, arena, check):
-    sizes = 3 if check is on_ops.test_embedding else 2
+    sizes = 2 if check is on_ops.test_embedding else 1
     on_ops.test_random_shapes(ops, side, rng, arena, check, lambda draw: [draw(20, 90) for _ in range(sizes)])
 
 
@@ -57,12 +57,12 @@ def test_embedding_of_one_token_only(ops, side, arena):
         on_ops.test_embedding_of_one_token_only(ops, side, arena, n)
 
 
-@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (5, 5120)])
+@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (2, 5120)])
 def test_rms_norm(ops, side, rng, arena, n, d):
     on_ops.test_rms_norm(ops, side, rng, arena, n, d)
 
 
-@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (5, 4104)])
+@pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (2, 4104)])
 def test_layer_norm(ops, side, rng, arena, n, d):
     on_ops.test_layer_norm(ops, side, rng, arena, n, d)
 

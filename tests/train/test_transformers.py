@@ -21,8 +21,8 @@ from kos.train.parameters import Parameters
 from tests.train.models import SCALING
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
-torch = pytest.importorskip("torch", reason=REASON)
 transformers = pytest.importorskip("transformers", reason=REASON)
+torch = pytest.importorskip("torch", reason=REASON)
 
 CASES = {  # with 8 query heads: groups of 1, 4 and 8
     "multi-head, untied": LlamaConfig(83, 72, 104, 2, 8, 8, 10),
