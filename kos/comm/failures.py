@@ -41,6 +41,9 @@ ABRUPT_SECONDS = 1.0
 class EndedEarly(RankLost):
     """Work on a GPU ended because of a failure that another rank, or another thread, reports."""
 
+    unexplained: type[KosError] = RankLost
+    """What is raised where nobody does."""
+
 
 def again(error: Error, text: object = None) -> Error:
     """A new error of the same class and ranks, without the traceback, whose frames hold arrays."""

@@ -38,6 +38,7 @@ from kos.cuda import driver
 from kos.dtypes import DTYPES, DType
 from kos.errors import (
     BackendUnavailable,
+    CollectiveError,
     CollectiveTimeout,
     CudaError,
     InvalidArgument,
@@ -124,7 +125,9 @@ class NCCLBackend(DeviceBackend):
             named = binding.error_of(error, what)
             if named is None:
                 raise
-            raise self.cause(Call(Operation(what, self.rank)), named) from error
+            if isinstance(named, EndedEarly):
+                named = self.shared.explained(Call(Operation(what, self.rank)), named)
+            raise named from error
 
     def split(
         self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0, host: Backend | None = None
@@ -205,7 +208,9 @@ class NCCLBackend(DeviceBackend):
     def inspect(self, o: Call) -> None:
         problem = binding.async_error(self._made) if self._made is not None else None
         if problem is not None:
-            raise EndedEarly(f"{o}: {problem}")  # most are the end of another rank
+            error = EndedEarly(f"{o}: {problem}")  # mostly: another rank is gone
+            error.unexplained = CollectiveError
+            raise error
 
     def failed(self, call: Call, error: Exception) -> KosError:
         return super().failed(call, binding.error_of(error, str(call)) or error)

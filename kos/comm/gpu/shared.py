@@ -17,7 +17,7 @@ from kos.comm.host.backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import LEFT, Calls, open_segment
 from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
+from kos.errors import CollectiveTimeout, KosError, RankLost
 
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with the other ranks', as far as those have come."""
@@ -142,7 +142,7 @@ class Shared:
         waited = [rank for rank in error.ranks if rank in known or board.awaited(rank) is not None]
         if late := [world.index(rank) for rank in waited or known]:
             return self.ledger.overdue(late, error, None)
-        return RankLost(str(error)) if error.ranks else CollectiveError(str(error))
+        return error.unexplained(str(error))
 
     def report(self, o: Call, failure: KosError, lost: bool) -> None:
         """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
