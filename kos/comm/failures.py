@@ -14,6 +14,7 @@ A ``Board`` is what the processes of one host, or the threads of one process, se
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,6 +36,13 @@ RECENT_SECONDS = 10.0
 """Beyond a wait's timeout: a failure of a rank that is older than both is not why it closed or is late."""
 ABRUPT_SECONDS = 1.0
 """A failure of a rank that is older is not why its process ended without a report."""
+
+
+class EndedEarly(RankLost):
+    """Work on a GPU ended because of a failure that another rank, or another thread, reports."""
+
+    unexplained: type[KosError] = RankLost
+    """What is raised where nobody does."""
 
 
 def again(error: Error, text: object = None) -> Error:
@@ -66,6 +74,8 @@ class Board:
 
     def __init__(self) -> None:
         self.last: KosError | None = None
+        self.queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does."""
         self._users = 0
 
     def hold(self) -> None:
@@ -102,12 +112,19 @@ class Board:
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """This rank waits for those ranks, or no longer."""
 
+    def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
+        """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
+        if ranks:
+            self.queued[key] = tuple(ranks)
+        else:
+            self.queued.pop(key, None)
+
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
         return None
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks that rank ``rank`` waits for within kos; None if it does not wait, or not as far as known."""
+        """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it does not, as far as known."""
         return None
 
     def ended(self, rank: int) -> bool:
@@ -117,6 +134,10 @@ class Board:
     def runs(self, rank: int) -> bool:
         """Whether that rank is known to be neither gone nor stopped."""
         return False
+
+    def halted(self, rank: int) -> bool:
+        """Whether that rank is known to be gone or stopped."""
+        return self.ended(rank)
 
 
 class Ledger:
@@ -169,14 +190,15 @@ class Ledger:
 
     def overdue(
         self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
-        kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (),
+        kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (), elsewhere: Sequence[int] = (),
     ) -> KosError:  # fmt: skip
         """The error of ``what``, in which those ranks are late: it names the ranks that delay them.
 
         ``words`` describe how exactly those ranks are late.  ``arrived`` are ranks that wait in ``what`` without
-        posting it: they wait for a stream of a GPU.
+        posting it: they wait for a stream of a GPU.  ``elsewhere`` are ranks of the world that this one waits for in
+        other groups.
         """
-        world = [self.world[rank] for rank in late]
+        world = [*(self.world[rank] for rank in late), *elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return _consequence(cause, f"{cause}; {self._names([rank])} failed because of it", what)
@@ -267,7 +289,8 @@ class Ledger:
                 todo += late
             else:
                 todo += awaited
-        return sorted(culprits) or list(late)
+        halted = [rank for rank in culprits if self.board.halted(rank)]  # for which others may wait unseen
+        return sorted(halted or culprits) or list(late)
 
 
 def _prefixed(what: object, text: str) -> str:

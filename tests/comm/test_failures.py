@@ -487,3 +487,18 @@ def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
     errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
     ledger = Ledger(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
     assert named in str(ledger.overdue([3], "all_reduce #1", 1.0, "ranks [3] did not arrive", arrived=arrived))
+
+
+def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
+    """Which may wait for it where nobody sees that: in a call of a library, for one."""
+    board = _Waits({}, {})
+    board.halted = lambda rank: rank == 2  # type: ignore[method-assign]
+    error = Ledger(range(4), 0, board).overdue([1, 2], "all_reduce #1", 1.0)
+    assert error.ranks == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in str(error)
+
+
+def test_a_wait_for_ranks_of_other_groups() -> None:
+    """The GPU runs the kernels of all communicators one after another."""
+    ledger = Ledger([3, 0], 0, _Waits({2: (1,)}, {}))
+    error = ledger.overdue([], "all_reduce #1", 1.0, elsewhere=[2])
+    assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)

@@ -460,7 +460,7 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
     joins = threading.Event()
     monkeypatch.setattr(nccl_binding, "join", lambda *arguments: joins.wait(20) and "late")
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
-    waits = works.on_thread(lambda: backend._comm, "a first message", 0, lambda: None)
+    waits = works.on_thread(lambda: backend._comm, "a first message", 0, backend.check_others)
     with pytest.raises(CollectiveTimeout):
         waits(0.1)
     backend.abort_device()

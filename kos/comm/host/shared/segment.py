@@ -31,9 +31,9 @@ Array = np.ndarray[Any, Any]
 
 _LINE = 16
 """Words of one rank's line: two cache lines, because the prefetcher fetches them in pairs."""
-PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED, WAITS, FAILED_AT, FAILED = range(10)
+PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED, WAITS, FAILED_AT, FAILED, QUEUED = range(11)
 """The flags of a line: who the rank is, collectives begun, stages put, reduced and got; whether it closed; whom it
-waits for; when it failed (microseconds), and the bytes of the description of that."""
+waits for; when it failed (microseconds), and the bytes of the description of that; whom its GPU waits for."""
 
 RING = 1024
 """Fingerprints kept per rank: so far may one rank run ahead of another with its calls compared."""
