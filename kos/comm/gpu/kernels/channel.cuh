@@ -37,7 +37,7 @@
 struct Record {
     volatile u64 abort, timeout_ns;
     volatile u64 failed, cause, peer, channel, wanted, seen, phase, limit_ns;
-    volatile u64 waits;  // of a wait that has lasted: the time, and in the last four bits the rank
+    volatile u64 waits;  // time of a long wait with the rank that is waited for in its last four bits
 };
 enum Cause { TIMEOUT = 1, ABORTED = 2, TOLD = 3, UNEQUAL = 4 };
 
