@@ -13,6 +13,7 @@ A ``Board`` is what the processes of one host, or the threads of one process, se
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -74,9 +75,15 @@ class Board:
 
     def __init__(self) -> None:
         self.last: KosError | None = None
-        self.queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
-        """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does."""
+        self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
+
+    @property
+    def queued(self) -> dict[Any, tuple[int, ...]]:
+        """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does.  A copy."""
+        with self._lock:
+            return dict(self._queued)
 
     def hold(self) -> None:
         """One more communicator uses it."""
@@ -114,10 +121,11 @@ class Board:
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
-        if ranks:
-            self.queued[key] = tuple(ranks)
-        else:
-            self.queued.pop(key, None)
+        with self._lock:
+            if ranks:
+                self._queued[key] = tuple(ranks)
+            else:
+                self._queued.pop(key, None)
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""

@@ -399,6 +399,15 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypat
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
+def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
+    board, first, second = Board(), SimpleNamespace, Board()
+    board.post_queued(first, [1])
+    reading = iter(board.queued.items())
+    board.post_queued(second, [2])
+    assert list(reading) == [(first, (1,))]
+    assert board.queued == {first: (1,), second: (2,)}
+
+
 def test_a_missing_rank_at_init() -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
         kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
