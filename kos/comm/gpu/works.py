@@ -177,9 +177,9 @@ def on_thread(
     def run() -> None:
         try:
             with driver.on_device(device), relaxed_capture():  # another thread may be capturing a graph
-                outcome.extend((function(), None))
+                outcome[:] = function(), None
         except BaseException as error:
-            outcome.extend((None, error))
+            outcome[:] = None, error
 
     thread = threading.Thread(target=run, name=what, daemon=True)
     thread.start()

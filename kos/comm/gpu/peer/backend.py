@@ -15,7 +15,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -173,12 +173,13 @@ class PeerBackend(DeviceBackend):
 
     def close(self) -> None:
         self.unwatch()
-        for number in sorted(self._windows.memories):
-            self._windows.memories[number].handle.unmap()  # arrays that live on keep their own rank's part
-        self._unmapped = True
-        self._windows.free(self._windows.unused())
-        self._engine.close()
-        super().close()
+        with ExitStack() as rest:  # where one step fails, the others are taken all the same
+            rest.callback(super().close)
+            rest.callback(self._engine.close)
+            rest.callback(lambda: self._windows.free(self._windows.unused()))
+            rest.callback(setattr, self, "_unmapped", True)
+            for number in sorted(self._windows.memories, reverse=True):  # arrays keep this rank's part
+                rest.callback(self._windows.memories[number].handle.unmap)
 
     # How it is aborted.
 
