@@ -17,7 +17,7 @@ from kos.testing.watch import Deadlock, Watch
 
 __all__ = ["Deadlock", "Fault", "spawn"]
 
-LAST_WORDS_SECONDS = 2.0  # for ranks to raise what ended their waits
+ERROR_SECONDS = 2.0  # for ranks to raise what ended their waits
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ def spawn(
             why = f"{type(error).__name__}: {error}"
             errors.append((rank, error))
         finally:
-            group.world.depart(rank, why)
+            group.world.end(rank, why)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     watch.threads, watch.deadline = threads, time.monotonic() + timeout
@@ -100,11 +100,11 @@ def spawn(
     with group.world.lock:
         group.world.notify(waiting)  # their own deadlines may be later
     for rank in waiting:
-        threads[rank].join(LAST_WORDS_SECONDS)
+        threads[rank].join(ERROR_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
     message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
     for rank in running:
-        group.world.depart(rank, message)  # ends every wait for it, in groups split from this one too
+        group.world.end(rank, message)  # ends every wait for it, in groups split from this one too
     if running and not errors:
         raise CollectiveTimeout(message)
     if errors:

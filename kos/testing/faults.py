@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from kos.comm.arguments import whole_number
+from kos.comm.arguments import check_int
 from kos.comm.operation import Call
 from kos.comm.rendezvous.threads import ThreadWorld
 from kos.errors import CollectiveError, InvalidArgument
@@ -38,7 +38,7 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidArgument(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
-        if whole_number("fault: rank", self.rank) < 0 or whole_number("fault: operation", self.operation) < 0:
+        if check_int("fault: rank", self.rank) < 0 or check_int("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
         timed = self.kind == "delay" and isinstance(self.seconds, int | float) and self.seconds > 0
         if self.seconds is not None and not timed:
@@ -63,7 +63,7 @@ class FaultPlan:
         self.operations = [0] * size  # that each rank started
         self._stalled = 0
 
-    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
+    def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
         """Apply the faults of the operation that world rank ``rank`` is about to start.
 
         If its messages are to be lost, returns a function to call for each of them.
@@ -94,6 +94,6 @@ class FaultPlan:
         with world.lock:
             self._stalled += 1
             world.notify(list(range(len(world.wakeup))))
-            while len(world.departed) + self._stalled < len(world.wakeup):
+            while len(world.ends) + self._stalled < len(world.wakeup):
                 world.wait(rank, None, lambda: [(f"stalled before {call.name}, as the test's plan says", [])])
         raise Crashed(f"it stalled before {call.name}")

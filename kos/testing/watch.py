@@ -20,7 +20,7 @@ from kos.errors import CollectiveError, CollectiveTimeout
 from kos.memory import Buffer
 from kos.testing.faults import FaultPlan
 
-_LOOK = 0.05  # seconds between two looks at threads that may yet help ranks that wait
+_POLL_SECONDS = 0.05  # seconds between two checks for threads that may still help waiting ranks
 _SHOWN = 16  # ranks in a message
 
 
@@ -46,9 +46,9 @@ class Watch:
         self._backends: list[tuple[ThreadGroup, MockBackend]] = []
         self._size = size
 
-    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
-        """See ``FaultPlan.strike``."""
-        return None if self.plan is None else self.plan.strike(world, rank, call)
+    def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
+        """See ``FaultPlan.inject``."""
+        return None if self.plan is None else self.plan.inject(world, rank, call)
 
     def begin_wait(
         self, world: ThreadWorld, rank: int, seconds: float | None, waits_for: Callable[[], Waits]
@@ -56,17 +56,17 @@ class Watch:
         """The calling thread is about to wait for ``rank``; returns the seconds until it must call this again."""
         until = float("inf") if seconds is None else time.monotonic() + seconds
         self._waiting[threading.current_thread()] = rank, world.events[rank], until, waits_for
-        if not self._deadlock or len(self._waiting) + len(world.departed) < self._size:
+        if not self._deadlock or len(self._waiting) + len(world.ends) < self._size:
             return seconds
         stuck = {thread for thread, wait in self._waiting.items() if self._is_stuck(world, wait)}
-        ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.departed]
+        ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.ends]
         if not stuck.issuperset(ranks):
             return seconds
         idle = stuck | self._others | set(self.threads)
         if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
             world.fail(Deadlock, self._describe(world))
             return 0.0
-        return _LOOK if seconds is None else min(seconds, _LOOK)
+        return _POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS)
 
     def end_wait(self) -> None:
         """The calling thread has stopped waiting."""
@@ -79,9 +79,9 @@ class Watch:
     def _describe(self, world: ThreadWorld) -> str:
         waits = {rank: waits_for() for rank, _, _, waits_for in self._waiting.values()}
         lines = []
-        for rank in sorted({*waits, *world.departed})[:_SHOWN]:
-            if rank in world.departed:
-                lines.append(f"rank {rank} has ended: {world.departed[rank]}")
+        for rank in sorted({*waits, *world.ends})[:_SHOWN]:
+            if rank in world.ends:
+                lines.append(f"rank {rank} has ended: {world.ends[rank]}")
             for what, peers in waits.get(rank, []):
                 named = f" waits for rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))} in" if peers else ":"
                 lines.append(f"rank {rank}{named} {what}")
@@ -128,17 +128,17 @@ def _cycle(waits: dict[int, Waits]) -> list[int]:
     peers = {rank: [peer for _, ranks in works for peer in ranks] for rank, works in waits.items()}
     seen: set[int] = set()
     for start in sorted(peers):
-        path, turns = [start], [iter(peers[start])]
+        path, iterators = [start], [iter(peers[start])]
         while path:
-            peer = next(turns[-1], None)
+            peer = next(iterators[-1], None)
             if peer in path:
                 return [*path[path.index(peer) :], peer]
             if peer is None:
                 seen.add(path.pop())
-                turns.pop()
+                iterators.pop()
             elif peer not in seen:
                 path.append(peer)
-                turns.append(iter(peers.get(peer, ())))
+                iterators.append(iter(peers.get(peer, ())))
     return []
 
 

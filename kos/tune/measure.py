@@ -70,8 +70,8 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
         here, next_ = times[size], times.get(larger, {})
         fastest = min(here, key=lambda name: here[name])
         lead = here.get(former, math.inf) - here[fastest]
-        goes_on = lead > _NOISE and fastest == min(next_, key=lambda name: next_[name], default=None)
-        if former and (goes_on or here[fastest] * (_TIE - 1) < lead):
+        lasts = lead > _NOISE and fastest == min(next_, key=lambda name: next_[name], default=None)
+        if former and (lasts or here[fastest] * (_TIE - 1) < lead):
             rows.append((crossing(times, smaller, size, former, fastest), former))
             former = fastest
         former, smaller = former or fastest, size
@@ -133,22 +133,22 @@ class Tuner:
         depth = 50 if nbytes <= MB else 10 if nbytes <= 16 * MB else 3 if nbytes <= 256 * MB else 1
         start()  # what happens once: connections, kernels
         streams.synchronize(self.stream, self.device)
-        turns = 6 if nbytes <= 16 * MB else 4
-        seconds = [each / depth for each in (self._in_graph if graph else self._eager)(start, depth, turns)]
+        repeats = 6 if nbytes <= 16 * MB else 4
+        seconds = [each / depth for each in (self._in_graph if graph else self._eager)(start, depth, repeats)]
         everybody = self.peer.rendezvous.allgather(json.dumps(1e6 * median(seconds[1:])).encode())
         return max(map(json.loads, everybody))
 
-    def _in_graph(self, start: Callable[[], Any], depth: int, turns: int) -> Iterator[float]:
+    def _in_graph(self, start: Callable[[], Any], depth: int, repeats: int) -> Iterator[float]:
         with capture(self.stream) as graph:
             for _ in range(depth):
                 start()
-        for _ in range(turns):
+        for _ in range(repeats):
             self.peer.rendezvous.barrier()
             yield 1e-3 * streams.milliseconds(lambda: graph.replay(self.stream), self.stream)
         graph.close()
 
-    def _eager(self, start: Callable[[], Any], depth: int, turns: int) -> Iterator[float]:
-        for _ in range(turns):
+    def _eager(self, start: Callable[[], Any], depth: int, repeats: int) -> Iterator[float]:
+        for _ in range(repeats):
             self.peer.rendezvous.barrier()
             began = time.perf_counter()
             for _ in range(depth):
@@ -167,10 +167,10 @@ class Tuner:
                 start = self.bind(self.peer, "all_reduce", nbytes, "bfloat16", symmetric)
                 named[repr(launch)] = launch
                 times[nbytes][repr(launch)] = self.time(start, nbytes, graph=True)
-            self._keep(f"launches of {'symmetric' if symmetric else 'ordinary'}", nbytes, times[nbytes])
+            self._record(f"launches of {'symmetric' if symmetric else 'ordinary'}", nbytes, times[nbytes])
         return tuple((limit, named[name]) for limit, name in best_of(times))
 
-    def _keep(self, what: str, nbytes: int, times: Mapping[str, float]) -> None:
+    def _record(self, what: str, nbytes: int, times: Mapping[str, float]) -> None:
         us = {name: round(value, 2) for name, value in times.items()}
         self.measured.append({"route": what, "bytes": nbytes, **us})
 
@@ -190,7 +190,7 @@ class Tuner:
             for name, comm in (("peer", self.peer), ("nccl", self.nccl)):
                 start = self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric)
                 times[nbytes][name] = self.time(start, nbytes, graph)
-            self._keep(key(operation, wide, symmetric, graph), nbytes, times[nbytes])
+            self._record(key(operation, wide, symmetric, graph), nbytes, times[nbytes])
         return tuple(best_of(times))
 
     def table(self, say: Callable[[str], None]) -> Table:
@@ -212,13 +212,13 @@ class Tuner:
 
 def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]]) -> dict[str, Route]:
     """Drop the route of eager calls where that of graphs is as fast for them: choosing between two costs time."""
-    kept = dict(routes)
+    result = dict(routes)
     for name, route in routes.items():
         eager = name.replace(" graph", " eager")
         rows = [m for m in measured if m["route"] == eager]
         if eager != name and all(m[pick(route, m["bytes"])] <= _TIE * min(m["peer"], m["nccl"]) for m in rows):
-            kept.pop(eager, None)
-    return kept
+            result.pop(eager, None)
+    return result
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.failures import Board, Ledger, blaming
+from kos.comm.failures import Board, Ledger, with_ranks
 from kos.comm.host import mock
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import ScheduleError, registry
@@ -400,7 +400,7 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypat
 
 
 def test_a_missing_rank_at_init() -> None:
-    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
+    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not arrive within 0.2 s"):
         kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
 
 
@@ -430,11 +430,11 @@ def test_a_device_without_a_backend_for_gpus(backend: str, error: type[Exception
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
 
-def test_ranks_that_ask_for_different_backends() -> None:
+def test_ranks_that_request_different_backends() -> None:
     group, names = ThreadGroup(2), ["mock", "auto"]
 
     def ask(rank: int) -> None:
-        message = f"init: rank {rank} asked for backend '{names[rank]}', rank {1 - rank} for '{names[1 - rank]}'"
+        message = f"init: rank {rank} requested backend '{names[rank]}', rank {1 - rank} '{names[1 - rank]}'"
         with pytest.raises(RendezvousError, match=f"^{message}$"):
             kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, TIMEOUT))
 
@@ -448,7 +448,7 @@ def test_nothing_is_kept_of_finished_operations() -> None:
             comm.all_gather_bytes(b"abc")
         comm.barrier()
         comm.rendezvous.barrier()
-        room = comm.backend._room
+        room = comm.backend._state
         assert (room.sent, room.posted, room.calls) == ({}, {}, {})
         assert comm.backend.engine.outstanding() == []
 
@@ -484,6 +484,6 @@ class _Waits(Board):
 def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
     failures: dict[int, tuple[int, ...]], arrived: tuple[int, ...], named: str
 ) -> None:
-    errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
+    errors = {rank: with_ranks(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
     ledger = Ledger(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
     assert named in str(ledger.overdue([3], "all_reduce #1", 1.0, "ranks [3] did not arrive", arrived=arrived))

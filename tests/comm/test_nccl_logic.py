@@ -400,12 +400,12 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         comm.rendezvous.barrier()
         if comm.rank == 1:
             comm.backend.unwatch()  # as its process is dead
-            comm.rendezvous.threads.world.depart(1, "it is dead")
+            comm.rendezvous.threads.world.end(1, "it is dead")
             whole.wait(20)
             comm._closed = True
             return
         if how == "one was aborted" and comm.rank == 2:
-            comm.backend._outlives = False
+            comm.backend._shrinkable = False
         rest = comm.shrink()
         assert rest.size == 2 and rest.rank == comm.rank // 2
         assert (rest.backend._comm.group is group.children.get("shrunk")) == (how == "by NCCL")

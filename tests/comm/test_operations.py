@@ -313,7 +313,7 @@ def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(mon
             gpu.comm.abort()  # the group has failed: it cannot close together
             return
         try:
-            with pytest.raises(RendezvousError, match=r"ranks \[1\] did not come within 0.2 s"):
+            with pytest.raises(RendezvousError, match=r"ranks \[1\] did not arrive within 0.2 s"):
                 gpu.comm.all_gather_bytes(b"x", timeout=0.2)
             assert gpu.comm.rendezvous.timeout == gpu.comm.timeout > 1
         finally:
@@ -377,7 +377,7 @@ def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
             with pytest.raises(CollectiveTimeout, match=f"^{part.name}: all_reduce #2 of float64.*: not complete"):
                 part.all_reduce(np.ones(1), timeout=0.1)
             copy.timeout = 0.1
-            with pytest.raises(RendezvousError, match=rf"^{copy.name}: shrink: ranks \[1\] did not come"):
+            with pytest.raises(RendezvousError, match=rf"^{copy.name}: shrink: ranks \[1\] did not arrive"):
                 copy.shrink()
         comm.barrier()
         part.abort()

@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         if comm.rank == 1:
             done.wait(20)
             return
-        with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not come within 0.2 s"):
+        with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.2 s"):
             comm.shrink()
         done.set()
 

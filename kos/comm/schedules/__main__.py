@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kos.comm.schedules import algorithms, build, collectives, describe
 from kos.comm.schedules.draw import draw, text
-from kos.comm.schedules.schedule import IN_PLACE, Schedule, counted
+from kos.comm.schedules.schedule import IN_PLACE, Schedule, plural
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument, KosError
@@ -98,7 +98,7 @@ def _show(args: argparse.Namespace) -> None:
     verify(schedule)
     print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
     order = ", adds in rank order" if schedule.ordered else ""
-    print(f"\nproved right: {counted(len(schedule.rounds), 'round')}{order}")
+    print(f"\nproved right: {plural(len(schedule.rounds), 'round')}{order}")
     if args.draw:
         draw(schedule, args.draw)
         print(f"drawn to {args.draw}")
@@ -111,7 +111,7 @@ def _predict(args: argparse.Namespace) -> None:
           f"({entry['provenance']['hardware']}; {entry['provenance']['date']})")
     for ranks in args.scales:
         candidates = [[_build(args, name, ranks, chunks) for chunks in _chunks(args, name, ranks)] for name in names]
-        print(f"\n{counted(ranks, 'rank')}\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))
+        print(f"\n{plural(ranks, 'rank')}\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))
         for nbytes in args.sizes:
             times = [min(simulate(schedule, where, nbytes) for schedule in each) for each in candidates]
             cells = [f"{t * 1e6:,.1f}{' *' if t == min(times) else '  '}" for t in times]

@@ -46,7 +46,7 @@ class Transport(Protocol):
     def irecv(self, array: np.ndarray, peer: int, tag: int) -> Request:
         """Begin to receive into a contiguous 1-D array."""
 
-    def cancel(self, given_up: Callable[[Any], bool]) -> None:
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         """Free the memory of those requests: they are no longer waited for."""
 
 
@@ -82,7 +82,7 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     waits = [events + 1 for events in program.waits]  # one more for the start
     messages: deque[int] = deque()
     local: deque[int] = deque()
-    flying: list[tuple[Request, int]] = []
+    active: list[tuple[Request, int]] = []
 
     def release(waiting: Iterable[int]) -> None:
         for i in waiting:
@@ -96,7 +96,7 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
             i = messages.popleft()
             kind, space, start, stop, peer, *_ = instructions[i]
             post = transport.isend if kind == "send" else transport.irecv
-            flying.append((post(spaces[space][start:stop], peer, tag), i))
+            active.append((post(spaces[space][start:stop], peer, tag), i))
             release(after_post[i])
         elif local:
             i = local.popleft()
@@ -107,16 +107,16 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
             else:
                 np.copyto(target, operand)
             release(after_done[i])
-        elif flying:
+        elif active:
             still = []
-            for entry in flying:
+            for entry in active:
                 if entry[0].done():
                     release(after_done[entry[1]])
                 else:
                     still.append(entry)
-            if len(still) == len(flying):
+            if len(still) == len(active):
                 yield
-            flying = still
+            active = still
         else:
             return
 

@@ -104,7 +104,7 @@ class Repeat(NamedTuple):
     shifts: bool = False
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """ "1 rank", "2 ranks"."""
     return f"{number} {what}{'s' * (number != 1)}"
 
@@ -180,5 +180,5 @@ class Schedule:
 
     def __str__(self) -> str:
         root = f", root {self.root}" if self.collective in ROOTED else ""
-        ranks, chunks = counted(self.ranks, "rank"), counted(self.parts, "chunk")
+        ranks, chunks = plural(self.ranks, "rank"), plural(self.parts, "chunk")
         return f"{self.collective}/{self.algorithm} on {ranks}, {chunks} a unit{root}"

@@ -27,7 +27,7 @@ def refused(comm: Communicator) -> None:
         "out: expected dtype float64, got float32": lambda: comm.all_reduce(x, out=x.astype(np.float32)),
         "out: expected": lambda: comm.all_gather(x, np.empty(3)),
         "counts: expected": lambda: comm.all_gather_v(x, [1] * (n + 1)),
-        "memory apart": lambda: comm.all_to_all(x[:n], x[1 : n + 1]),
+        "memory that does not overlap": lambda: comm.all_to_all(x[:n], x[1 : n + 1]),
         "algorithm: expected 'auto'": lambda: comm.all_reduce(x, algorithm="none of them"),
         "timeout: expected a positive number": lambda: comm.all_reduce(x, timeout=0),
         "expected": lambda: comm.all_reduce(np.ones(3, np.int32), ReduceOp.AVG),
