@@ -484,7 +484,7 @@ def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> No
     ("routes", "broken", "taken", "why"),
     [
         (ROUTES, "", ["nccl", "peer"], "peer works"),
-        ({}, "", ["nccl"], "peer works; not in auto before it was measured here: python -m kos.tune"),
+        ({}, "", ["nccl"], "peer works; auto uses it once it was measured here: python -m kos.tune"),
         (ROUTES, "rank 1 reads other bytes than rank 0 wrote", ["nccl"], "rank 1 reads other bytes than rank 0 wrote"),
     ],
     ids=["measured", "not measured", "does not work"],

@@ -352,7 +352,7 @@ except kos.errors.RendezvousError as error:
     print(error)
 """
     done = start(sys.executable, program(tmp_path, text))
-    said = f"{size}: expected 3 ranks in MPI_COMM_WORLD, got 1: the launcher does not match the MPI library in use (Open"
+    said = f"{size}: expected 3 ranks in MPI_COMM_WORLD, got 1: the launcher does not match the MPI library in use"
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(said) and ("srun --mpi=none" in done.stdout) == (size == "SLURM_NTASKS")
 

@@ -159,7 +159,7 @@ def test_calls_of_the_control_plane_that_differ(fake: FakeNCCL, mine: str, their
 def test_memory_of_a_gpu_twice_in_a_batch(fake: FakeNCCL) -> None:
     def body(gpu: Any) -> None:
         x = Array.zeros(8, np.float32, 0)
-        with pytest.raises(InvalidArgument, match="memory apart"), gpu.comm.batch():  # noqa: PT012
+        with pytest.raises(InvalidArgument, match="memory that another operation writes"), gpu.comm.batch():  # noqa: PT012
             gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
             gpu.comm.all_reduce(Array(x.pointer + 12, (4,), np.float32, 0))
         with gpu.comm.batch():

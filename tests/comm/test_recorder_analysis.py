@@ -95,7 +95,7 @@ def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pyte
 
     run_and_dump(tmp_path, 3, body)
     text = read(tmp_path, capsys, 1)
-    assert "all_reduce #0 of float64[8] by SUM: rank 0 came after the timeout of others; ranks 0, 1, 2 call" in text
+    assert "all_reduce #0 of float64[8] by SUM: rank 0 arrived after the timeout of others; ranks 0, 1, 2 call" in text
 
 
 def test_a_rank_that_calls_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_all_gather_v,
     test_all_to_all,
     test_all_to_all_v,
-    test_barrier_waits_for_everybody,
+    test_barrier_waits_for_all_ranks,
     test_broadcast,
     test_gather_and_scatter,
     test_large,

@@ -180,7 +180,7 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
         too_late = [rank for rank, call in here.items() if call.created > timed_out]
         problem = (
             f"{_ranks(late)} did not arrive" if late
-            else f"{_ranks(too_late)} callers after the timeout of others" if too_late
+            else f"{_ranks(too_late)} arrived after the timeout of others" if too_late
             else f"{_ranks(without_dump)} wrote no dump" if undone and without_dump
             else f"all ranks arrived, {_ranks(undone)} did not complete it" if undone
             else None

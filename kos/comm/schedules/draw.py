@@ -47,7 +47,7 @@ def _chunks(chunk: int, span: int) -> str:
 
 
 def _receive_of(rank: int, step: Step, steps: Round) -> Step:
-    """The receive that ``step``, a send of ``rank``, meets."""
+    """The receive that matches ``step``, a send of ``rank``."""
     mine = [s for s in steps[rank] if s.kind == "send" and s.peer == step.peer]
     theirs = [s for s in steps[step.peer] if s.kind in ("recv", "recv_reduce") and s.peer == rank]
     return theirs[next(i for i, s in enumerate(mine) if s is step)]

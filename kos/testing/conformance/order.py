@@ -1,4 +1,4 @@
-"""How operations run beside and after one another: groups, batches, persistent operations, messages, progress."""
+"""Concurrent and repeated operations: groups, batches, persistent operations, messages, progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kos.testing.conformance.values import raises
 
 
 def barrier_waits_for_all_ranks(comm: Communicator) -> None:
-    # Each round one rank comes last: nobody may have left before it says so.
+    # In each round one rank is last: no other may return before it has called the barrier.
     for last in range(comm.size):
         work = None if comm.rank == last else comm.barrier(async_op=True)
         if work is not None:
@@ -95,7 +95,7 @@ def close(comm: Communicator) -> None:
 
 
 def several_in_flight(comm: Communicator) -> None:
-    """Waited for in another order than they were started in."""
+    """Operations in flight are waited for in reverse order."""
     xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
     works: list[Any] = [comm.all_reduce(x, async_op=True) for x in xs]
     works.append(comm.barrier(async_op=True))
@@ -106,7 +106,7 @@ def several_in_flight(comm: Communicator) -> None:
 
 
 def persistent(comm: Communicator) -> None:
-    """Started again and again on changing data, alone and in a batch."""
+    """Persistent operations run on changing data, alone and in a batch."""
     n, me = comm.size, comm.rank
     x, rows, part = np.empty(7), np.empty((n, 7)), np.empty(3)
     gather = comm.all_gather_init(x, rows)

@@ -85,7 +85,7 @@ def by_size(name: str, rows: Any) -> list[tuple[int | None, Any]]:
     limits = [limit for limit, _ in rows]
     whole = all(type(limit) is int and 0 < limit < 1 << 63 for limit in limits[:-1])
     if limits[-1:] != [None] or not whole or sorted(set(limits[:-1])) != limits[:-1]:
-        raise InvalidArgument(f"{name}: expected increasing numbers of bytes, the last null, got {limits}")
+        raise InvalidArgument(f"{name}: expected increasing sizes, the last null, got {limits}")
     return [(limit, value) for limit, value in rows]
 
 
