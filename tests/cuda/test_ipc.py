@@ -33,7 +33,7 @@ def test_records_survive_the_wire() -> None:
 
 @pytest.mark.parametrize("data", [b"abc", bytes(104), b"\xff", b"[]", b'["zz", "", 0, 0, 0, "", "", "", "", 0]', b"3"])
 def test_other_bytes_are_no_handle(data: bytes) -> None:
-    with pytest.raises(InvalidArgument, match=f"IPC handle: expected what to_bytes gave, got {len(data)} bytes"):
+    with pytest.raises(InvalidArgument, match=f"IPC handle: expected one of to_bytes, got {len(data)} bytes"):
         IpcHandle.from_bytes(data)
 
 
