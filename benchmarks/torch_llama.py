@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kos.train.config import TrainConfig
-from kos.train.data import Dataset
-from kos.train.llama_config import LlamaConfig
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import Dataset
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.parallel.data import deal
-from kos.train.parameters import Parameters
 
 
 class Block(nn.Module):

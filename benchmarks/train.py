@@ -37,12 +37,12 @@ from kos.comm.rendezvous.choose import launched_rank
 from kos.cuda import unavailable
 from kos.errors import ConfigError, InvalidArgument, KosError
 from kos.files import check_writable, replace_file
-from kos.train import head_start
-from kos.train.config import TrainConfig
-from kos.train.data import Dataset, Tokens
-from kos.train.flags import parse
-from kos.train.llama_config import LlamaConfig
-from kos.train.tokenizers import NumberTokenizer
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import Dataset, Tokens
+from kos.train.data.tokenizers import NumberTokenizer
+from kos.train.engine import head_start
+from kos.train.model.llama_config import LlamaConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 3  # steps before the first measurement
@@ -84,12 +84,13 @@ class KosTraining:
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, threads: int) -> None:
         import kos
-        from kos.train.engines import make_engine
-        from kos.train.machine import limit_threads
+        from kos.train.engine.choose import make_engine
+        from kos.train.engine.machine import limit_threads
+        from kos.train.parallel.mesh import Mesh
 
         self.comm = comm = kos.init(config.backend, timeout=config.timeout)
         limit_threads(comm, threads)
-        self.engine = make_engine(config, model, data, comm)
+        self.engine = make_engine(config, model, data, Mesh(comm))
         self.engine.draw_weights()
         self.engine.load(None)
         self.layout = f"dp{comm.size}" + " zero1" * bool(config.zero)
@@ -125,7 +126,7 @@ def work(options: argparse.Namespace, config: TrainConfig) -> None:
     model = model_of(config)
     training: Any
     if options.worker == "kos":
-        head_start.begin(config, model, partial(import_module, "kos.train.engines.cuda"))
+        head_start.begin(config, model, partial(import_module, "kos.train.engine.cuda"))
         training = KosTraining(config, model, random_tokens(config, model), options.threads)
     else:
         from benchmarks.torch_llama import TorchTraining
@@ -283,7 +284,7 @@ def make_rows(groups: list[Group], options: argparse.Namespace, config: TrainCon
     peak = None
     if options.device == "cuda" and config.dtype == "bfloat16":
         from kos.cuda import device_info
-        from kos.train.machine import peak_flops
+        from kos.train.engine.machine import peak_flops
 
         peak = peak_flops(device_info(0).name)
     flops, rows = model.flops_per_token(config.seq_len), []

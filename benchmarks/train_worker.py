@@ -2,7 +2,7 @@
 
 import sys
 
-from kos.train import head_start
+from kos.train.engine import head_start
 
 if __name__ == "__main__":
     head_start.begin_cuda(sys.argv[1:])

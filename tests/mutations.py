@@ -37,6 +37,7 @@ PEER = "tests/comm/test_peer_logic.py"
 KERNELS = "tests/train/test_kernels_on_host.py"
 CONFORMANCE = "tests/comm/test_conformance.py"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
+TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
 
 MUTATIONS = [
     Mutation(SCHEDULES + "trees.py", "depth * up + level - 1,", "depth * up + level,", PROVED),
@@ -68,17 +69,17 @@ MUTATIONS = [
     Mutation(PEER_KERNELS + "packets.cuh", "store_relaxed(mine + at, 0);", ";", PEER + " -k epochs"),
     Mutation(PEER_KERNELS + "reduce_ordered.cu", "x[0] = Op::combine(x[0], x[r]);", "x[0] = Op::combine(x[r], x[r]);",
              "tests/comm/test_nccl_kernels.py"),
-    Mutation(TRAIN + "kernels/norms.cu", "* (1.0f / D) + eps);", "* (1.0f / D));", KERNELS + " -k norm"),
-    Mutation(TRAIN + "kernels/norms.cu", "__syncthreads();", ";", KERNELS + " -k norm"),
-    Mutation(TRAIN + "kernels/adamw.cu", "if (!good && !(outlier > 0)) state->halted = 1;", "", KERNELS + " -k adamw"),
-    Mutation(TRAIN + "kernels/adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),
-    Mutation(TRAIN + "optimizer.py", "root = 1 / math.sqrt(1 - beta2**self.step_count)", "root = 1.0",
+    Mutation(TRAIN_KERNELS + "norms.cu", "* (1.0f / D) + eps);", "* (1.0f / D));", KERNELS + " -k norm"),
+    Mutation(TRAIN_KERNELS + "norms.cu", "__syncthreads();", ";", KERNELS + " -k norm"),
+    Mutation(TRAIN_KERNELS + "adamw.cu", "if (!good && !(outlier > 0)) state->halted = 1;", "", KERNELS + " -k adamw"),
+    Mutation(TRAIN_KERNELS + "adamw.cu", "(1 - beta2) * (g * g)", "(1 - beta2) * g", KERNELS + " -k adamw"),
+    Mutation(TRAIN + "ops/optimizer.py", "root = 1 / math.sqrt(1 - beta2**self.step_count)", "root = 1.0",
              KERNELS + " -k adamw"),
-    Mutation(TRAIN + "engines/cpu.py", "global_norm(self.gradients.flat) / micro_batches",
-             "global_norm(self.gradients.flat) / len(self.rounds)", "tests/train/test_loop.py -k number_of_ranks"),
-    Mutation(TRAIN + "engines/cpu.py", "self.comm.broadcast(part.flat, 0)", "pass",
+    Mutation(TRAIN + "engine/cpu.py", "root_of_sum(sums) / self._micro_batches",
+             "root_of_sum(sums) / self.accumulation_steps", "tests/train/test_loop.py -k number_of_ranks"),
+    Mutation(TRAIN + "engine/cpu.py", "self.comm.broadcast(self.weights.flat, 0)", "pass",
              "tests/train/test_loop.py -k number_of_ranks"),
-    Mutation(TRAIN + "console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
+    Mutation(TRAIN + "tools/console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
              "tests/train/test_cli.py -k nobody_takes"),
 ]
 

@@ -18,7 +18,7 @@ from benchmarks.collectives.implementations import Implementation
 from benchmarks.collectives.measure import Samples
 from kos.comm.gpu import nccl_binding
 from kos.errors import ConfigError
-from kos.train.machine import git_commit, versions_of
+from kos.train.engine.machine import git_commit, versions_of
 
 Row = dict[str, Any]
 

@@ -8,7 +8,7 @@ units of the dtype.  Timed: replays of a CUDA graph over several sets of inputs,
 cache; the median, against the time that the bytes which must move take at the speed of a large device copy
 measured in the same run, and against torch, eager and (with ``--compile``) compiled too.
 
-Fast are the operations of the cuda dialect that a step runs (``kos.train.ops.cuda``, ``kos/train/kernels``), naive
+Fast are the operations of the cuda dialect that a step runs (``kos/train/ops/cuda``), naive
 those of ``naive.cu``.  ``repeat_kv`` has no fast version: attention reads K and V where they lie.  The residual is
 added by the product before a norm (``linear_residual``), its gradient by the norm's backward; learned positions are
 ``add``, their gradient ``sum_rows``.  RoPE's tables have no row: they are made once, on the host.  The naive products
@@ -20,7 +20,7 @@ from __future__ import annotations
 OPERATIONS = {  # by the module that makes their cases
     "elementwise": ["add", "cast", "zero", "swiglu", "swiglu_backward", "gelu", "gelu_backward"],
     "norms": ["rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward", "sum_rows"],
-    "linear": ["linear", "linear_residual", "linear_backward"],
+    "linear": ["linear", "linear_residual", "linear_input_gradient", "linear_weight_gradient"],
     "attention": [
         "rope", "rope_backward", "repeat_kv", "repeat_kv_backward", "attention", "attention_backward",
     ],

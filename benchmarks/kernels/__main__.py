@@ -15,9 +15,9 @@ from benchmarks import kernels
 from benchmarks.collectives import report
 from kos import cuda
 from kos.files import check_writable
-from kos.train.machine import peak_flops
-from kos.train.model_section import ModelSection
-from kos.train.presets import PRESETS
+from kos.train.config.model_section import ModelSection
+from kos.train.config.presets import PRESETS
+from kos.train.engine.machine import peak_flops
 
 
 def main() -> None:

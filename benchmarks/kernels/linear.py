@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.kernels.zoo import Case, Zoo, in_order, size_of
+from benchmarks.kernels.zoo import Case, Zoo, size_of
 
 NAIVE_TOKENS = 512
 
@@ -31,18 +31,23 @@ def linear_residual(zoo: Zoo, n: int) -> Case:
     )  # fmt: skip
 
 
-def linear_backward(zoo: Zoo, n: int) -> Case:
-    """Of the first product: both gradients in the dtype."""
+def linear_input_gradient(zoo: Zoo, n: int) -> Case:
+    """Of the first product."""
     d, f, some = zoo.hidden, 2 * zoo.intermediate, min(n, NAIVE_TOKENS)
-    d_out, x, w = zoo.random(n, f), zoo.random(n, d), zoo.random(f, d)
-    dx, dw = zoo.empty(n, d), zoo.empty(f, d)
-    naive = in_order(
-        zoo.naive("matmul", some * d, d_out, w, 0, dx, some, d, f, f, 1, d, 1),
-        zoo.naive("matmul", f * d, d_out, x, 0, dw, f, d, some, 1, f, d, 1),
-    )
+    d_out, w, dx = zoo.random(n, f), zoo.random(f, d), zoo.empty(n, d)
     return zoo.case(
-        "linear_backward", d_out, x, w, dx, dw, False, zoo.arena, writes=[dx, dw],
-        nbytes=2 * size_of(d_out) + 2 * size_of(w) + size_of(x, dx), flops=4.0 * n * d * f,
-        naive=naive, naive_share=some / n,
-        torch=lambda: (torch.mm(d_out, w, out=dx), torch.mm(d_out.T, x, out=dw)),
+        "linear_input_gradient", d_out, w, dx, writes=[dx], nbytes=size_of(d_out, w, dx), flops=2.0 * n * d * f,
+        naive=zoo.naive("matmul", some * d, d_out, w, 0, dx, some, d, f, f, 1, d, 1), naive_share=some / n,
+        torch=lambda: torch.mm(d_out, w, out=dx),
+    )  # fmt: skip
+
+
+def linear_weight_gradient(zoo: Zoo, n: int) -> Case:
+    """Of the first product, in the dtype."""
+    d, f, some = zoo.hidden, 2 * zoo.intermediate, min(n, NAIVE_TOKENS)
+    d_out, x, dw = zoo.random(n, f), zoo.random(n, d), zoo.empty(f, d)
+    return zoo.case(
+        "linear_weight_gradient", d_out, x, dw, False, zoo.arena, writes=[dw], nbytes=size_of(d_out, x, dw),
+        flops=2.0 * n * d * f, naive=zoo.naive("matmul", f * d, d_out, x, 0, dw, f, d, some, 1, f, d, 1),
+        naive_share=some / n, torch=lambda: torch.mm(d_out.T, x, out=dw),
     )  # fmt: skip

@@ -1,7 +1,7 @@
 // The kernels as one would first write them: one thread an element or a row, no wide accesses, nothing fused,
 // angles computed on the spot, K and V repeated, float atomics.  What the fast ones are checked and timed against.
 // -DDTYPE
-#include "../../kos/train/kernels/vectors.cuh"
+#include "../../kos/train/ops/cuda/kernels/vectors.cuh"
 
 using T = DTYPE;
 

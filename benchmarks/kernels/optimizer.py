@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from benchmarks.kernels.zoo import Case, Zoo, as_array, to_host
-from kos.train.ops.adamw import STATE, CudaAdamW
-from kos.train.optimizer import Schedule
-from kos.train.parameters import Parameters
+from kos.train.model.parameters import Parameters
+from kos.train.ops.cuda.adamw import STATE, CudaAdamW
+from kos.train.ops.optimizer import Schedule
 
 
 class Setting(NamedTuple):

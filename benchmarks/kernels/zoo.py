@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from kos.cuda.kernels import load_kernel
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.model_section import ModelSection
+from kos.train.config.model_section import ModelSection
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda import CudaOps
-from kos.train.ops.cudnn import CudnnAttention
+from kos.train.ops.cuda.cudnn import CudnnAttention
+from kos.train.ops.cuda.dialect import CudaOps
 
 DEVICE = "cuda"
 NAIVE = Path(__file__).parent / "naive.cu"

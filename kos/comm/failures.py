@@ -12,7 +12,9 @@ Through a ``Board`` the processes of one host, or the threads of one process, re
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -36,6 +38,13 @@ ABRUPT_SECONDS = 1.0
 """An older failure of a rank is not the reason why its process ended without a report."""
 
 
+class EndedEarly(RankLost):
+    """Work on a GPU ended because of a failure that another rank, or another thread, reports."""
+
+    unexplained: type[KosError] = RankLost
+    """What is raised where nobody does."""
+
+
 def again(error: Error, text: object = None) -> Error:
     """A copy of the error without its traceback, whose frames hold arrays."""
     new = type(error)(str(error) if text is None else str(text))
@@ -43,7 +52,7 @@ def again(error: Error, text: object = None) -> Error:
     return new
 
 
-def with_ranks(error: Error, ranks: Iterable[int]) -> Error:
+def blaming(error: Error, ranks: Iterable[int]) -> Error:
     """``error`` with these ranks of the world."""
     error.ranks = tuple(ranks)
     return error
@@ -57,7 +66,7 @@ def to_record(error: KosError) -> list[Any]:
 def from_record(record: Sequence[Any]) -> KosError:
     """The failure of another rank; an unknown class becomes CollectiveError."""
     kind, text, ranks = record
-    return with_ranks(_CLASSES.get(kind, CollectiveError)(text), ranks)
+    return blaming(_CLASSES.get(kind, CollectiveError)(text), ranks)
 
 
 class Board:
@@ -65,7 +74,15 @@ class Board:
 
     def __init__(self) -> None:
         self.last: KosError | None = None
+        self._queued: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+        self._lock = threading.RLock()  # the watchdog's thread posts what is queued
         self._users = 0
+
+    @property
+    def queued(self) -> dict[Any, tuple[int, ...]]:
+        """By communicator, for which ranks waits what it has queued on a GPU, whatever the program does.  A copy."""
+        with self._lock:
+            return dict(self._queued)
 
     def hold(self) -> None:
         """Add a reference of a communicator."""
@@ -101,12 +118,20 @@ class Board:
     def post_wait(self, ranks: Iterable[int] | None) -> None:
         """Post the ranks that this rank waits for; None if it no longer waits."""
 
+    def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
+        """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
+        with self._lock:
+            if ranks:
+                self._queued[key] = tuple(ranks)
+            else:
+                self._queued.pop(key, None)
+
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         """The last failure of that rank, and its age in seconds."""
         return None
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks that rank ``rank`` waits for within kos; None if it is not known to wait."""
+        """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
         return None
 
     def ended(self, rank: int) -> bool:
@@ -116,6 +141,10 @@ class Board:
     def runs(self, rank: int) -> bool:
         """Whether that rank is known to run: neither ended nor stopped."""
         return False
+
+    def halted(self, rank: int) -> bool:
+        """Whether that rank is known to be gone or stopped."""
+        return self.ended(rank)
 
 
 class Ledger:
@@ -164,18 +193,18 @@ class Ledger:
         cause = cause or self._failure_of(world, window)
         if cause is not None:
             return _consequence(cause, f"{cause}; {self._names([world])} aborted because of it", what)
-        return with_ranks(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
+        return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
 
     def overdue(
         self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
-        kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (),
+        kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (), elsewhere: Sequence[int] = (),
     ) -> KosError:  # fmt: skip
         """The error of ``what``, in which the ``late`` ranks are missing: it names the ranks that block them.
 
         ``words`` describe how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU stream, without
-        posting it.
+        posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
         """
-        world = [self.world[rank] for rank in late]
+        world = [*(self.world[rank] for rank in late), *elsewhere]
         for rank in world:
             if (cause := self._failure_of(rank)) is not None:
                 return _consequence(cause, f"{cause}; {self._names([rank])} failed because of it", what)
@@ -187,7 +216,7 @@ class Ledger:
             absent = f"{self._names(culprits, True)} did not arrive"
             absent += f", for which {self._names(waiting, True)} wait" * bool(waiting)
         over = "" if seconds is None else f"not complete after {seconds} s; "
-        return with_ranks(kind(_prefixed(what, over + absent)), culprits)
+        return blaming(kind(_prefixed(what, over + absent)), culprits)
 
     def mismatch(self, group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
         """The error of two different calls, each given as rank, text and fingerprint."""
@@ -196,7 +225,7 @@ class Ledger:
         keys = keys[:1] if "operation" in keys else keys  # other differences follow from it
         what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
         ranks = [self.world[first], self.world[second]]
-        return with_ranks(
+        return blaming(
             CollectiveMismatch(
                 f"{group}: {self._names(ranks[:1])} called {text} but {self._names(ranks[1:])} called {other_text}: "
                 f"they differ in {what or 'calls that are no longer recorded'}"
@@ -212,7 +241,7 @@ class Ledger:
             other = RankLost(f"{me} is gone: {failure}")
         elif isinstance(failure, CudaError):  # other ranks must not mistake it for an error of their own device
             other = CollectiveError(f"{me}: {failure}")
-        shared = failure if other is None else with_ranks(other, [self.world[self.rank]])
+        shared = failure if other is None else blaming(other, [self.world[self.rank]])
         self.board.post_failure(shared)
         return shared
 
@@ -228,7 +257,7 @@ class Ledger:
         me = self._names([self.world[self.rank]])
         if cause is not None:
             return again(cause, f"{cause}; {me} aborted because of it")
-        return with_ranks(RankLost(f"{me} is gone: {reason}"), [self.world[self.rank]])
+        return blaming(RankLost(f"{me} is gone: {reason}"), [self.world[self.rank]])
 
     def suspects(self) -> list[int]:
         """The ranks of this group that are known to have ended or failed; ended ones first."""
@@ -266,7 +295,8 @@ class Ledger:
                 todo += late
             else:
                 todo += awaited
-        return sorted(culprits) or list(late)
+        halted = [rank for rank in culprits if self.board.halted(rank)]  # for which others may wait unseen
+        return sorted(halted or culprits) or list(late)
 
 
 def _prefixed(what: object, text: str) -> str:

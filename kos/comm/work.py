@@ -89,15 +89,17 @@ class Engine:
 
     def pause(self) -> None:
         """Stop the progress thread, if there is one, until ``resume``: the caller polls itself."""
-        if self.thread is not None:
+        thread = self.thread  # a local: another thread of the program may close it
+        if thread is not None:
             with self.lock:
-                self.thread.paused += 1
+                thread.paused += 1
 
     def resume(self) -> None:
         """Undo one ``pause``."""
-        if self.thread is not None:
+        thread = self.thread
+        if thread is not None:
             with self.lock:
-                self.thread.paused -= 1
+                thread.paused -= 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -297,6 +299,6 @@ class Work(Generic[T]):
                 backend.report_wait(None)
 
     def _fail(self, error: Exception) -> None:
-        self._steps = None
         self._error = self.backend.failed(self.call, error)
+        self._steps = None  # after the error: the program may look while the progress thread is here
         failed(self.call, self._error)

@@ -181,10 +181,10 @@ class Kernel:
     low ones), and NumPy or ctypes scalars for everything else: a Python ``float`` goes as double.
     """
 
-    __slots__ = ("_configs", "_function", "_shared", "device", "handle", "name")
+    __slots__ = ("_configs", "_function", "_launch", "_shared", "device", "handle", "name")
 
     def __init__(self, cubin: bytes, name: str, device: int) -> None:
-        from cuda.core import ObjectCode
+        from cuda.core import ObjectCode, launch
 
         with driver.on_device(device):
             try:
@@ -198,23 +198,32 @@ class Kernel:
             self._function = cu.CUfunction(int(self.handle.handle))
         self.name = name
         self.device = device
+        self._launch = launch
         self._shared = _DEFAULT_SHARED_LIMIT
         self._configs: dict[tuple[Any, ...], Any] = {}
 
     def __call__(
         self, stream: Any, grid: Any, block: Any, *arguments: Any, shared: int = 0, cooperative: bool = False
     ) -> None:
-        """Queue the kernel on ``stream`` once, with the options of ``bind``; its device must be current."""
-        key = grid, block, shared, cooperative, streams.handle(stream)
-        config = self._configs.get(key)
-        if config is None:
-            config = self._config(grid, block, shared, cooperative, False)
-            config.hStream = key[-1]
-            self._configs[key] = config
-        parameters, _kept = _parameters(arguments)
-        (status,) = cu.cuLaunchKernelEx(config, self._function, parameters, 0)
-        if status:
-            raise self._error(status)
+        """Queue the kernel on ``stream`` once, with the options of ``bind``, by cuda.core's launch.
+
+        An argument may also be a TMA descriptor of cuda.core, which is 128 bytes long.  The device must be current.
+        """
+        key = grid, block, shared, cooperative
+        try:
+            config = self._configs.get(key)
+            if config is None:
+                from cuda.core import LaunchConfig
+
+                self._allow(shared)
+                with driver.on_device(self.device):
+                    config = LaunchConfig(grid=grid, block=block, shmem_size=shared, is_cooperative=cooperative)
+                self._configs[key] = config
+            self._launch(streams.as_stream(None) if stream is None else stream, config, self.handle, *arguments)
+        except Exception as error:
+            if type(error).__name__ != "CUDAError":  # to which cuda.core gives no public name
+                raise
+            raise CudaError(f"launch of {self.name} failed: {error}") from error
 
     def bind(
         self,
@@ -232,7 +241,8 @@ class Kernel:
         the kernel queued before it has ended (programmatic dependent launch): the kernel must wait for it itself.
         The device must be current at the launch.  One thread at a time may call the function.
         """
-        config = self._config(grid, block, shared, cooperative, overlap)
+        self._allow(shared)
+        config = _launch_config(grid, block, shared, cooperative, overlap)
         parameters, kept = _parameters(arguments)
         function, queue, last = self._function, cu.cuLaunchKernelEx, None
         config.hStream = streams.LEGACY
@@ -250,14 +260,13 @@ class Kernel:
     def _error(self, status: Any) -> CudaError:
         return driver.error_of(f"launch of {self.name}: cuLaunchKernelEx", status)
 
-    def _config(self, grid: Any, block: Any, shared: int, cooperative: bool, overlap: bool) -> Any:
-        """CUDA's own CUlaunchConfig, without a stream."""
-        if shared > self._shared:  # more than 48 KB must be requested
+    def _allow(self, shared: int) -> None:
+        """Request dynamic shared memory of more than 48 KB."""
+        if shared > self._shared:
             limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             with driver.on_device(self.device):
                 call(cu.cuKernelSetAttribute, limit, shared, int(self.handle.handle), self.device)
             self._shared = shared
-        return _launch_config(grid, block, shared, cooperative, overlap)
 
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:
@@ -266,7 +275,10 @@ def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:
     words = (ctypes.c_uint64 * (2 * count))()  # the arguments, then their addresses
     first = ctypes.addressof(words)
     for i, x in enumerate(arguments):
-        words[i] = x if isinstance(x, int) else int.from_bytes(np.asarray(x).tobytes(), "little")  # keeps the low bits
+        data = b"" if isinstance(x, int) else np.asarray(x).tobytes()
+        if len(data) > 8:
+            raise InvalidArgument(f"argument {i} of a bound launch: expected 8 bytes at most, got {len(data)}")
+        words[i] = int.from_bytes(data, "little") if data else x  # keeps the low bits
         words[count + i] = first + 8 * i
     return first + 8 * count, words
 

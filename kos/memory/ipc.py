@@ -116,7 +116,10 @@ class IpcHandle:
         """The handle that ``to_bytes`` wrote; InvalidArgument for anything else."""
         try:
             handle, uuid, offset, nbytes, pointer, *origin = json.loads(data)
-            return IpcHandle(bytes.fromhex(handle), uuid, offset, nbytes, pointer, Origin(*origin))
+            raw = bytes.fromhex(handle)
+            if len(raw) != _HANDLE_BYTES:  # all of them are read
+                raise ValueError(f"a handle of {len(raw)} bytes")
+            return IpcHandle(raw, uuid, offset, nbytes, pointer, Origin(*origin))
         except (TypeError, ValueError) as error:
             raise InvalidArgument(f"IPC handle: expected one of to_bytes, got {len(data)} bytes: {error}") from error
 

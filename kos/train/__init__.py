@@ -1,0 +1,21 @@
+"""A LLaMA trainer on kos: ``python -m kos.train`` trains a model, ``load`` takes one into Python.
+
+Names are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kos.train.trained import TrainedModel, load
+
+__all__ = ["TrainedModel", "load"]
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module 'kos.train' has no attribute {name!r}")
+    return getattr(import_module("kos.train.trained"), name)

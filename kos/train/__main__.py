@@ -15,8 +15,8 @@ from importlib import import_module
 
 import kos
 from kos.errors import ConfigError, KosError, RankLost, debugging, in_words, install
-from kos.train import head_start
-from kos.train.stopping import Stop, Stopped
+from kos.train.engine import head_start
+from kos.train.parallel.stopping import Stop, Stopped
 
 SPOKESMAN_SECONDS = 10.0
 """How long the other ranks wait for rank 0 to say an error that all have; its exit ends them."""
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         try:
-            from kos.train.flags import parse
-            from kos.train.loop import Trainer
+            from kos.train.config.flags import parse
+            from kos.train.run import Trainer
 
             head_start.thread_pools()
         except ImportError as error:
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse(arguments)
         vocab_size = config.model.vocab_size  # else the tokenizer says it
         model = config.model_config_for(vocab_size) if vocab_size else None
-        head_start.begin(config, model, partial(import_module, "kos.train.engines.cuda"))
+        head_start.begin(config, model, partial(import_module, "kos.train.engine.cuda"))
         with kos.init(config.backend, timeout=config.timeout) as comm:
             try:
                 Trainer(config, comm, stop).run()

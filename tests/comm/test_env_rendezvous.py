@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
 import sys
@@ -511,6 +512,55 @@ def test_a_rank_that_stalls_is_named(late: int, monkeypatch: pytest.MonkeyPatch)
         named.wait(20)
 
     run_ranks(3, body)
+
+
+def test_a_rank_that_stalls_within_a_message_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = threading.Barrier(3)
+    come_first(monkeypatch, 2)
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        rendezvous.timeout = 0.3
+        if rendezvous.rank == 1:
+            assert rendezvous._connection is not None
+            rendezvous._connection.sock.send(b"\0")
+        else:
+            with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not arrive within 0.3 s"):
+                rendezvous.allgather(b"")
+        named.wait(20)
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_does_not_read_keeps_no_other_waiting() -> None:
+    came = threading.Event()
+
+    def body(rendezvous: EnvRendezvous) -> None:
+        connection = rendezvous._connection
+        assert connection is not None
+        if rendezvous.rank == 2:
+            receive = connection.receive
+            connection.receive = lambda: (came.wait(20), receive())[1]  # type: ignore[method-assign]
+        assert len(rendezvous.allgather(bytes(10_000_000))) == 3
+        assert came.is_set() or rendezvous.rank == 1
+        came.set()
+
+    run_ranks(3, body)
+
+
+def test_a_process_that_rank_0_forked_holds_no_end_of_its_connection() -> None:
+    mine, hubs = pair()
+    (ready, began), (asleep, wake) = os.pipe(), os.pipe()
+    if not (child := os.fork()):
+        os.close(wake)
+        os.write(began, b"1")
+        os.read(asleep, 1)
+        os._exit(0)
+    assert os.read(ready, 1)
+    mine.close()
+    assert hubs.drain()  # its end, though the child lives
+    for descriptor in (ready, began, asleep, wake):
+        os.close(descriptor)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_hub_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:

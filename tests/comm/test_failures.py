@@ -13,7 +13,7 @@ import pytest
 
 import kos
 from kos import ReduceOp
-from kos.comm.failures import Board, Ledger, with_ranks
+from kos.comm.failures import Board, Ledger, blaming
 from kos.comm.host import mock
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.comm.schedules import ScheduleError, registry
@@ -399,6 +399,15 @@ def test_ranks_that_wait_when_their_time_is_up_say_for_whom(name: str, monkeypat
     assert caught.value.__notes__ == ["raised on rank 0 of 2"]
 
 
+def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
+    board, first, second = Board(), SimpleNamespace, Board()
+    board.post_queued(first, [1])
+    reading = iter(board.queued.items())
+    board.post_queued(second, [2])
+    assert list(reading) == [(first, (1,))]
+    assert board.queued == {first: (1,), second: (2,)}
+
+
 def test_a_missing_rank_at_init() -> None:
     with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not arrive within 0.2 s"):
         kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
@@ -484,6 +493,21 @@ class _Waits(Board):
 def test_a_rank_that_waits_elsewhere_for_ranks_that_wait_for_it(
     failures: dict[int, tuple[int, ...]], arrived: tuple[int, ...], named: str
 ) -> None:
-    errors = {rank: with_ranks(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
+    errors = {rank: blaming(CollectiveTimeout("late"), list(ranks)) for rank, ranks in failures.items()}
     ledger = Ledger(range(4), 0, _Waits({3: (0, 1, 2)}, errors))
     assert named in str(ledger.overdue([3], "all_reduce #1", 1.0, "ranks [3] did not arrive", arrived=arrived))
+
+
+def test_a_rank_that_is_stopped_is_blamed_before_one_that_runs() -> None:
+    """Which may wait for it where nobody sees that: in a call of a library, for one."""
+    board = _Waits({}, {})
+    board.halted = lambda rank: rank == 2  # type: ignore[method-assign]
+    error = Ledger(range(4), 0, board).overdue([1, 2], "all_reduce #1", 1.0)
+    assert error.ranks == (2,) and "ranks [2] did not arrive, for which ranks [1] wait" in str(error)
+
+
+def test_a_wait_for_ranks_of_other_groups() -> None:
+    """The GPU runs the kernels of all communicators one after another."""
+    ledger = Ledger([3, 0], 0, _Waits({2: (1,)}, {}))
+    error = ledger.overdue([], "all_reduce #1", 1.0, elsewhere=[2])
+    assert error.ranks == (1,) and "ranks [1] of world did not arrive" in str(error)

@@ -18,6 +18,7 @@ import pytest
 
 import kos
 from kos.comm.gpu import memory, nccl_binding, works
+from kos.comm.gpu.memory import Windows
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
 from kos.comm.operation import Call, Operation
@@ -460,7 +461,7 @@ def test_who_joins_after_the_end_is_not_used(fake: FakeNCCL, monkeypatch: pytest
     joins = threading.Event()
     monkeypatch.setattr(nccl_binding, "join", lambda *arguments: joins.wait(20) and "late")
     backend = NCCLBackend(ThreadRendezvous(ThreadGroup(1), 0, 20.0), 0)
-    waits = works.on_thread(lambda: backend._comm, "a first message", 0, lambda: None)
+    waits = works.on_thread(lambda: backend._comm, "a first message", 0, backend.check_others)
     with pytest.raises(CollectiveTimeout):
         waits(0.1)
     backend.abort_device()
@@ -602,6 +603,24 @@ def test_what_fails_of_an_end_leaves_none_of_the_rest_undone(fake: FakeNCCL, mon
         backend.close()
     assert str(caught.value.__context__) == "window"
     assert log == ["0", "destroyed", "1", "freed"] and backend._comm is None
+
+
+def test_a_window_that_is_collected_while_others_are_freed(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its release frees all that are unused: those too that are about to be."""
+    freed = []
+
+    def free(memory: WindowMemory) -> None:
+        freed.append(memory.pointer)
+        if len(freed) == 1:
+            windows.release(3, 3)
+
+    rendezvous = ThreadRendezvous(ThreadGroup(1), 0, 20.0)
+    windows = Windows(rendezvous, 0, free, lambda: len(freed) > 0)
+    windows.memories = {number: WindowMemory(number, 1, "window") for number in (1, 2, 3)}
+    windows.release(1, 1)
+    windows.release(2, 2)
+    windows.free(windows.unused())
+    assert sorted(freed) == [1, 2, 3] and not windows.memories and not windows.unused()
 
 
 def test_errors_of_nccl_are_errors_of_kos(fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,11 @@ import numpy as np
 import pytest
 
 from kos import PremulSum, ReduceOp
+from kos.comm import watchdog
+from kos.comm.failures import EndedEarly, blaming
+from kos.comm.gpu import shared as gpu_shared
 from kos.comm.gpu.peer import backend as peer_backend
-from kos.comm.gpu.peer.engine import KernelAborted, PeerEngine
+from kos.comm.gpu.peer.engine import PeerEngine, _Word
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.operation import Call, Operation
 from kos.comm.reduction import resolve
@@ -233,8 +236,9 @@ def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "broadcast", "reduce_scatter", "barrier", "send_recv"])
-def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str) -> None:
+def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels end, the error names the rank, and a new communicator of the others works."""
+    monkeypatch.setattr(watchdog, "TICK", 0.03)  # which shows whom the others' kernels wait for
     began: dict[int, float] = {}
 
     def body(rendezvous: Rendezvous) -> None:
@@ -536,6 +540,7 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.
     monkeypatch.setattr(driver, "broken", lambda: "CUDA_ERROR_ILLEGAL_ADDRESS")
     late = CollectiveTimeout("all_reduce #7: ranks [1] did not arrive")
     calls = SimpleNamespace(check=Mock(side_effect=late), fail=lambda error, sequence: reported.append(error))
+    backend.unwatch()
     backend.shared.calls = calls
     error, seventh = CudaError("cuEventQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS (why)"), Operation("all_reduce", 0)
     assert backend.failed(Call(seventh, sequence=7), error) is error
@@ -553,29 +558,128 @@ def test_a_broken_gpu_is_the_loss_of_its_rank(no_gpu: None, monkeypatch: pytest.
     ]
 
 
+def _silent() -> dict[str, Any]:
+    """Of the calls of ranks that report nothing."""
+    nothing = lambda *arguments: None  # noqa: E731
+    return {"fail": nothing, "raise_failure": nothing, "killed": nothing}
+
+
 def test_the_cause_is_that_of_the_rank_that_failed_first(no_gpu: None) -> None:
     """A kernel that ended because another rank's did waits for that rank's report, which may come a little later."""
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
     first = CollectiveTimeout("all_reduce #7: rank 2 did not arrive within 0.3 s")
     reports = iter([None, None, first])
     check = Mock(side_effect=lambda call: _raise(next(reports)))
-    backend.shared.calls = SimpleNamespace(check=check, fail=lambda error, sequence: None)
+    backend.unwatch()
+    backend.shared.calls = SimpleNamespace(check=check, **_silent())
     call = Call(Operation("all_reduce", 0), sequence=7)
-    assert backend.failed(call, KernelAborted("all_reduce #7: the kernel of rank 1 ended early")) is first
+    assert backend.failed(call, EndedEarly("all_reduce #7: the kernel of rank 1 ended early")) is first
     assert check.call_count == 3
 
 
 def test_a_cause_that_nobody_reports_is_not_awaited_for_ever(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_backend, "_REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.05)
     backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
-    backend.shared.calls = SimpleNamespace(check=lambda call: None, fail=lambda error, sequence: None)
-    failure = backend.failed(Call(Operation("all_reduce", 0), sequence=7), KernelAborted("rank 1 ended early"))
+    backend.unwatch()
+    backend.shared.calls = SimpleNamespace(check=lambda call: None, **_silent())
+    ended = blaming(EndedEarly("rank 1 ended early"), [1])
+    failure = backend.failed(Call(Operation("all_reduce", 0), sequence=7), ended)
     assert type(failure) is RankLost and "rank 1 ended early" in str(failure)
 
 
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
+
+
+def test_errors_of_kernels_name_ranks_of_the_world(ranks: ThreadRanks) -> None:
+    """Rank 0 of a group, which is rank 2 of the world."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        rank = rendezvous.rank
+        part = rendezvous.split(0, -rank)
+        assert part is not None
+        comm = communicator(part, 20.0)
+        comm.all_reduce(Array.zeros(4, np.float32, 0))
+        part.barrier()
+        comm.timeout, part.timeout = 0.3, 20.0
+        if rank == 1:
+            comm.recv(Array.zeros(4, np.float32, 0), 0)  # returns when its kernel has given up
+            with pytest.raises(CollectiveTimeout) as raised:
+                comm.synchronize()
+            assert "rank 2 of world did not arrive within 0.3 s (channel 0" in str(raised.value)
+            assert raised.value.ranks == (2,)
+        rendezvous.barrier()
+        comm.abort()
+
+    ranks.run_bare(body)
+
+
+def test_whom_a_kernel_waits_for_is_shown(ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the program is elsewhere: here in the launch, which on a GPU would return."""
+    monkeypatch.setattr(watchdog, "TICK", 0.05)
+    shown = threading.Event()
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        x, board = Array.zeros(4, np.float32, 0), rendezvous.ledger.board
+        rendezvous.barrier()
+        if rank == 1:  # announced, and not launched
+            call = Call(Operation("barrier", rank), "world", sequence=0)
+            comm.backend.shared.calls.announce(call)
+            while board.awaited(0) != (1,) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert board.awaited(0) == (1,)
+            shown.set()
+            comm.send(x, 0)
+        elif rank == 0:
+            comm.recv(x, 1)
+        else:
+            assert shown.wait(20)
+        comm.synchronize()
+        rendezvous.barrier()
+        comm.abort()
+
+    deadline = time.monotonic() + 15
+    ranks.run_bare(body)
+
+
+def test_what_ends_a_kernel_is_what_is_raised(ranks: ThreadRanks) -> None:
+    """The watchdog ends a kernel because a rank died: the program finds the kernel's end, and raises the cause."""
+
+    def body(rendezvous: Rendezvous) -> None:
+        comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
+        backend, call = comm.backend, Call(Operation("all_reduce", rank), sequence=0)
+        backend.unwatch()
+
+        def ended_meanwhile() -> bool:
+            backend.failed(call, blaming(RankLost("all_reduce #0: rank 1 is gone: its process ended"), [1]))
+            backend._engine._record[[_Word.CAUSE, _Word.PEER, _Word.FAILED]] = 2, 1, 1  # aborted, waiting for rank 1
+            return False
+
+        if rank == 0:
+            with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
+                backend.wait_on_host(call, ended_meanwhile, 20.0)
+            assert raised.value.ranks == (1,)
+        rendezvous.barrier()
+        comm.abort()
+
+    ranks.run_bare(body)
+
+
+def test_the_rank_waited_for_is_blamed_only_if_it_is_late(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_shared, "_REPORT_SECONDS", 0.01)
+    backend = communicator(ThreadRendezvous(ThreadGroup(1), 0, 20.0)).backend
+    shared, board = backend.shared, Mock(awaited=lambda rank: None, failure=lambda rank: None)
+    shared.ledger.world, shared.ledger.board, halted = [0, 3], board, set[int]()
+    board.halted = board.ended = lambda rank: rank in halted
+    board.runs = lambda rank: rank not in halted
+    ended = blaming(EndedEarly("all_reduce #7: aborted while it waited for rank 3 of world"), [3])
+    error = shared.explained(Call(Operation("all_reduce", 0), sequence=7), ended)
+    assert type(error) is RankLost and error.ranks == () and str(error) == str(ended)
+    halted.add(3)
+    error = shared.explained(Call(Operation("all_reduce", 0), sequence=7), ended)
+    assert error.ranks == (3,) and str(error) == f"{ended}: ranks [3] of world did not arrive"
 
 
 def test_a_window_outlives_the_graphs_that_captured_it(ranks: ThreadRanks) -> None:

@@ -78,6 +78,33 @@ def test_threads(size: int) -> None:
     assert results == [None] * size, results
 
 
+def test_a_failure_that_is_being_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has found the failure and not yet recorded it: ``wait`` does not take that for the end."""
+    group, begun, waits = ThreadGroup(2), threading.Event(), threading.Event()
+    comm, other = run_threads(*(
+        lambda rank=rank: kos.init("mock", rendezvous=ThreadRendezvous(group, rank, TIMEOUT), progress_thread=rank == 0)
+        for rank in range(2)
+    ))  # fmt: skip
+    backend, failed, idle = comm.backend, comm.backend.failed, comm.backend.idle
+
+    def record(*of: Any) -> Any:
+        begun.set()
+        assert waits.wait(TIMEOUT)
+        return failed(*of)
+
+    monkeypatch.setattr(backend, "failed", record)
+    monkeypatch.setattr(backend, "idle", lambda: (waits.set(), idle())[1])
+    work = comm.recv(np.ones(3), 1, async_op=True)
+    other.abort(reason="a test")
+    assert begun.wait(TIMEOUT)
+    try:
+        with pytest.raises(RankLost, match="rank 1 is gone: a test"):
+            work.wait()
+    finally:
+        waits.set()
+        comm.abort()
+
+
 @pytest.mark.parametrize("memory", ["shared", "none"])
 def test_tcp(monkeypatch: pytest.MonkeyPatch, memory: str) -> None:
     if memory == "none":

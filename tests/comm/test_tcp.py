@@ -296,6 +296,10 @@ def test_the_users_own_secret(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(RendezvousError, match=f"expected {path} to be its owner's alone, got mode 0640"):
         load_secret(home)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(RendezvousError, match=f"secret: expected .* {path} to be readable, or KOS_SECRET to be set"):
+        load_secret(home)
 
 
 def test_secrets_that_are_given(tmp_path: Path) -> None:

@@ -170,8 +170,8 @@ assert comm.shrink().all_gather(np.array(me)).tolist() == [0, 2, 3]
 def test_environment_without_a_secret(hosts: Hosts, tmp_path: Path) -> None:
     """Users whose hosts do not share their home have none in common."""
     code = "import os, kos; os.environ['XDG_CACHE_HOME'] += os.environ['RANK']\n"
-    code += "try: kos.init(timeout=1)\nexcept kos.errors.RendezvousError as error: print(error)"
+    code += "try: kos.init(timeout=5)\nexcept kos.errors.RendezvousError as error: print(error)"
     unset = ["env", "-u", "KOS_SECRET", f"XDG_CACHE_HOME={tmp_path}/"]
     here, there = hosts.start([0, 1], *unset, sys.executable, "-c", code)
     assert "expected the same secret (KOS_SECRET) on all ranks, got different ones" in there[1]
-    assert here[1].startswith("rendezvous: ranks [1] of 2 did not arrive within 1 s")
+    assert here[1].startswith("rendezvous: ranks [1] of 2 did not arrive within 5 s")

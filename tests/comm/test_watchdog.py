@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import kos
 from kos import ReduceOp
 from kos.comm import watchdog
+from kos.comm.gpu import backend as device
 from kos.comm.gpu import nccl_binding, shared, works
 from kos.comm.gpu.nccl import NCCLBackend
 from kos.comm.host.shared.segment import PID
@@ -212,6 +214,87 @@ def test_who_timed_out_waiting_for_the_dead_names_them(quiet: None) -> None:
         comm.rendezvous.barrier()
 
     run(body, host=SharedOnly)
+
+
+def test_a_wait_on_the_host_is_shown(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And whom it waited for, before it no longer is."""
+    monkeypatch.setattr(device.cu, "cuStreamQuery", lambda stream: (600,))
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        part = comm.backend.gpus[0]  # type: ignore[attr-defined]
+        board = part.ledger.board
+        if comm.rank == 0:
+            comm.all_reduce(on_gpu())
+            waiting = threading.Event()
+            monkeypatch.setattr(board, "post_wait", _telling(board.post_wait, waiting))
+            late = r"all_reduce #0 .*: not complete after 0.3 s; ranks \[1\] did not arrive"
+            with pytest.raises(CollectiveTimeout, match=late) as got:
+                comm.synchronize(0.3)
+            assert got.value.ranks == (1,)
+            assert waiting.is_set() and board.awaited(0) is None, "shown, and no longer"
+            assert board.last is not None, "the failure is shown before"
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
+
+
+def _telling(post: Callable[[Any], None], waiting: threading.Event) -> Callable[[Any], None]:
+    def posting(ranks: Any) -> None:
+        named = None if ranks is None else list(ranks)
+        post(named)
+        if named == [1]:
+            waiting.set()
+
+    return posting
+
+
+def test_a_queue_that_waits_is_shown_while_the_program_does_something_else(quiet: None) -> None:
+    """Nothing is shown once the ranks have come."""
+    began = threading.Event()
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        board = comm.backend.gpus[0].ledger.board  # type: ignore[attr-defined]
+        if comm.rank == 0:
+            comm.all_reduce(on_gpu())
+            assert eventually(lambda: board.queued and list(board.queued.values()) == [(1,)])
+            began.set()
+            assert eventually(lambda: not board.queued)
+        else:
+            assert began.wait(TIMEOUT)
+            assert board.awaited(0) == (1,)
+            comm.all_reduce(on_gpu())
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
+
+
+def eventually(true: Callable[[], Any]) -> bool:
+    deadline = time.monotonic() + TIMEOUT
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(true())
+
+
+def test_what_nccl_meets_is_explained_by_the_rank_that_died(
+    quiet: None, fake: FakeNCCL, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    """NCCL reports that another rank has gone before the watchdog knows which."""
+    monkeypatch.setattr(fake, "get_error_string", lambda code: "a remote process exited", raising=False)
+
+    def body(comm: kos.Communicator, log: Any) -> None:
+        part = comm.backend.gpus[0]  # type: ignore[attr-defined]
+        part.unwatch()
+        comm.all_reduce(on_gpu())
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            monkeypatch.setattr(fake, "comm_get_async_error", lambda each: 6)
+            threading.Timer(0.2, kill, (comm, 1)).start()
+            with pytest.raises(RankLost, match="rank 1 is gone: its process ended") as raised:
+                comm.synchronize()
+            assert raised.value.ranks == (1,)
+        comm.rendezvous.barrier()
+
+    run(body, "nccl", host=SharedOnly)
 
 
 f, i = np.float32, np.int32

@@ -7,8 +7,8 @@ import pytest
 from kos.cuda import kernels
 from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable, CompileError
-from kos.train.ops import attention
-from kos.train.ops.attention import KERNELS, macros
+from kos.train.ops.cuda import attention
+from kos.train.ops.cuda.attention import KERNELS, macros
 from tests.host_compiler import KEPT
 
 try:

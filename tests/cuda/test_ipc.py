@@ -31,7 +31,18 @@ def test_records_survive_the_wire() -> None:
     assert HERE.pid > 0 and HERE.boot and HERE.obstacle() is None
 
 
-@pytest.mark.parametrize("data", [b"abc", bytes(104), b"\xff", b"[]", b'["zz", "", 0, 0, 0, "", "", "", "", 0]', b"3"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"abc",
+        bytes(104),
+        b"\xff",
+        b"[]",
+        b'["zz", "", 0, 0, 0, "", "", "", "", 0]',
+        b'["00", "", 0, 0, 0, "", "", "", "", 0]',
+        b"3",
+    ],
+)
 def test_other_bytes_are_no_handle(data: bytes) -> None:
     with pytest.raises(InvalidArgument, match=f"IPC handle: expected one of to_bytes, got {len(data)} bytes"):
         IpcHandle.from_bytes(data)
@@ -74,9 +85,7 @@ def test_a_mapping_that_is_collected_while_another_is_made(monkeypatch: pytest.M
     room = ctypes.create_string_buffer(64)
     monkeypatch.setattr(ipc, "cu", fake)
     monkeypatch.setattr(ipc.driver, "on_device", lambda device: nullcontext())
-    one, two = (
-        IpcHandle(bytes([k]) * 64, "", 100, 1, 0, dataclasses.replace(HERE, pid=HERE.pid + k)) for k in (1, 2)
-    )
+    one, two = (IpcHandle(bytes([k]) * 64, "", 100, 1, 0, dataclasses.replace(HERE, pid=HERE.pid + k)) for k in (1, 2))
 
     def body() -> None:
         dropped: list[Any] = [Mapping(one, 0)]

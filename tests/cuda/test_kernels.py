@@ -169,6 +169,12 @@ def test_parameters_of_a_bound_launch() -> None:
     del kept
 
 
+def test_an_argument_of_more_than_eight_bytes_cannot_be_bound() -> None:
+    """As a TMA descriptor, of which the kernel would see eight bytes of its own and 120 of what follows."""
+    with pytest.raises(InvalidArgument, match="expected 8 bytes at most, got 128"):
+        kernels._parameters([1, np.zeros(16, np.uint64)])
+
+
 def test_config_of_a_bound_launch() -> None:
     driver = pytest.importorskip("cuda.bindings.driver")
     config = kernels._launch_config((7, 8), 128, 1000, True, True)
@@ -206,8 +212,8 @@ def test_a_bound_launch_goes_where_each_call_says(monkeypatch: pytest.MonkeyPatc
         bound(stream)
     assert launched == [(handle, 0x4000, 99) for handle in (1, 5, 5, 7, 1)]
     with pytest.raises(CudaError, match="launch of scale: cuLaunchKernelEx failed: .*INVALID_VALUE.*refused"):
-        kernel(5, 1, 32, 98)
-    assert launched[-1] == (5, 0x4000, 98)
+        bound(9)
+    assert launched[-1] == (9, 0x4000, 99)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from kos.cuda import kernels
 from kos.cuda.kernels import compile_kernels
 from kos.errors import BackendUnavailable
 from kos.train import ops
-from kos.train.engines import memory_plan
-from kos.train.flags import parse
-from kos.train.ops.cuda import CudaOps
+from kos.train.config.flags import parse
+from kos.train.engine import memory_plan
+from kos.train.ops.cuda.dialect import CudaOps
 from tests.host_compiler import KEPT
 
 try:
@@ -20,7 +20,7 @@ try:
 except BackendUnavailable as error:
     pytestmark = pytest.mark.skip(reason=str(error))
 
-KERNELS = Path(ops.__file__).parent.parent / "kernels"
+KERNELS = Path(ops.__file__).parent / "cuda" / "kernels"
 ARCHITECTURES = ["sm_80", "sm_90a", "sm_100"]
 BF16 = {"DTYPE": "bfloat16", "WIDTH": 8}
 FP32 = {"DTYPE": "float32", "WIDTH": 4}
@@ -82,8 +82,9 @@ def test_what_a_step_launches_compiles(preset, gradients, monkeypatch):
     assert config.grad_dtype == gradients
     device = CudaOps.__new__(CudaOps)
     device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
+    model = config.model_config_for(256)
     memory_plan.plan_memory(
-        config, config.model_config_for(256), device, ranks=1, head_rows=8192, multiple=1, rounds=2
+        config, model, model.local(), device, ranks=1, head_rows=8192, multiple=1, rounds=2
     )
     assert len(launches) > 9
     for (file, defines), names in launches.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 import kos
-from kos.train.data import load_data
-from kos.train.engines import make_engine
-from kos.train.flags import parse
+from kos.train.config.flags import parse
+from kos.train.data.batches import load_data
+from kos.train.engine.choose import make_engine
+from kos.train.parallel.mesh import Mesh
 from tests.train.test_model import torch_llama
 
 SETTINGS = """
@@ -25,7 +26,7 @@ def losses_beside_torch(device, dtype, steps):
     data = load_data(config)
     shape = config.model_config_for(data.tokenizer.vocab_size)
     with kos.init() as comm:
-        engine = make_engine(config, shape, data, comm)
+        engine = make_engine(config, shape, data, Mesh(comm))
         state = engine.new_state()
         shape.init_weights(state.weights, config.seed)
         weights = {name: torch.tensor(value, device=device).requires_grad_() for name, value in state.weights.items()}

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from kos.train import machine
+from kos.train.engine import machine
 
 SEED = int(os.environ.get("KOS_TEST_SEED", "0")) or int.from_bytes(os.urandom(4), "little")
 
@@ -22,4 +22,4 @@ def rng() -> np.random.Generator:
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of BLAS, for its threads wait by spinning: products are small here, and other tests want the cores."""
     one = machine.limit_threads
-    monkeypatch.setattr("kos.train.loop.limit_threads", lambda comm, threads=None: one(comm, 1))
+    monkeypatch.setattr("kos.train.run.limit_threads", lambda comm, threads=None: one(comm, 1))

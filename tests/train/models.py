@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kos.train.llama_config import LlamaConfig, RopeScaling
+from kos.train.model.llama_config import LlamaConfig, RopeScaling
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
 
@@ -22,3 +22,9 @@ def small(**changes: Any) -> LlamaConfig:
         "max_position_embeddings": 512,
     }
     return LlamaConfig(**shape | changes)
+
+
+def queue(optimizer: Any, gradients: Any, average: float = 1.0, add_up: Any = None) -> None:
+    """One update of a ``CudaAdamW``."""
+    optimizer.queue_norm(gradients, add_up)
+    optimizer.queue_update(gradients, average)

@@ -20,9 +20,9 @@ from kos.dtypes import DTYPES
 from kos.errors import InvalidArgument
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.ops import attention as ops
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda import attention as ops
+from kos.train.ops.cuda.dialect import CudaOps
 
 pytestmark = [
     pytest.mark.gpu,

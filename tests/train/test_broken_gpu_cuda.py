@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
-from kos.train import checkpoint
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS
 
 AT = 5  # steps, after which there is a checkpoint
@@ -30,7 +30,7 @@ from kos.train.__main__ import main
 
 def faulty():
     from kos.cuda import load_kernel
-    from kos.train.engines.cuda import CudaEngine
+    from kos.train.engine.cuda import CudaEngine
 
     start_step = CudaEngine.start_step
 
@@ -83,7 +83,7 @@ def test_a_kernel_goes_astray(tmp_path: Path, ranks: int, victim: int, backend: 
     errors = [line for line in said.splitlines() if line.startswith("kos: error:")]
     assert code == 1 and len(errors) == 1 and "Traceback" not in said and "Exception ignored" not in said, said
     where = rf"kos: error: rank {victim}: after step {AT} on cuda:\d+ \([^)]+\): .*ILLEGAL_ADDRESS.*"
-    assert re.fullmatch(where + rf"; the last checkpoint, of step {AT}, is good: --out .* --resume auto .*", errors[0])
+    assert re.fullmatch(where + rf"; the last checkpoint, of step {AT}, is good, go on by: .* --resume auto", errors[0])
     found = checkpoint.latest(tmp_path / "run" / "checkpoints")
     assert found is not None and found.step == AT
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, AT + 1))

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.train import checkpoint, huggingface
-from kos.train.optimizer import AdamW
-from kos.train.parameters import Parameters
+from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.data.tokenizers import ByteTokenizer, read_tokenizer
+from kos.train.model.parameters import Parameters
+from kos.train.ops.optimizer import AdamW
 from tests.train.models import small
 from tests.train.refusal import refused
 
@@ -34,7 +35,7 @@ def _state(seed: int) -> AdamW:
 
 def _save(folder: Path, step: int, seed: int = 0, keep: int = 99) -> Path:
     return checkpoint.save(
-        folder, step=step, optimizer=_state(seed), model=MODEL, tokenizer={"kind": "bytes"}, config={"seed": seed},
+        folder, step=step, optimizer=_state(seed), model=MODEL, tokenizer=ByteTokenizer(), config={"seed": seed},
         keep=keep, before=step,
     )  # fmt: skip
 
@@ -43,7 +44,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     _save(tmp_path, 7, seed=3)
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.config == {"seed": 3}
-    assert huggingface.read_config(found.path) == MODEL and checkpoint.read_tokenizer(found.path) == {"kind": "bytes"}
+    assert huggingface.read_config(found.path) == MODEL and read_tokenizer(found.path).kind == "bytes"
     expected, got = _state(3), _state(4)
     huggingface.read_weights(found.path, got.weights)
     found.load_optimizer(got)

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kos.train import checkpoint
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS, run_program
 from tests.run import NEVER_STARTED
 
@@ -142,7 +142,11 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     assert "stopped on request after step" in said
     found = checkpoint.find(tmp_path)
     rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert found.step == rows[-1]["step"] and f"after step {found.step};" in said
+    assert found.step == rows[-1]["step"]
+    (command,) = re.findall(f"after step {found.step}; go on by: (.*)", said)
+    more = run_program("sh", "-c", f"{command} --steps {found.step + 2}", env=ENVIRONMENT)
+    assert (more.returncode, more.stderr) == (0, ""), more.stderr
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == found.step + 2
 
 
 @pytest.mark.parametrize("where", ["head", "full", "closed", "ascii"])
@@ -192,7 +196,7 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
         done = _run("--data", text, "--out", disk, "--steps", "8", "--save-every", "1", "--keep", "9")
         assert done.returncode == 1
         assert len(_errors(done)) == 1 and "expected to write a checkpoint" in _errors(done)[0]
-        assert re.search(r"after step \d: .*; the last checkpoint, of step \d, is good: --out", _errors(done)[0])
+        assert re.search(r"after step \d: .*; the last checkpoint, of step \d, is good, go on by: ", _errors(done)[0])
         assert "No space left" in _errors(done)[0]
         found = checkpoint.latest(disk / "checkpoints")
         assert found is not None and not list((disk / "checkpoints").glob(".*"))
@@ -203,7 +207,7 @@ def test_full_disk(text: Path, tmp_path: Path) -> None:
 BROKEN = """
 import sys
 from kos.train import __main__ as main
-from kos.train.engines.cpu import CpuEngine
+from kos.train.engine.cpu import CpuEngine
 start_step = CpuEngine.start_step
 def broken(self, step, stop):
     if step == 3 and self.comm.rank == 1:

@@ -12,12 +12,12 @@ import pytest
 from pydantic import ValidationError
 
 from kos.errors import ConfigError
-from kos.train.config import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
-from kos.train.flags import parse
-from kos.train.gpt2 import GPT2Config
-from kos.train.huggingface import to_huggingface
-from kos.train.llama_config import LlamaConfig
-from kos.train.presets import PRESETS
+from kos.train.checkpoint.huggingface import to_huggingface
+from kos.train.config.flags import parse
+from kos.train.config.options import KEYS, MICRO_BATCH_TOKENS, TrainConfig, flag_of
+from kos.train.config.presets import PRESETS
+from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.llama_config import LlamaConfig
 from tests.train.models import SCALING, small
 from tests.train.refusal import refused
 
@@ -26,7 +26,7 @@ REQUIRED_FLAGS = """
  --eval-every --save-every --log-every --deterministic --config --min-lr --warmup-steps --schedule
 --decay-fraction --weight-decay --beta1 --beta2 --eps --grad-clip --eval-batches --keep
 --sample-tokens --device --dtype --grad-dtype --zero --recompute --attention --graph --skip-outliers
---prompt --temperature --top-k --init-from --debug --backend --timeout --hidden-size
+--prompt --temperature --top-k --init-from --debug --backend --dp --tp --pp --cp --timeout --hidden-size
 --num-hidden-layers --num-attention-heads --num-key-value-heads --intermediate-size --vocab-size
 """
 

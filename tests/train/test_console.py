@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.train import ROW_KEYS
-from kos.train.console import Console, describe
-from kos.train.llama_config import FlopsPerToken
+from kos.train.model.llama_config import FlopsPerToken
+from kos.train.tools.console import Console, describe
 from tests.launcher import MPIRUN, needs_mpirun
 from tests.train.test_cli import ENVIRONMENT
 
@@ -25,7 +25,7 @@ ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
 
 SPEAKER = """
 from kos.comm.rendezvous.choose import launched_rank
-from kos.train.console import Console
+from kos.train.tools.console import Console
 rank = launched_rank()
 console = Console(rank, 9)
 console.start = 4

@@ -21,9 +21,9 @@ import pytest
 
 from kos.errors import DataError
 from kos.files import cache_folder
-from kos.train import download
-from kos.train.corpus import Corpus, read_corpus
-from kos.train.stdlib import TRAIN, VAL, read_stdlib
+from kos.train.data import download
+from kos.train.data.corpus import read_corpus
+from kos.train.data.stdlib import TRAIN, VAL, read_stdlib
 from tests.train.refusal import refused
 
 PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 3000
@@ -31,7 +31,7 @@ PLAY = b"First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 30
 
 def refusal(data: Any, *parts: str) -> None:
     with refused(DataError, *parts):
-        read_corpus(str(data))
+        assert read_corpus(str(data)).train
 
 
 def token_bytes(tokens: list[int], magic: int = 20240520, version: int = 1, count: int | None = None) -> bytes:
@@ -190,7 +190,7 @@ def test_the_standard_librarys_own_sources() -> None:
     assert 1.5e5 < sum(map(len, val)) < 5e5
     root = Path(os.__file__).parent
     assert (root / f"{TRAIN[0]}.py").read_text("utf-8") == train[0]
-    assert read_corpus("stdlib") == Corpus("stdlib", train, val)
+    assert read_corpus("stdlib").splits == (train, val)
 
 
 def test_a_python_without_sources_is_refused(tmp_path: Path) -> None:
@@ -276,11 +276,11 @@ def test_download_once_then_from_the_cache(
     file = tmp_path / "cache" / "kos" / "tinyshakespeare.txt"
     assert file.read_bytes() == PLAY and requests["/good"] == 1
     monkeypatch.setattr(download, "URL", "http://127.0.0.1:9/")
-    assert read_corpus("tinyshakespeare") == got
+    assert read_corpus("tinyshakespeare").splits == got.splits
     assert {entry.name for entry in file.parent.iterdir()} == {"tinyshakespeare.txt", "tinyshakespeare.lock"}
     monkeypatch.setattr(download, "URL", url + path)
     file.write_bytes(PLAY[:-1] + b"?")
-    assert read_corpus("tinyshakespeare") == got and requests["/good"] == 2, "a damaged file is replaced"
+    assert read_corpus("tinyshakespeare").splits == got.splits and requests["/good"] == 2, "a damaged file is replaced"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, play: None, monkeypatch:
 def test_several_processes_download_once(tmp_path: Path, server: Any) -> None:
     url, requests = server
     program = (
-        "import sys; from kos.train import download\n"
+        "import sys; from kos.train.data import download\n"
         "download.URL, size, download.SHA256 = sys.argv[1:]\n"
         "download.SIZE = int(size)\n"
         "print(len(download.tinyshakespeare().read_bytes()))"

@@ -18,15 +18,16 @@ from kos.errors import BackendUnavailable, ConfigError, CudaError, InvalidArgume
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.testing import spawn
-from kos.train import checkpoint, loop
-from kos.train.config import TrainConfig
-from kos.train.engines import cuda as engine_module
-from kos.train.flags import parse
-from kos.train.loop import Trainer
-from kos.train.metrics import read_metrics
-from kos.train.ops import cudnn
+from kos.train import run as loop
+from kos.train.checkpoint import checkpoint
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.engine import cuda as engine_module
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda import cudnn
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
 from tests.train.host_kernels.engine import DeviceComm, QueuedOps, host_engine, on_host
 from tests.train.host_kernels.fake_cudnn import STREAM, Graph, fake_cudnn
 

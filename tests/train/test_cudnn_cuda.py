@@ -9,7 +9,7 @@ import pytest
 
 from kos import cuda
 from kos.errors import BackendUnavailable
-from kos.train.ops.cudnn import CudnnAttention, Shape, library
+from kos.train.ops.cuda.cudnn import CudnnAttention, Shape, library
 from tests.train import test_attention_cuda as ours
 
 

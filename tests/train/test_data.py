@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kos.errors import ConfigError, DataError
-from kos.train import data as kos_data
-from kos.train.data import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
-from kos.train.flags import parse
-from kos.train.tokenizers import NumberTokenizer
+from kos.train.config.flags import parse
+from kos.train.data import batches as kos_data
+from kos.train.data.batches import EVAL_BATCH_TOKENS, Dataset, Tokens, load_data
+from kos.train.data.tokenizers import NumberTokenizer
 from tests.train.refusal import refused
 
 MASK = 2**64 - 1

@@ -9,11 +9,12 @@ import pytest
 
 from kos.comm.communicator import Communicator
 from kos.testing import spawn
-from kos.train.gpt2 import make_model
-from kos.train.llama_config import LlamaConfig
+from kos.train.model.gpt2 import make_model
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as ops
 from kos.train.parallel.data import DataParallel, cut, deal
-from kos.train.parameters import Parameters
+from kos.train.parallel.mesh import Mesh
 
 SHAPES = {f"layer{i}.weight": (5, 7 + i) for i in range(6)} | {"norm.weight": (3,)}
 MICRO_BATCHES = 8
@@ -30,7 +31,7 @@ def _sum_over_ranks(comm: Communicator, deterministic: bool, bucket_bytes: int) 
     micro = _micro_gradients()
     gradients = Parameters(SHAPES)
     gradients.flat[:] = np.nan
-    parallel = DataParallel(comm, gradients, deterministic=deterministic, bucket_bytes=bucket_bytes)
+    parallel = DataParallel(Mesh(comm).gradients, gradients, deterministic=deterministic, bucket_bytes=bucket_bytes)
     mine = deal(MICRO_BATCHES, 1, comm.rank, comm.size)
     for index, rows in enumerate(mine):
         for name, span in gradients.spans.items():
@@ -74,7 +75,8 @@ def _gradients_of_a_model(comm: Communicator, tied: bool, gathered: bool, rounds
     gradients = weights.like()
     gradients.flat[:] = np.nan if rounds == 1 or not gathered else 0
     lookups = config.embedding if gathered else None
-    parallel = DataParallel(comm, gradients, ops, bucket_bytes=2400, least_bytes=300, lookups=lookups, tied=tied)
+    axis = Mesh(comm).gradients
+    parallel = DataParallel(axis, gradients, ops, bucket_bytes=2400, least_bytes=300, lookups=lookups, tied=tied)
     lengths = [bucket.stop - bucket.start for bucket in parallel.buckets]
     assert sum(lengths) == gradients.flat.size and min(lengths[:-1]) < max(lengths) == 600
     loss = np.zeros(1)

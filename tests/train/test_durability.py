@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kos.train import checkpoint
-from kos.train.metrics import MetricsLog, read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import MetricsLog, read_metrics
 from tests.train.test_checkpoint import _save
 
 

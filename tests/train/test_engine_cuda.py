@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.train import checkpoint
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import read_metrics
 from tests.train.beside_torch import losses_beside_torch
 
 GPUS = len(cuda.visible_devices())

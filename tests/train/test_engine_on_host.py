@@ -21,19 +21,22 @@ from kos.cuda import unavailable
 from kos.errors import BackendUnavailable, ConfigError, CudaError, KosError, RankLost, TrainingError, install
 from kos.memory import array as array_module
 from kos.testing import spawn
-from kos.train import checkpoint, engines, head_start, llama_config, loop
-from kos.train.config import TrainConfig
-from kos.train.engines import choose_device, memory_plan
-from kos.train.engines import cuda as engine_module
-from kos.train.engines.cuda import CudaEngine
-from kos.train.engines.feed import Feed
-from kos.train.loop import Trainer
-from kos.train.metrics import read_metrics
-from kos.train.model import Llama
-from kos.train.ops import cublaslt
-from kos.train.ops.adamw import CHUNK
+from kos.train import run as loop
+from kos.train.checkpoint import checkpoint
+from kos.train.config.options import TrainConfig
+from kos.train.engine import choose, head_start, memory_plan
+from kos.train.engine import cuda as engine_module
+from kos.train.engine.choose import choose_device
+from kos.train.engine.cuda import CudaEngine
+from kos.train.engine.feed import Feed
+from kos.train.model import llama_config
+from kos.train.model.llama import Llama
+from kos.train.model.parameters import Parameters
+from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.parallel.data import DataParallel
-from kos.train.parameters import Parameters
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
 
 SMALL: dict[str, Any] = {
@@ -374,7 +377,7 @@ def test_what_is_not_finite_stops_or_is_skipped(emulated, text, tmp_path, ranks,
         take(self, step)
 
     def poisoned(self, name):
-        if name == "model.layers.1.mlp.up_proj.weight" and self.comm.rank == ranks - 1:
+        if name == "model.layers.1.mlp.up_proj.weight" and self.axis.rank == ranks - 1:
             on_device(lambda: on_host(self.gradients[name]).fill(np.nan) if now.step == 2 else None)
         ready(self, name)
 
@@ -436,7 +439,8 @@ def test_a_gpu_lost_in_the_middle(emulated, text, tmp_path, ranks, graph, monkey
     with monkeypatch.context() as patch:
         for owner, method, fake in ((where, name, broken), (CudaEngine, "start_step", start), (Trainer, "run", heard)):
             patch.setattr(owner, method, fake)
-        good = re.escape(f"the last checkpoint, of step 6, is good: --out {tmp_path}/7 --resume auto goes on from it")
+        go_on = re.escape(f"--config {tmp_path}/7/config.json --resume auto")
+        good = rf"the last checkpoint, of step 6, is good, go on by: \S+ -m kos\.train {go_on}"
         for fault, left in ((7, good), (1, "there is no checkpoint yet")):
             out = tmp_path / str(fault)
             with pytest.raises(CudaError):
@@ -507,7 +511,6 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
         with pytest.raises(ConfigError, match="--device cuda: expected a GPU for every rank, got none for rank 0: "):
             spawn(lambda comm: choose_device("cuda", comm), ranks)
     for changes, name in (
-        ({"zero": 1}, "--zero: expected 0 on"),
         ({"dtype": "bfloat16"}, "--dtype: expected float32 on"),
         ({"master_weights": "none"}, "--master-weights: expected float32 on"),
         ({"grad_dtype": "bfloat16"}, "--grad-dtype: expected float32 on"),
@@ -521,10 +524,10 @@ def test_a_gpu_that_is_not_there(text, tmp_path):
 def test_which_gpus_do(monkeypatch, caplog):
     """An old one is refused by its name; one that ranks share is taken only on request."""
     gpu = SimpleNamespace(compute_capability=(7, 5), name="Old", uuid="1")
-    monkeypatch.setattr(engines, "require", lambda: None)
-    monkeypatch.setattr(engines, "unavailable", lambda: None)
-    monkeypatch.setattr(engines, "device_info", lambda device: gpu)
-    monkeypatch.setattr(engines, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(choose, "require", lambda: None)
+    monkeypatch.setattr(choose, "unavailable", lambda: None)
+    monkeypatch.setattr(choose, "device_info", lambda device: gpu)
+    monkeypatch.setattr(choose, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(cublaslt, "_library", lambda: None)
     monkeypatch.setitem(sys.modules, "cuda.core", SimpleNamespace())
     with pytest.raises(ConfigError, match=r"for rank 0: expected compute capability 8.0, got 7.5 \(Old\)"):
@@ -534,12 +537,12 @@ def test_which_gpus_do(monkeypatch, caplog):
     assert spawn(lambda comm: choose_device("cuda", DeviceComm(comm)), 2) == ["cuda"] * 2
     assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 2) == ["cpu"] * 2
     assert "not on this machine's GPUs: ranks share a GPU" in caplog.text
-    monkeypatch.setattr(engines, "nvrtc_version", Mock(side_effect=BackendUnavailable("NVRTC is not installed: pip")))
+    monkeypatch.setattr(choose, "nvrtc_version", Mock(side_effect=BackendUnavailable("NVRTC is not installed: pip")))
     assert spawn(lambda comm: choose_device("auto", DeviceComm(comm)), 1) == ["cpu"]
     assert "not on this machine's GPUs: NVRTC is not installed: pip" in caplog.text
     why = f"the CUDA packages are not installed: {install('cuda')}"
-    monkeypatch.setattr(engines, "unavailable", lambda: why)
-    monkeypatch.setattr(engines, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
+    monkeypatch.setattr(choose, "unavailable", lambda: why)
+    monkeypatch.setattr(choose, "require", Mock(side_effect=BackendUnavailable(f"CUDA: {why}")))
     for driver_is_there, visible in ((False, None), (True, None), (True, "0"), (True, "")):
         caplog.clear()
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -551,3 +554,14 @@ def test_which_gpus_do(monkeypatch, caplog):
         assert caplog.messages == warned * (driver_is_there and visible != "")
     with pytest.raises(ConfigError, match="device: expected the same on all ranks, got auto on rank 0 and cpu"):
         spawn(lambda comm: choose_device("cpu" if comm.rank else "auto", comm), 2)
+
+
+def test_the_hosts_memory_for_checkpoints_is_planned(emulated, text, tmp_path, monkeypatch):
+    """Rank 0 holds weights and moments of all when it saves: 12 bytes a parameter, which must be there."""
+    model = TrainConfig.from_preset("tiny", **SMALL).model_config_for(256)
+    needed = 12 * model.num_parameters()
+    monkeypatch.setattr(engine_module, "free_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match="free on rank 0's host, got .*: weights and both Adam moments, to be saved"):
+        train(text, tmp_path / "less", ranks=2)
+    monkeypatch.setattr(engine_module, "free_memory", lambda: needed)
+    assert len(train(text, tmp_path / "enough", ranks=2)) == 4

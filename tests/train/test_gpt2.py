@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError, ConfigError
-from kos.train import huggingface
-from kos.train.config import TrainConfig
-from kos.train.gpt2 import POSITIONS, GPT2Config, make_model
+from kos.train.checkpoint import huggingface
+from kos.train.config.options import TrainConfig
+from kos.train.model.gpt2 import POSITIONS, GPT2Config, make_model
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parameters import Parameters
 
 CONFIG = GPT2Config(37, 24, 29, 3, 4, 4, 6, 20, 1e-3, tie_word_embeddings=True)
 

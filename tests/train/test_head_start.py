@@ -20,11 +20,11 @@ from kos.comm.rendezvous import mpi_job
 from kos.cuda import driver, kernels
 from kos.errors import BackendUnavailable, install
 from kos.testing import spawn
-from kos.train import head_start
-from kos.train.flags import parse
-from kos.train.machine import limit_threads, provenance
-from kos.train.ops import cublaslt
-from kos.train.presets import PRESETS
+from kos.train.config.flags import parse
+from kos.train.config.presets import PRESETS
+from kos.train.engine import head_start
+from kos.train.engine.machine import limit_threads, provenance
+from kos.train.ops.cuda import cublaslt
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,7 +101,8 @@ def test_the_loader_is_asked_for_blas_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_blas_is_there_when_it_is_looked_up() -> None:
     """Before all else, in a process of its own."""
-    code = "from kos.train import __main__, head_start\nprint(head_start.thread_pools().info())"
+    code = "from kos.train import __main__\nfrom kos.train.engine import head_start\n"
+    code += "print(head_start.thread_pools().info())"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     assert "'user_api': 'blas'" in done.stdout
@@ -209,7 +210,9 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_weights(tmp_path: Path) -> 
     code = """if True:
     import atexit, os, pathlib, signal, sys
     import numpy as np
-    from kos.train import __main__ as main, head_start, llama_config
+    from kos.train import __main__ as main
+    from kos.train.engine import head_start
+    from kos.train.model import llama_config
     drawn, usual = [], np.random.default_rng
     def default_rng(seed):
         if isinstance(seed, list) and len(seed) == 3:
@@ -241,7 +244,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_its_weights(tmp_path: Path) -> 
 def test_a_driver_that_is_of_no_use(tmp_path: Path) -> None:
     """A run on CPUs, or an error on one line: nothing else is printed."""
     (tmp_path / "text").write_text("to be or not to be " * 500)
-    code = "import pathlib, sys\nfrom kos.train import __main__ as main, head_start\n"
+    code = "import pathlib, sys\nfrom kos.train import __main__ as main; from kos.train.engine import head_start\n"
     code += "head_start.DRIVER = pathlib.Path('/')\nsys.exit(main.main())"
     flags = ["--data", tmp_path / "text", "--out", tmp_path / "run", "--steps", "1", "--sample-tokens", "0"]
     flags += ["--vocab-size", "300", "--seq-len", "16", "--batch-size", "2", "--hidden-size", "32"]

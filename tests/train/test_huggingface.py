@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
-from kos.train.huggingface import from_huggingface, read_config, read_weights, to_huggingface
-from kos.train.llama_config import LlamaConfig
-from kos.train.parameters import Parameters
+from kos.train.checkpoint.huggingface import from_huggingface, read_config, read_weights, to_huggingface
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from tests.train.models import SCALING, small
 
 CONFIG = small(rope_theta=500_000.0, rope_scaling=SCALING)

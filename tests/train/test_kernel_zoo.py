@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import kernels
 from kos.memory.array import Array
-from kos.train.model_section import ModelSection
-from kos.train.presets import PRESETS
+from kos.train.config.model_section import ModelSection
+from kos.train.config.presets import PRESETS
 from tests.host_compiler import COMPILER, compiled
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import on_host

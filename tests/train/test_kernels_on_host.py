@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from kos.memory.arena import Arena
-from kos.train.ops.adamw import CHUNK, CudaAdamW
-from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
-from kos.train.parameters import Parameters, Shard
+from kos.train.model.parameters import Parameters, Shard
+from kos.train.ops.cuda.adamw import CHUNK, CudaAdamW
+from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from tests.host_compiler import COMPILER
 from tests.train import test_model_cuda as on_models
 from tests.train import test_ops_cuda as on_ops
 from tests.train.host_kernels import emulator
+from tests.train.models import queue
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
 
@@ -48,7 +49,7 @@ def test_embedding(ops, side, rng, arena):
     "check", [on_ops.test_embedding, on_ops.test_rms_norm, on_ops.test_layer_norm, on_ops.test_swiglu, on_ops.test_gelu]
 )
 def test_random_shapes(ops, side, rng, arena, check):
-    sizes = 2 if check is on_ops.test_embedding else 1
+    sizes = 3 if check is on_ops.test_embedding else 2
     on_ops.test_random_shapes(ops, side, rng, arena, check, lambda draw: [draw(20, 90) for _ in range(sizes)])
 
 
@@ -137,7 +138,7 @@ def test_adamw(ops, rng, gradient_dtype):
         gradients64.flat[:] = rng.normal(0, spread, gradients64.flat.size).astype(gradients.flat.dtype.numpy)
         gradients.flat.copy_from(gradients64.flat.astype(gradients.flat.dtype.numpy))
         norm = global_norm(gradients64.flat) / 4
-        ours.queue(gradients, average=0.25)
+        queue(ours, gradients, average=0.25)
         theirs.step(gradients64, schedule(step), clip_coefficient(norm, 1.0) / 4)
         state = ours.read()
         assert state["norm"] == pytest.approx(norm, rel=1e-6)
@@ -146,7 +147,7 @@ def test_adamw(ops, rng, gradient_dtype):
     np.testing.assert_allclose(got, weights64.flat, rtol=1e-5, atol=1e-6)
     assert np.array_equal(copy.flat.numpy(), got.astype(copy.flat.dtype.numpy))
     gradients.flat.fill_bytes(255)
-    ours.queue(gradients)
+    queue(ours, gradients)
     assert ours.read()["finite"] == 0 and ours.step_count == 4
     assert np.array_equal(weights.flat.numpy(), got)
 
@@ -169,15 +170,15 @@ def test_adamw_in_shards_is_the_whole_bit_for_bit(ops, rng, dtype):
         for part, local in shard.parts():
             shard.flat[local].copy_from(start[part])
         halves.append(CudaAdamW(ops, shard, layout, schedule, grad_clip=1.0))
-    one.queue(gradients)
+    queue(one, gradients)
     first = []
     halves[0].queue_norm(gradients, lambda partial: first.append(partial.numpy()))
 
     def add_first(partial):
         partial.copy_from(partial.numpy() + first[0])
 
-    halves[1].queue(gradients, add_up=add_first)
-    halves[0].queue(gradients, add_up=lambda partial: partial.copy_from(halves[1].partial.numpy()))
+    queue(halves[1], gradients, add_up=add_first)
+    queue(halves[0], gradients, add_up=lambda partial: partial.copy_from(halves[1].partial.numpy()))
     for name in shapes:  # beyond them nothing is written
         assert np.array_equal(one.copy[name].numpy(), one.weights[name].numpy().astype(one.copy.flat.dtype.numpy))
     for half in halves:
@@ -198,7 +199,7 @@ def test_outliers_are_skipped_or_stop_all(ops, rng):
         for value in (0.01, np.nan, 0.01, 5.0, 0.01):
             gradients["a"].copy_from(np.full((9, 11), value, np.float32))
             before = weights.flat.numpy()
-            optimizer.queue(gradients)
+            queue(optimizer, gradients)
             moved.append(not np.array_equal(before, weights.flat.numpy()))
             assert optimizer.not_finite() == ("a" if np.isnan(value) else None)
         assert moved == ([True, False, True, False, True] if skip else [True, False, False, False, False])

@@ -13,12 +13,15 @@ from safetensors.numpy import load_file, save_file
 from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, TrainingError
 from kos.testing import spawn
-from kos.train import checkpoint, loop
-from kos.train.config import TrainConfig
-from kos.train.engines.cpu import CpuEngine
-from kos.train.flags import parse
-from kos.train.loop import Trainer
-from kos.train.metrics import MetricsLog, read_metrics
+from kos.train import run as loop
+from kos.train.checkpoint import checkpoint
+from kos.train.config.flags import parse
+from kos.train.config.options import TrainConfig
+from kos.train.engine.cpu import CpuEngine
+from kos.train.ops.optimizer import BLOCK
+from kos.train.parallel.data import DataParallel
+from kos.train.run import Trainer
+from kos.train.tools.metrics import MetricsLog, read_metrics
 
 SMALL: dict[str, Any] = {
     "steps": 50, "batch_size": 8, "seq_len": 32, "lr": 3e-3, "warmup_steps": 5, "eval_every": 25, "eval_batches": 3,
@@ -57,6 +60,36 @@ def _losses(rows: list[dict[str, Any]], key: str = "loss") -> np.ndarray:
 def _weights(out: Path) -> bytes:
     found = checkpoint.find(out)
     return b"".join((found.path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
+
+
+@pytest.mark.parametrize(("ranks", "deterministic"), [(2, True), (3, False)])
+def test_zero_1_gives_the_bits_of_whole_moments(
+    text: Path, tmp_path: Path, ranks: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank holds its part of the moments; a run goes on with or without it."""
+    monkeypatch.setitem(DataParallel.__init__.__kwdefaults__, "bucket_bytes", 4 * BLOCK * ranks)
+    how: dict[str, Any] = {"deterministic": deterministic, "batch_size": 24, "save_every": 0, "eval_every": 5}
+    whole, sharded = (_train(text, tmp_path / f"zero{z}", ranks, zero=z, steps=10, **how) for z in (0, 1))
+    part = {}
+
+    def look(comm: Communicator) -> None:
+        trainer = Trainer(_config(text, tmp_path / "other", zero=1, steps=20, resume=str(half), **how), comm)
+        part[comm.rank] = trainer.engine.optimizer.exp_avg.flat.size
+        trainer.run()
+
+    half = checkpoint.find(tmp_path / "zero0").path
+    spawn(look, ranks, timeout=100)
+    assert len(set(part.values())) == 1 and part[0] * ranks < _size(tmp_path / "zero0") + 2 * BLOCK * ranks
+    on = _train(text, tmp_path / "zero0", ranks, zero=0, steps=20, resume="auto", **how)[10:]
+    other = read_metrics(tmp_path / "other" / "metrics.jsonl")
+    for key in ("loss", "grad_norm"):
+        same = np.array_equal if deterministic else lambda a, b: np.allclose(a, b, rtol=1e-5)
+        assert same(_losses(whole, key), _losses(sharded, key)) and same(_losses(on, key), _losses(other, key))
+    assert not deterministic or _weights(tmp_path / "zero0") == _weights(tmp_path / "other")
+
+
+def _size(out: Path) -> int:
+    return sum(x.size for x in load_file(checkpoint.find(out).path / "model.safetensors").values())
 
 
 def test_a_run_learns_and_leaves_what_it_promises(text: Path, tmp_path: Path, capsys: Any) -> None:
@@ -189,7 +222,7 @@ def test_weights_that_are_not_finite_are_not_saved(text: Path, tmp_path: Path, s
 
 def test_what_is_refused(text: Path, tmp_path: Path) -> None:
     _train(text, tmp_path / "run", steps=2)
-    with pytest.raises(ConfigError, match="expected a folder without checkpoints, or --resume auto"):
+    with pytest.raises(ConfigError, match="expected an empty folder, or --resume auto .* got the checkpoints"):
         _train(text, tmp_path / "run", steps=2)
     with pytest.raises(CheckpointError, match="expected the model of this run"):
         _train(text, tmp_path / "run", 2, steps=4, resume="auto", model={**SMALL["model"], "intermediate_size": 64})
@@ -323,7 +356,7 @@ def test_init_from_hugging_face(text: Path, tmp_path: Path) -> None:
         _train(text, tmp_path / "third", 2, steps=2, init_from=str(source), model=model)
 
 
-def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path, caplog: Any) -> None:
+def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path) -> None:
     """One of as many characters would fit the weights; without the file it is the user's to know."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text().replace("b", "ß"))
@@ -343,15 +376,17 @@ def test_init_from_refuses_another_tokenizer(text: Path, tmp_path: Path, caplog:
     saved.write_text('{"kind": "numbers", "vocab_size": 9}')  # which tell of no text
     assert len(_train(text, tmp_path / "second", **chars)) == 1
     saved.unlink()
+    pytest.importorskip("tokenizers", reason="needs the extra 'tokenizers'")
+    theirs = source / "tokenizer.json"  # as a Hugging Face folder has one
+    with pytest.raises(CheckpointError, match=rf"{source}: .* of this run, chars, got {theirs} \(see --tokenizer\)"):
+        _train(text, tmp_path / "third", 2, **chars)
+    theirs.unlink()
     assert len(_train(other, tmp_path / "third", **chars)) == 1
-    (source / "tokenizer.json").write_text("{}")  # as a Hugging Face folder has one
-    _train(other, tmp_path / "fourth", **chars)
-    assert f"{source / 'tokenizer.json'} is there, but this run's tokenizer is chars: see --tokenizer" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(CollectiveTimeout("too late"), r"^after step 2: too late; the last checkpoint, of step 2, is good: --out .*"),
+    [(CollectiveTimeout("too late"), r"^after step 2: too late; the last checkpoint, of step 2, is good, go on by: .*"),
      (CompileError("sum.cu:3: undefined\nthe log"), r"^sum\.cu:3: undefined\nthe log")],
     ids=["timeout", "compiler"],
 )  # fmt: skip
@@ -383,7 +418,7 @@ def test_default_folder_is_one_that_is_free(text: Path, tmp_path: Path, monkeypa
     (runs / "tiny-3").mkdir()  # a start that failed
     train(resume="auto", steps=3)
     with pytest.raises(CheckpointError):
-        train(init_from=str(tmp_path))
+        train(init_from=str(tmp_path), tokenizer="bytes")
     assert not (runs / "tiny-4").exists()
     assert checkpoint.find(runs / "tiny").step == 2 and checkpoint.find(runs / "tiny-2").step == 3
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from kos import cuda
-from kos.train import checkpoint
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, OUTSIDE, SECONDS
 
 STEPS, ENOUGH = 600, 60

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,12 +12,12 @@ from unittest.mock import MagicMock
 import pytest
 
 from kos.testing import spawn
-from kos.train.machine import git_commit, limit_threads
+from kos.train.engine.machine import free_memory, git_commit, limit_threads
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr("kos.train.machine.thread_pools", MagicMock())
+    monkeypatch.setattr("kos.train.engine.machine.thread_pools", MagicMock())
     assert spawn(limit_threads, 1) == [8]
     assert spawn(limit_threads, 3) == [2, 2, 2]
     assert spawn(limit_threads, 16) == [1] * 16
@@ -29,8 +30,8 @@ def test_the_commit_says_where_files_differ(tmp_path: Path, monkeypatch: pytest.
         pytest.skip("needs git")
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
-    file, index = tmp_path / "kos" / "train" / "machine.py", tmp_path / ".git" / "index"
-    monkeypatch.setattr("kos.train.machine.__file__", str(file))
+    file, index = tmp_path / "kos" / "train" / "engine" / "machine.py", tmp_path / ".git" / "index"
+    monkeypatch.setattr("kos.train.engine.machine.__file__", str(file))
 
     def git(*words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -53,3 +54,39 @@ def test_the_commit_says_where_files_differ(tmp_path: Path, monkeypatch: pytest.
     assert git_commit() == f"{commit}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_commit() is None
+
+
+GROUPS = {
+    "no container": ({"proc/self/cgroup": "0::/\n"}, 900),
+    "a limit from which others have taken": (
+        {"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/memory.max": "700\n",
+         "sys/fs/cgroup/job/memory.current": "500\n", "sys/fs/cgroup/job/memory.stat": "anon 300\ninactive_file 50\n",
+         "sys/fs/cgroup/job/step/memory.max": "max\n", "sys/fs/cgroup/job/step/memory.current": "100\n"},
+        250,
+    ),
+    "a namespace, whose root is the container": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "600\n", "sys/fs/cgroup/memory.current": "20\n"},
+        580,
+    ),
+    "version 1": (
+        {"proc/self/cgroup": "9:cpu,cpuacct:/docker/x\n4:memory:/docker/x\n",
+         "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+         "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
+         "sys/fs/cgroup/memory/docker/x/memory.limit_in_bytes": "400\n",
+         "sys/fs/cgroup/memory/docker/x/memory.usage_in_bytes": "300\n",
+         "sys/fs/cgroup/memory/docker/x/memory.stat": "inactive_file 1\ntotal_inactive_file 30\n"},
+        130,
+    ),
+    "more taken than allowed": (
+        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "10\n", "sys/fs/cgroup/memory.current": "11\n"}, 0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("files", "expected"), GROUPS.values(), ids=list(GROUPS))
+def test_free_memory_is_what_is_left_of_every_limit(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    for name, content in {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 900 kB\n", **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        digits = re.sub(r"\b(\d+)$", r"\g<1>000", content, flags=re.MULTILINE) if "cgroup/" in name else content
+        (tmp_path / name).write_text(digits)
+    assert free_memory(tmp_path) == (900 << 10 if expected == 900 else 1000 * expected)

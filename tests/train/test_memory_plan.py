@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from kos.errors import ConfigError
-from kos.train.engines import memory_plan
-from kos.train.engines.memory_plan import GIB, plan_memory
-from kos.train.flags import parse
-from kos.train.ops.cuda import CudaOps
+from kos.train.config.flags import parse
+from kos.train.engine import memory_plan
+from kos.train.engine.memory_plan import GIB, plan_memory
+from kos.train.ops.cuda.dialect import CudaOps
 
 
 def plan(*flags, ranks=1):
@@ -19,8 +19,9 @@ def plan(*flags, ranks=1):
     ops = CudaOps.__new__(CudaOps)
     ops.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
     rounds = config.batch_size // config.micro_batch_size // ranks
+    model = config.model_config_for(256)
     return plan_memory(
-        config, config.model_config_for(256), ops, ranks=ranks, head_rows=8192, multiple=1, rounds=rounds
+        config, model, model.local(), ops, ranks=ranks, head_rows=8192, multiple=1, rounds=rounds
     )
 
 

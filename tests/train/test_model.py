@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kos.errors import InvalidArgument
-from kos.train import llama_config
-from kos.train.config import TrainConfig
-from kos.train.model import Llama
+from kos.train.config.options import TrainConfig
+from kos.train.model import llama_config
+from kos.train.model.llama import Gradients, Llama, Slot
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parameters import Parameters
 from tests.train.models import SCALING, small
 
 VARIANTS = {
@@ -126,7 +126,7 @@ def test_logits_loss_and_gradients_match_torch(variant, dtype):
 def test_several_query_blocks_and_head_chunks_match_torch(monkeypatch):
     monkeypatch.setattr(numpy_ops, "QUERY_BLOCK", 16)
     monkeypatch.setattr(numpy_ops, "BLOCK", 64)
-    monkeypatch.setattr("kos.train.model.HEAD_ROWS", 7)
+    monkeypatch.setattr("kos.train.model.llama.HEAD_ROWS", 7)
     config, model, weights, gradients = make("llama3", np.float64)
     tokens, targets = make_batch(config, 2, 53, seed=2, ignored=0.1)
     logits, loss, expected = torch_reference(config, weights, tokens, targets)
@@ -162,6 +162,64 @@ def test_repeated_steps_are_bit_identical_and_take_no_new_memory():
     assert model.loss_and_gradients(weights, tokens, targets, gradients, accumulate=False) == first
     assert np.array_equal(gradients.flat, kept)
     assert model.arena.in_use == 0 and model.arena.capacity == capacity
+
+
+@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
+def test_two_micro_batches_in_flight_give_the_bits_of_one_after_the_other(recompute):
+    config, _, weights, expected = make("tied", np.float32)
+    model = Llama(config, numpy_ops, recompute=recompute)
+    batches = [make_batch(config, 2, 9, seed) for seed in (4, 5)]
+    losses = [
+        model.loss_and_gradients(weights, *batch, expected, accumulate=index > 0)
+        for index, batch in enumerate(batches)
+    ]
+    scratch, gradients = model.arena.peak, weights.like()
+    slots, flights = [Slot(numpy_ops.make_arena()) for _ in batches], []
+    for slot, (tokens, targets) in zip(slots, batches, strict=True):
+        tokens_N, targets_N = tokens.reshape(-1), targets.reshape(-1)
+        x_ND = model.forward(weights, slot, model.embed(weights, tokens_N, 9, slot.arena), 9)
+        flights.append((x_ND, slot.arena.take(x_ND.shape, x_ND.dtype), tokens_N, targets_N))
+    assert slots[0].arena.in_use == slots[1].arena.in_use > 0 and model.arena.in_use == 0
+    for index, (slot, (x_ND, dx_ND, tokens_N, targets_N)) in enumerate(zip(slots, flights, strict=True)):
+        count, losses_N = np.ones(1, np.float32), np.zeros(len(targets_N), np.float32)
+        numpy_ops.count_targets(targets_N, count)
+        into = Gradients(gradients, index > 0, lambda name: None)
+        model.head_loss_and_gradients(weights, x_ND, targets_N, count, losses_N, dx_ND, into)
+        model.backward(weights, slot, dx_ND, 9, into)
+        model.embed_backward(tokens_N, 9, dx_ND, into)
+        assert losses_N.sum(dtype=np.float64) / count[0] == losses[index] and not (slot.inputs or slot.kept)
+    assert gradients.flat.tobytes() == expected.flat.tobytes()
+    assert model.arena.peak <= scratch, "scratch is shared"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_in_a_row_give_the_bits_of_the_whole(tied):
+    config, whole, weights, expected = make("tied" if tied else "untied", np.float32)
+    tokens, targets = make_batch(config, 2, 9, seed=4)
+    loss = whole.loss_and_gradients(weights, tokens, targets, expected, accumulate=False)
+    tokens_N, targets_N, stages = tokens.reshape(-1), targets.reshape(-1), []
+    for rank in range(2):
+        local = config.local(0, 1, rank, 2)
+        own = Parameters(config.parameter_shapes(local), np.float32, config.fused_groups(local))
+        for name in own:
+            own[name][...] = weights[name]
+        gradients = own.like()
+        gradients.flat[:] = np.nan
+        model = Llama(config, numpy_ops, local=local)
+        stages.append((model, own, Slot(numpy_ops.make_arena()), Gradients(gradients, False, lambda name: None)))
+    (first, own, slot, into), (last, last_own, last_slot, last_into) = stages
+    x_ND = first.forward(own, slot, first.embed(own, tokens_N, 9, slot.arena), 9)
+    x_ND = last.forward(last_own, last_slot, x_ND, 9)
+    count, losses_N, dx_ND = np.ones(1, np.float32), np.zeros(len(targets_N), np.float32), np.empty_like(x_ND)
+    numpy_ops.count_targets(targets_N, count)
+    last.head_loss_and_gradients(last_own, x_ND, targets_N, count, losses_N, dx_ND, last_into)
+    last.backward(last_own, last_slot, dx_ND, 9, last_into)
+    first.backward(own, slot, dx_ND, 9, into)
+    first.embed_backward(tokens_N, 9, dx_ND, into)
+    assert losses_N.sum(dtype=np.float64) / count[0] == loss
+    for name, value in expected.items():
+        parts = [stage[3].of[name] for stage in reversed(stages) if name in stage[1]]
+        assert sum(parts[1:], parts[0]).tobytes() == value.tobytes(), name
 
 
 def test_next_logits_are_the_last_of_logits():

@@ -11,16 +11,16 @@ import pytest
 from kos import cuda
 from kos.errors import InvalidArgument
 from kos.memory.array import Array
-from kos.train.gpt2 import GPT2Config, make_model
-from kos.train.llama_config import LlamaConfig
-from kos.train.model import Llama
+from kos.train.model.gpt2 import GPT2Config, make_model
+from kos.train.model.llama import Llama
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.ops.adamw import CudaAdamW
-from kos.train.ops.cuda import CudaOps
-from kos.train.optimizer import AdamW, Schedule, clip_coefficient, global_norm
-from kos.train.parameters import Parameters
+from kos.train.ops.cuda.adamw import CudaAdamW
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient, global_norm
 from tests.train.host_kernels.engine import rounded_at_random
-from tests.train.models import SCALING
+from tests.train.models import SCALING, queue
 from tests.train.test_model import torch_llama
 
 pytestmark = [
@@ -212,7 +212,7 @@ def test_adamw(ops, kind, gradient_dtype):
     theirs = AdamW(weights64)
     ours.queue_norm(gradients)  # kernels are loaded outside the capture
     with cuda.capture(ops.stream) as graph:
-        ours.queue(gradients, average=0.25)
+        queue(ours, gradients, average=0.25)
     for step in range(9):
         values = rng.normal(0, 0.5 if step % 2 else 1e-3, weights64.flat.size)
         rounded = values.astype(np.float32).astype(gradients.flat.dtype.numpy)
@@ -253,7 +253,7 @@ def test_adamw_without_master_weights(ops):
         gradients.flat.copy_from(ones, ops.stream)
         optimizer = CudaAdamW(ops, weights, None, Schedule("constant", 2e-4, 0, 100, 0))
         for _ in range(50):
-            optimizer.queue(gradients)
+            queue(optimizer, gradients)
         runs.append(weights.flat.numpy(ops.stream).astype(np.float64))
     assert np.array_equal(*runs)
     spacing = 2.0**-9
@@ -279,7 +279,7 @@ def test_weights_are_rounded_at_random(ops):
         weights.flat.copy_from(start, ops.stream)
         optimizer = CudaAdamW(ops, weights, None, schedule, seed=seed)
         optimizer.step_count = 7
-        optimizer.queue(gradients)
+        queue(optimizer, gradients)
         got = weights.flat.numpy(ops.stream)
         assert np.array_equal(got, rounded_at_random(exact, seed, 8, places)), f"seed {seed}"
         total += got.astype(np.float64)
@@ -296,7 +296,7 @@ def test_weights_that_are_lost_stay_so(ops):
     lost = np.full(300, 0x7FFFFFFF, np.uint32).view(np.float32)
     lost[100:200], lost[200:] = np.inf, -np.inf
     optimizer.exp_avg.flat.copy_from(lost, ops.stream)
-    optimizer.queue(weights.like("float32"))
+    queue(optimizer, weights.like("float32"))
     got = weights.flat.numpy(ops.stream).astype(np.float32)
     assert np.isnan(got[:100]).all() and (got[100:200] == -np.inf).all() and (got[200:] == np.inf).all()
 
@@ -319,6 +319,6 @@ def test_training_lowers_the_loss(ops):
             losses.append(
                 model.loss_and_gradients(weights, tokens, np.roll(tokens, -1, 1), gradients, accumulate=index > 0)
             )
-        optimizer.queue(gradients, average=0.5)
+        queue(optimizer, gradients, average=0.5)
     print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     assert losses[0] > 5 and losses[-1] < 1

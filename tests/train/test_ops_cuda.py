@@ -16,8 +16,8 @@ from kos import cuda
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import numpy as reference
-from kos.train.ops.cublaslt import Matmul
-from kos.train.ops.cuda import CudaOps
+from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.cuda.dialect import CudaOps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -163,9 +163,10 @@ def test_linear(ops, side, rng, arena, n, d, f):
     dx = side.nan(n, d)
 
     def backward(d_weight, add):
-        ops.linear_backward(d_out, x, weight, dx, d_weight, add, arena)
+        ops.linear_weight_gradient(d_out, x, d_weight, add, arena)
 
     weight_gradients(side, rng, (f, d), d_out64.T @ x64, backward, 8)
+    ops.linear_input_gradient(d_out, weight, dx)
     side.close(dx, d_out64 @ weight64, 4)
 
 

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from kos.train.optimizer import BLOCK, AdamW, Schedule, clip_coefficient, global_norm
-from kos.train.parameters import Parameters
+from kos.train.model.parameters import Parameters
+from kos.train.ops.optimizer import BLOCK, AdamW, Schedule, clip_coefficient, global_norm
 
 SHAPES = {"b.weight": (7, 2 * BLOCK // 7 + 5), "norm.weight": (33,), "a.weight": (3, 5), "other_norm.weight": (1,)}
 

@@ -13,13 +13,14 @@ import pytest
 from kos.comm.rendezvous.threads import ThreadGroup, ThreadRendezvous
 from kos.memory.array import Array
 from kos.testing import spawn
-from kos.train import loop, profile
-from kos.train.config import TrainConfig
-from kos.train.loop import Trainer
-from kos.train.ops import attention
-from kos.train.ops.adamw import CHUNK
-from kos.train.ops.cuda import CudaOps
-from kos.train.profile import Marks, Profiler, Span, cost, to_trace
+from kos.train import run as loop
+from kos.train.config.options import TrainConfig
+from kos.train.ops.cuda import attention
+from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.run import Trainer
+from kos.train.tools import profile
+from kos.train.tools.profile import Marks, Profiler, Span, cost, to_trace
 from tests.comm.fake_nccl import Group, communicator, no_gpu
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
@@ -27,6 +28,7 @@ from tests.train.host_kernels.engine import DeviceComm, host_engine, on_device
 from tests.train.test_engine_on_host import SMALL
 
 LOOKUPS = ("embedding", "embedding_backward")
+LINEAR = ("linear", "linear_input_gradient", "linear_weight_gradient")
 PRODUCTS = 4 * 2 + 1  # of the two layers of SMALL, and the head
 
 
@@ -34,7 +36,8 @@ def test_costs_follow_from_shapes():
     f32 = np.float32
     x, w, y, losses = np.zeros((6, 4), f32), np.zeros((5, 4), f32), np.zeros((6, 5), f32), np.zeros(6, f32)
     assert cost("linear", (x, w, y, None)) == (4 * (24 + 20 + 30), 2 * 6 * 5 * 4)
-    assert cost("linear_backward", (y, x, w, x, w, False, None)) == (4 * (30 + 2 * 24 + 2 * 20), 4 * 6 * 5 * 4)
+    assert cost("linear_input_gradient", (y, w, x)) == (4 * (30 + 20 + 24), 2 * 6 * 5 * 4)
+    assert cost("linear_weight_gradient", (y, x, w, False, None)) == (4 * (30 + 24 + 20), 2 * 6 * 5 * 4)
     heads, kv, d, samples, length = 4, 2, 3, 2, 7
     qkv, out = np.zeros((14, (heads + 2 * kv) * d), f32), np.zeros((14, heads * d), f32)
     lse = np.zeros((samples, heads, length), f32)
@@ -82,7 +85,7 @@ def test_on_the_cpu(tmp_path, capsys):
     table, spans = profiled(tmp_path, 2)
     for rank in range(2):
         found = count(spans, rank)
-        assert found[0, "linear"] == found[0, "linear_backward"] == 2 * 2 * PRODUCTS  # steps, micro-batches
+        assert {found[0, name] for name in LINEAR} == {2 * 2 * PRODUCTS}  # steps, micro-batches
         assert found[0, "attention"] == 2 * 2 * 2 and found[0, "optimizer"] == 2
         assert found[1, "all_reduce"] == 2
         assert found[1, "all_gather"] == 2 * 2  # what a step came to; before the second micro-batch whether to stop
@@ -145,23 +148,19 @@ def places(profiler, first=0):
     return [(span.name, span.of, span.begin, span.end) for span in profiler.spans[first:]]
 
 
-def test_products_of_an_operation(monkeypatch):
+def test_products(monkeypatch):
+    """Each is an operation of its own, by rows, columns out and columns in."""
     profiler, ops = watched(monkeypatch, HostOps())
-    x, weight, dx, d_weight = zeros(6, 4), zeros(5, 4), zeros(6, 4), zeros(5, 4)
-    ops.linear_backward(zeros(6, 5), x, weight, dx, d_weight, True, ops.make_arena())
-    whole = "linear_backward 6 x 5 x 4"
-    parts = [("d_weight 5 x 4 x 6", whole, 0, 1), ("d_input 6 x 4 x 5", whole, 1, 2)]
-    assert places(profiler) == [(whole, "", 0, 2), *parts]
-    costs = [(span.nbytes, span.flops) for span in profiler.spans[1:]]
-    assert costs == [(4 * (30 + 24 + 2 * 20), 240.0), (4 * (30 + 20 + 24), 240.0)]
+    x, weight, d_out = zeros(6, 4), zeros(5, 4), zeros(6, 5)
+    ops.linear(x, weight, d_out)
+    ops.linear_input_gradient(d_out, weight, x)
+    ops.linear_weight_gradient(d_out, x, weight, True, ops.make_arena())
+    assert places(profiler) == [(f"{name} 6 x 5 x 4", "", 2 * at, 2 * at + 1) for at, name in enumerate(LINEAR)]
+    assert [(span.nbytes, span.flops) for span in profiler.spans] == [(4 * (24 + 20 + 30), 240.0)] * 3
     profiler.bandwidth, profiler.arithmetic = 1e9, 1e12
-    table = [line.split() for line in profiler.table([4.0], profiler.spans).splitlines()]
-    assert [(row[0], row[-5], row[-1]) for row in table[1:4]] == [
-        ("linear_backward", "0.002", "24%"), ("d_weight", "0.001", "38%"), ("d_input", "0.001", "30%"),
-    ]  # fmt: skip
-    assert table[4][:4] == ["a", "step", "0.004,", "50.0%"]
-    ops.linear(x, weight, zeros(6, 5))
-    assert places(profiler, 3) == [("linear 6 x 5 x 4", "", 3, 4)]  # one product: nothing to tell apart
+    table = [line.split() for line in profiler.table([6.0], profiler.spans).splitlines()]
+    assert [(row[0], row[-5], row[-1]) for row in table[1:4]] == [(name, "0.001", "30%") for name in LINEAR]
+    assert table[4][:4] == ["a", "step", "0.006,", "50.0%"]
 
 
 def test_kernels_of_an_operation(monkeypatch):
@@ -232,7 +231,7 @@ def test_on_the_emulated_device(tmp_path, monkeypatch, graph):
     monkeypatch.setattr(profile, "ROWS", 64)
     table, spans = profiled(tmp_path, 1, DeviceComm, device="cuda", graph=graph)
     found = count(spans)
-    assert found[0, "linear"] == found[0, "linear_backward"] == 2 * 4 * PRODUCTS
+    assert {found[0, name] for name in LINEAR} == {2 * 4 * PRODUCTS}
     assert found[0, "adamw"] == found[0, "prepare"] == found[0, "squares"] == 2
     assert {span["dur"] for span in spans} == {1.0}  # nothing is marked in between
     begins = [span["ts"] for span in spans]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.train import checkpoint
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.tools.metrics import read_metrics
 
 MPIRUN = shutil.which("mpirun")
 SECONDS = 40  # of a run, which takes some 5

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from kos.errors import CheckpointError, TrainingError
-from kos.train import checkpoint, sample
+from kos.train import sample
+from kos.train.checkpoint import checkpoint
+from kos.train.model.generate import generate
 from tests.train.test_loop import _train, text
 
 __all__ = ["text"]
@@ -40,7 +42,7 @@ class Fixed:
 
 def _draw(count: int, logits: np.ndarray = LOGITS, seed: int = 11, **settings: Any) -> list[int]:
     model: Any = Fixed(logits)
-    return list(sample.generate(model, {}, [0], count, seed=seed, **settings))
+    return list(generate(model, {}, [0], count, seed=seed, **settings))
 
 
 def _odds(temperature: float, among: list[int]) -> np.ndarray:
@@ -105,7 +107,7 @@ def test_a_stop_token_ends_it() -> None:
 def test_the_context_is_the_last_tokens() -> None:
     model: Any = Fixed()
     prompt = [7, 6, 5, 4]
-    drawn = list(sample.generate(model, {}, prompt, 6, seed=0))
+    drawn = list(generate(model, {}, prompt, 6, seed=0))
     whole = prompt + drawn
     assert model.contexts == [whole[max(0, end - LONGEST) : end] for end in range(4, 10)]
 
@@ -175,11 +177,11 @@ def test_as_a_command(run: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (["--temperature", "-1"], "--temperature"),
-        (["--temperature", "nan"], "--temperature"),
-        (["--top-k", "-1"], "--top-k"),
-        (["--tokens", "-1"], "--tokens"),
-        (["--seed", "-1"], "--seed"),
+        (["--temperature", "-1"], "temperature:"),
+        (["--temperature", "nan"], "temperature:"),
+        (["--top-k", "-1"], "top_k:"),
+        (["--tokens", "-1"], "tokens:"),
+        (["--seed", "-1"], "seed:"),
         (["--prompt", "Ω"], "Ω"),
     ],
 )

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kos.train import checkpoint, huggingface
-from kos.train.config import TrainConfig
-from kos.train.data import load_data
-from kos.train.model import Llama
+from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import load_data
+from kos.train.model.llama import Llama
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.optimizer import AdamW
-from kos.train.parameters import Parameters
+from kos.train.ops.optimizer import AdamW
 from tests.train import test_loop
 from tests.train.beside_torch import losses_beside_torch
 from tests.train.test_loop import text

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,18 +20,21 @@ import pytest
 from kos.comm.communicator import Communicator
 from kos.errors import CollectiveTimeout, ConfigError
 from kos.testing import spawn
-from kos.train import checkpoint, console, failures
-from kos.train.config import TrainConfig
-from kos.train.engines import cpu
-from kos.train.failures import alone, together
-from kos.train.huggingface import tensors_of
-from kos.train.loop import Trainer
-from kos.train.metrics import read_metrics
+from kos.train.checkpoint import checkpoint
+from kos.train.checkpoint.huggingface import tensors_of
+from kos.train.config.options import TrainConfig
+from kos.train.engine import cpu
+from kos.train.model.llama import Llama
+from kos.train.parallel import failures
 from kos.train.parallel.data import DataParallel
-from kos.train.stopping import Stop, Stopped
+from kos.train.parallel.failures import alone, together
+from kos.train.parallel.stopping import Stop, Stopped
+from kos.train.run import Trainer
+from kos.train.tools import console
+from kos.train.tools.metrics import read_metrics
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
 from tests.train.test_cli import ENVIRONMENT, SHAPE
-from tests.train.test_loop import SMALL, _config, _train, _weights, text
+from tests.train.test_loop import _config, _train, _weights, text
 
 __all__ = ["text"]
 
@@ -176,16 +181,16 @@ def test_a_save_that_takes_long_is_waited_for_and_that_is_said(monkeypatch: Any)
 
 
 MOMENTS = {
-    "imports": "from kos.train import flags\nparse = flags.parse\nflags.parse = lambda a: (go(), parse(a))[1]\n",
-    "loading": "from kos.train import loop\nloop.load_data = lambda config: go()\n",
-    "weights": "from kos.train.llama_config import LlamaConfig\nLlamaConfig.init_weights = lambda *a: go()\n",
-    "validation": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.evaluate\n"
+    "imports": "from kos.train.config import flags\nparse = flags.parse\nflags.parse = lambda a: (go(), parse(a))[1]\n",
+    "loading": "from kos.train import run as loop\nloop.load_data = lambda *a: go()\n",
+    "weights": "from kos.train.model.llama_config import LlamaConfig\nLlamaConfig.init_weights = lambda *a: go()\n",
+    "validation": "from kos.train.engine import cpu\nlast = cpu.CpuEngine.evaluate\n"
     "cpu.CpuEngine.evaluate = lambda self: (go(), last(self))[1]\n",
-    "checkpoint": "from kos.train import checkpoint\nsave = checkpoint.save\n"
+    "checkpoint": "from kos.train.checkpoint import checkpoint\nsave = checkpoint.save\n"
     "checkpoint.save = lambda *a, **k: (go(), save(*a, **k))[1]\n",
-    "last step": "from kos.train.engines import cpu\nlast = cpu.CpuEngine.start_step\n"
+    "last step": "from kos.train.engine import cpu\nlast = cpu.CpuEngine.start_step\n"
     "cpu.CpuEngine.start_step = lambda self, step, stop: (step == 5 and go(), last(self, step, step == 5))[1]\n",
-    "sample": "from kos.train import loop\nlast = loop.sample_text\n"
+    "sample": "from kos.train import run as loop\nlast = loop.sample_text\n"
     "loop.sample_text = lambda *a, **k: (go(), last(*a, **k))[1]\n",
 }
 
@@ -206,11 +211,12 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
     assert done.stderr == (early if moment in ("imports", "loading", "weights", "validation") else "")
     steps = {"checkpoint": 4, "last step": 6, "sample": 6}.get(moment)
     assert steps is None or checkpoint.find(tmp_path / "run").step == steps
-    assert ("go on with the same settings" in done.stdout) == (moment == "checkpoint"), done.stdout
+    assert ("go on by: " in done.stdout) == (moment == "checkpoint"), done.stdout
 
 
 def test_a_second_signal_ends_at_once(text: Path, tmp_path: Path) -> None:
-    code = "import os, signal, sys\nfrom kos.train import __main__ as main, checkpoint\n"
+    code = "import os, signal, sys\nfrom kos.train import __main__ as main\n"
+    code += "from kos.train.checkpoint import checkpoint\n"
     code += "checkpoint.save = lambda *a, **k: [os.kill(os.getpid(), s) for s in (signal.SIGUSR1, signal.SIGTERM)]\n"
     command = [sys.executable, "-c", code + "sys.exit(main.main())", *SHAPE, "--data", str(text), "--steps=2"]
     command += ["--out", str(tmp_path)]
@@ -234,9 +240,8 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
         "tiny", seq_len=seq_len, batch_size=4, micro_batch_size=micro, recompute=recompute, model=shape
     )
     model = config.model.resolve(256, seq_len)
-    comm = SimpleNamespace(rank=0, local_size=1)
     monkeypatch.setattr(cpu, "eval_shape", lambda config: (0, 0))
-    plan = cpu.plan_memory(config, model, comm)  # type: ignore[arg-type]
+    plan = cpu.plan_memory(config, model, model.local(), 1, True)
     llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
     weights = cpu.Parameters(model.parameter_shapes(), groups=model.fused_groups())
     tokens = np.zeros((micro, seq_len), np.int32)
@@ -248,7 +253,8 @@ def test_the_memory_plan_is_what_a_pass_takes(kind: str, recompute: str, monkeyp
     if recompute == "norms":
         return  # it evaluates as "block" does
     monkeypatch.undo()
-    evaluated = cpu.plan_memory(config.model_copy(update={"micro_batch_size": 1, "batch_size": 64}), model, comm)  # type: ignore[arg-type]
+    config = config.model_copy(update={"micro_batch_size": 1, "batch_size": 64})
+    evaluated = cpu.plan_memory(config, model, model.local(), 1, True)
     tokens = np.zeros((min(64, 16384 // seq_len), seq_len), np.int32)
     llama = cpu.make_model(model, cpu.numpy_ops, recompute=recompute)
     llama.loss(weights, tokens, tokens)
@@ -270,14 +276,61 @@ def test_too_little_memory_is_said_before_any_is_taken(text: Path, tmp_path: Pat
         (1, 120, "a --micro-batch-size below 16 or --recompute block or a smaller model"),
     ):
         monkeypatch.setattr(cpu, "free_memory", lambda gib=gib: gib << 30)
-        comm: Any = SimpleNamespace(rank=0, local_size=ranks)
+        model = large.model_config_for(256)
         with pytest.raises(ConfigError, match=f"activations .*; less takes {said}$"):
-            cpu.plan_memory(large, large.model_config_for(256), comm).check()
+            cpu.plan_memory(large, model, model.local(), ranks, True).check()
 
 
-def test_what_a_step_will_take_is_said(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr(cpu, "product_speed", lambda: 1e5)
-    rows = _train(text, tmp_path, 2, steps=1)
-    model = TrainConfig.from_preset("tiny", **SMALL).model.resolve(256, 32)
-    minutes = model.flops_per_token(32).causal * 8 * 32 / 2 / 1e5 / 60
-    assert f"a step: about {minutes:.0f} min" in capsys.readouterr().out and len(rows) == 1
+def test_the_time_of_a_run_is_told_from_a_trial_step(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """Whatever takes it: here every part of a pass waits, which no speed of products would tell."""
+    passes, pause = [0], 0.02
+
+    def slow(self: Llama, *arguments: Any, **options: Any) -> Any:
+        time.sleep(pause)
+        passes[0] += 1
+        return block(self, *arguments, **options)
+
+    block = Llama.block
+    monkeypatch.setattr(Llama, "block", slow)
+    began = time.monotonic()
+    _train(text, tmp_path, steps=6, eval_every=3, eval_batches=2, micro_batch_size=2, sample_tokens=0)
+    lasted, said = time.monotonic() - began, capsys.readouterr().out
+    told = re.search(r"about ([\d.]+) s in all: 6 steps of ([\d.]+) s, 3 validations of ([\d.]+) s", said)
+    assert told, said
+    whole, step, validation = map(float, told.groups())
+    layers, micro_batches = 2, 4
+    assert step >= layers * micro_batches * pause and validation > 0
+    assert 6 * layers * micro_batches * pause <= whole <= 2 * lasted
+    assert whole == pytest.approx(6 * step + 3 * validation, rel=0.02)
+
+
+def test_no_validation_where_none_is_wanted(text: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(cpu.CpuEngine, "evaluate", None)
+    rows = _train(text, tmp_path, 2, steps=4, eval_every=2, eval_batches=0)
+    assert len(rows) == 4 and not any("val" in key for row in rows for key in row)
+    said = capsys.readouterr().out
+    assert "validation loss" not in said and "validations" not in said
+    assert re.search(r"about [\d.]+ s in all: 4 steps of [\d.]+ s\n", said)
+
+
+def test_what_is_left_of_a_long_run_is_said(monkeypatch: Any, capsys: Any) -> None:
+    clock = iter(range(0, 1000, 30))
+    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: 0.0, perf_counter=lambda: next(clock)))
+    lines = console.Console(0, 12)
+    for step in range(5, 13):
+        lines.step({"step": step, "loss": 1.0, "tokens_per_second": 1.0}, log=step % 2 == 0)
+    left = re.findall(r"^step +(\d+)/12 .* tokens/s(?:  (.*) left)?$", capsys.readouterr().out, re.MULTILINE)
+    assert left == [("6", "3 min"), ("8", "2 min"), ("10", "60 s"), ("12", "")]
+
+
+@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"deterministic": True}])
+def test_a_trial_step_leaves_nothing(text: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: Any) -> None:
+    """Neither in weights that are drawn or read, nor in the optimizer's state."""
+    _train(text, tmp_path / "first", steps=1)
+    source = str(checkpoint.find(tmp_path / "first").path)
+    for name in ("tried", "plain"):
+        _train(text, tmp_path / name, 2, steps=2, init_from=source, micro_batch_size=2, **options)
+        _train(text, tmp_path / f"{name} anew", 2, steps=2, micro_batch_size=2, **options)
+        monkeypatch.setattr(cpu.CpuEngine, "trial", lambda self: None)
+    for run in ("", " anew"):
+        assert _weights(tmp_path / f"tried{run}") == _weights(tmp_path / f"plain{run}")

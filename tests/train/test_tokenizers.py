@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kos.errors import ConfigError, DataError
-from kos.train import tokenizers as kos_tokenizers
-from kos.train.tokenizers import (
+from kos.errors import CheckpointError, ConfigError, DataError
+from kos.train.checkpoint import checkpoint
+from kos.train.data import tokenizers as kos_tokenizers
+from kos.train.data.batches import load_data
+from kos.train.data.tokenizers import (
     ByteTokenizer,
     CharTokenizer,
     HuggingFaceTokenizer,
@@ -23,8 +25,11 @@ from kos.train.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
+from kos.train.model.parameters import Parameters
+from kos.train.ops.optimizer import AdamW
 from tests.train.refusal import refused
-from tests.train.test_loop import _train, text
+from tests.train.test_checkpoint import MODEL
+from tests.train.test_loop import _config, _train, text
 
 __all__ = ["text"]
 
@@ -194,3 +199,79 @@ def test_a_run_goes_on_with_its_tokenizer_elsewhere(text: Path, tmp_path: Path, 
     shutil.copytree(huggingface_file.parent, tmp_path / "copy")
     rows = _train(text, tmp_path / "run", steps=2, tokenizer=str(tmp_path / "copy"), resume="auto")
     assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_a_checkpoint_takes_its_own_tokenizer(text: Path, tmp_path: Path, huggingface_file: Path) -> None:
+    """With begin and end, which its tokenizer.json alone does not name; as a file, as a folder, or unnamed."""
+    _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
+    source = checkpoint.find(tmp_path / "run").path
+    settings = json.loads((source / "config.json").read_text())
+    assert (settings["bos_token_id"], settings["eos_token_id"]) == (0, 1)
+    for number, spec in enumerate((str(source / "tokenizer.json"), str(source), "auto")):
+        out = tmp_path / str(number)
+        assert len(_train(text, out, steps=1, init_from=str(source), tokenizer=spec)) == 1
+        assert json.loads((checkpoint.find(out).path / "config.json").read_text())["eos_token_id"] == 1
+    shutil.copytree(source, tmp_path / "hugging face")
+    (tmp_path / "hugging face" / "kos_tokenizer.json").unlink()
+    again = make_tokenizer(str(tmp_path / "hugging face"))
+    assert (again.eos, again.start) == (1, 0) and again.encode(TEXT).size
+
+
+def test_a_tokenizer_that_another_version_wrote(text: Path, tmp_path: Path, huggingface_file: Path) -> None:
+    """Merges were one string each, and what a library adds has a default."""
+    _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
+    saved = checkpoint.find(tmp_path / "run").path / "kos_tokenizer.json"
+    values = json.loads(saved.read_text())
+    model = values["tokenizer"]["model"]
+    model["merges"] = [" ".join(pair) for pair in model["merges"]]
+    del model["ignore_merges"], model["byte_fallback"]
+    saved.write_text(json.dumps(values))
+    settings: dict[str, Any] = {"steps": 1, "init_from": str(saved.parent), "tokenizer": str(huggingface_file)}
+    assert len(_train(text, tmp_path / "new", **settings)) == 1
+    model["merges"] = model["merges"][:-1]
+    saved.write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match="expected the tokenizer of this run"):
+        _train(text, tmp_path / "other", 2, **settings)
+
+
+def test_weights_bring_their_tokenizer(text: Path, tmp_path: Path, huggingface_file: Path, capsys: Any) -> None:
+    """Text is not read as bytes where the folder of --init-from has a tokenizer, or may want one."""
+    _train(text, tmp_path / "run", steps=1, tokenizer=str(huggingface_file))
+    folder = tmp_path / "weights"
+    shutil.copytree(checkpoint.find(tmp_path / "run").path, folder)
+    (folder / "kos_tokenizer.json").unlink()
+    capsys.readouterr()
+    assert len(_train(text, tmp_path / "theirs", steps=1, init_from=str(folder))) == 1
+    assert f"words.txt ({folder}/tokenizer.json)" in capsys.readouterr().out
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=f"--tokenizer: expected the one of the weights in {folder}, .* got none"):
+        _train(text, tmp_path / "none", 2, steps=1, init_from=str(folder))
+    assert load_data(_config(text, None, init_from=str(folder), tokenizer="bytes")).tokenizer.kind == "bytes"
+
+
+SPELT = [(ByteTokenizer(), TEXT), (CharTokenizer(TEXT), TEXT), (NumberTokenizer(77), "5 76 0")]
+
+
+@pytest.mark.parametrize(("tokenizer", "text"), SPELT)
+def test_every_tokenizer_as_a_tokenizer_json(tokenizer: Any, text: str) -> None:
+    """What transformers reads gives the numbers that the model was trained on, and the text back."""
+    library = pytest.importorskip("tokenizers")
+    theirs = library.Tokenizer.from_str(json.dumps(tokenizer.huggingface()))
+    assert theirs.get_vocab_size() == tokenizer.vocab_size
+    ids = tokenizer.encode(text).tolist()
+    assert theirs.encode(text).ids == ids and theirs.decode(ids) == text
+
+
+@pytest.mark.parametrize("kind", ["bytes", "chars", "numbers", "huggingface"])
+def test_transformers_load_it_from_a_checkpoint(tmp_path: Path, huggingface_file: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers")
+    spelt = {tokenizer.kind: (tokenizer, text) for tokenizer, text in SPELT}
+    tokenizer, text = spelt.get(kind) or (make_tokenizer(str(huggingface_file)), TEXT)
+    model = Parameters(MODEL.parameter_shapes())
+    path = checkpoint.save(
+        tmp_path, step=1, optimizer=AdamW(model), model=MODEL, tokenizer=tokenizer, config={}, keep=1, before=0
+    )
+    theirs = transformers.AutoTokenizer.from_pretrained(str(path))
+    ids = tokenizer.encode(text).tolist()
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (tokenizer.bos, tokenizer.eos)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.train import huggingface
-from kos.train.gpt2 import GPT2Config, make_model
-from kos.train.llama_config import LlamaConfig
+from kos.train.checkpoint import huggingface
+from kos.train.model.gpt2 import GPT2Config, make_model
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parameters import Parameters
 from tests.train.models import SCALING
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
@@ -46,7 +46,7 @@ def dialect(request):
         return numpy_ops, "float64", np.zeros
     if cuda.unavailable() is not None:
         pytest.skip(f"needs a GPU: {cuda.unavailable()}")
-    from kos.train.ops.cuda import CudaOps
+    from kos.train.ops.cuda.dialect import CudaOps
 
     ops = CudaOps(0)
     return ops, "float32", ops.zeros

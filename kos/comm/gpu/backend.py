@@ -51,6 +51,8 @@ Launch = Callable[[int], None]
 KNOWN = 4096
 """Routes that are cached: of calls with the same addresses, which a program makes again and again."""
 _IN_PIECES = POINT_TO_POINT | {"reduce_scatter_v", "all_gather_v", "all_to_all_v"}
+_SHOW_EVERY = 0.02
+"""Seconds of waiting on the host after which a rank shows the others for whom it waits."""
 _ENDED = "what was in flight was ended, and its results are undefined"
 
 
@@ -98,6 +100,8 @@ class DeviceBackend(Backend):
         self._captures = False  # whether the last call that was to have a mark was captured
         self._scratch = ScratchPool(self.device)
         self._closing = False
+        self._kernel_waits: list[int] = []  # at the watchdog's last look
+        self._seen = -1  # the last collective at that look
 
     def join(self, others: Sequence[DeviceBackend]) -> None:
         """Carry one communicator's operations together with ``others`` of this GPU."""
@@ -340,21 +344,33 @@ class DeviceBackend(Backend):
 
     def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        idle = self.idle()
+        began, idle = time.monotonic(), self.idle()
+        show_at = first = began + _SHOW_EVERY
         try:
             while not over():
                 self.check(o)
                 if self.broken is not None:  # the watchdog was first: of a rank that died it alone knows
                     raise again(self.broken)
-                if deadline is not None and time.monotonic() > deadline:
-                    raise CollectiveTimeout(f"{o}: not complete after {timeout:g} s; {self.missing(o)}")
+                now = time.monotonic()
+                if timeout is not None and now - began > timeout:
+                    raise self._expired(o, timeout)
+                if now > show_at:
+                    self.report_wait(o)
+                    show_at = now + _SHOW_EVERY
                 idle.pause(0, None)
             self.check(o)  # what is over was begun by all ranks: they are known to have agreed, or not
             if self.broken is not None:
                 raise again(self.broken)
         except Exception as error:
             self._raise(o, error)
+        finally:  # after its failure is posted: a rank that does neither is to blame
+            if show_at > first:
+                self.report_wait(None)
+
+    def _expired(self, o: Call, timeout: float) -> KosError:
+        """Fail ``o``, whose time is up: not while the watchdog does, which would take what ends here for the cause."""
+        with self.shared.lock:
+            return self.failed(o, again(self.broken) if self.broken is not None else self.timed_out(o, timeout))
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
@@ -381,11 +397,84 @@ class DeviceBackend(Backend):
 
     def bounded(self, function: Callable[[], Any], timeout: float | None, what: str) -> Any:
         """What ``function()`` returns, on a thread of its own: see ``on_thread``."""
-        return on_thread(function, what, self.device, self._check_others)(timeout)
+        return self.finish(on_thread(function, what, self.device, self.check_others), timeout)
 
-    def _check_others(self) -> None:
-        if self.broken is None:  # else this call is how that ends
-            self.shared.confirm()
+    def finish(self, waits: Callable[[float | None], Any], timeout: float | None) -> Any:
+        """What ``on_thread`` gave returns; other ranks see that this one waits, or why no longer."""
+        try:
+            return waits(timeout)
+        except KosError as error:
+            self.ledger.board.post_failure(error)
+            raise
+        finally:
+            if self.broken is None:
+                self.report_wait(None)
+
+    def check_others(self, what: str, waited: float, timeout: float | None) -> None:
+        """While a call of a library does not return, which may wait for other ranks."""
+        late, ends = timeout is not None and waited > timeout, self.broken is not None
+        text = f"{what}: not begun by all ranks after {timeout:g} s" if late else ""
+        if late and (ends or self.size == 1):
+            raise CollectiveTimeout(text)
+        if ends:  # this call is how it ends
+            return
+        self.shared.confirm()
+        last = self.shared.last or Call(Operation(what, self.rank))
+        if late:
+            known = self.late(last)
+            raise self.ledger.overdue(known or self._others, text, None)
+        self.report_wait(last)
+
+    # Who is late.
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def kernel_waits(self) -> list[int]:
+        """The ranks that a kernel has waited for since the last look, as far as known."""
+        return []
+
+    def late(self, call: Call) -> list[int]:
+        """The ranks that ``call``, or what is queued with it, waits for, as far as known."""
+        shared, message = self.shared, call.operation.message
+        return (
+            shared.missing(call)
+            or [rank for part in self.together for rank in part._kernel_waits]
+            or sorted({rank for rank in (message.src, message.dst) if rank not in (None, self.rank)})
+            or (shared.missing(shared.last) if shared.last is not None else [])
+        )
+
+    def arrived(self, call: Call) -> list[int]:
+        """The ranks that are known to have begun ``call``, and may wait for a stream."""
+        if self.shared.calls is None or not call.collective:
+            return []
+        missing = self.shared.missing(call)
+        return [rank for rank in self._others if rank not in missing]
+
+    def _elsewhere(self) -> list[int]:
+        """The ranks of the world that other communicators of this GPU wait for: kernels run one after another."""
+        queued = list(self.ledger.board.queued.items())
+        return sorted({rank for backend, ranks in queued if backend not in self.together for rank in ranks})
+
+    def report_wait(self, call: Call | None) -> None:
+        board, world = self.ledger.board, self.ledger.world
+        if call is None:
+            return board.post_wait(None)
+        known = [world[rank] for rank in self.late(call)] or self._elsewhere()
+        # Any may be late: first those that do not wait, for a board has few places.
+        board.post_wait(known or sorted((world[r] for r in self._others), key=lambda r: board.awaited(r) is not None))
+
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
+        others, ledger = self._others, self.ledger
+        if late := self.late(call):
+            return ledger.overdue(late, call, seconds, arrived=self.arrived(call))
+        if elsewhere := self._elsewhere():
+            return ledger.overdue([], call, seconds, elsewhere=elsewhere)
+        error = ledger.overdue(others, call, seconds)
+        if len(error.ranks) < len(others) or all(ledger.board.halted(rank) for rank in error.ranks):
+            return error if error.ranks else super().timed_out(call, seconds)
+        return super().timed_out(call, seconds)
 
     # Failures.
 
@@ -403,6 +492,7 @@ class DeviceBackend(Backend):
                     self.inspect(latest)
                     if self.marks:
                         self._look_at_deadlines(time.monotonic())
+                self._show_queue()
             except Exception as error:
                 self.failed(latest, again(error, f"{error}; {_ENDED}") if isinstance(error, KosError) else error)
 
@@ -410,14 +500,20 @@ class DeviceBackend(Backend):
         """Raise CollectiveTimeout for what the GPU began longer ago than its timeout, or a rank did not begin."""
         if (overdue := self._marks.overdue(now)) is not None:
             late = overdue[0] or self._last or Call(Operation("watchdog", self.rank))
-            raise CollectiveTimeout(f"{late}: not complete after {overdue[1]:g} s; {self.missing(late)}")
+            raise self.timed_out(late, overdue[1])
         if not self._marks.running and not self._captures:
             self.shared.look_for_the_late(now, self)
         self.streams.current = self.streams.NONE  # the next call is marked again
 
-    def missing(self, call: Call) -> str:
-        late = self.shared.missing(call)
-        return f"{self.ledger.names(late)} did not arrive" if late else super().missing(call)
+    def _show_queue(self) -> None:
+        """Show the other ranks for whom the GPU waits: the program may wait for a stream, and not within kos."""
+        late = self._kernel_waits = self.kernel_waits()
+        last = self.shared.last_of(self)
+        if not late and last is not None:
+            late = self.shared.missing(last) if last.sequence == self._seen else []
+            self._seen = last.sequence
+        if late or self in self.ledger.board.queued:
+            self.ledger.board.post_queued(self, [self.ledger.world[rank] for rank in late])
 
     def lost(self, error: KosError) -> bool:
         """Whether ``error`` is that this rank's GPU is of no more use."""
@@ -433,14 +529,15 @@ class DeviceBackend(Backend):
         """Also ends what is in flight, here and in what fails together, and reports the failure to the other ranks."""
         with self.shared.lock:
             if self.broken is not None:
-                if not isinstance(error, KosError):  # a launch amid which the watchdog ended the communicator
-                    error = again(self.broken, f"{call}: the communicator failed before: {self.broken}")
-                return super().failed(call, error)
+                launching = not isinstance(error, KosError)  # amid which the watchdog ended the communicator
+                text = f"{call}: the communicator failed before: {self.broken}" if launching else None
+                return super().failed(call, again(self.broken, text))  # of which ``error`` is a consequence
             failure = super().failed(call, self.cause(call, error))
             record_failure(call, failure)
             self.shared.report(call, failure, self.lost(failure))
             self.shared.broken = failure
             for each in self.together:
+                self.ledger.board.post_queued(each, ())
                 each.broken = each.broken or again(failure)
                 each.signal_abort()  # of all before any is ended: that may wait for the whole GPU
             for each in self.together:
@@ -454,7 +551,7 @@ class DeviceBackend(Backend):
         """``error``, or what the other ranks of the host know better."""
         if not isinstance(error, KosError) or self.lost(error):
             return error
-        return self.shared.cause(o, error)
+        return self.shared.explained(o, error)
 
     def signal_abort(self) -> None:
         """Let kernels of our own that wait for other ranks end, without waiting for that."""
@@ -467,6 +564,7 @@ class DeviceBackend(Backend):
         """End the watchdog's looks; waits for one that has begun."""
         with self.shared.lock:
             self._closing = True
+            self.ledger.board.post_queued(self, ())
         watchdog.remove(self)
 
     def abort(self, reason: str) -> None:

@@ -147,7 +147,8 @@ class Windows:
 
     def unused(self) -> list[int]:
         """The windows that have neither arrays nor graphs on this rank."""
-        return [number for number in list(self._dropped) if not self.memories[number].in_graphs()]
+        dropped = [(number, self.memories.get(number)) for number in list(self._dropped)]
+        return [number for number, memory in dropped if memory is not None and not memory.in_graphs()]
 
     def unused_everywhere(self) -> list[int]:
         """The windows that have neither arrays nor graphs on any rank.  Collective."""
@@ -158,7 +159,10 @@ class Windows:
         """Free windows in the order of their registration, the same on all ranks."""
         with driver.on_device(self._device), relaxed_capture():
             for number in sorted(numbers):
-                self._dropped.remove(number)
+                try:
+                    self._dropped.remove(number)
+                except ValueError:  # ``release`` has freed it, which the collector may call meanwhile
+                    continue
                 memory = self.memories.pop(number)
                 memory.forget()
                 self._free(memory)

@@ -24,6 +24,7 @@ from typing import Any
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
+from kos.comm.failures import EndedEarly
 from kos.comm.gpu import nccl_binding as binding
 from kos.comm.gpu.backend import DeviceBackend, Launch, device_of
 from kos.comm.gpu.memory import Piece, Scratch, Windows, exchange_of, whole
@@ -97,14 +98,14 @@ class NCCLBackend(DeviceBackend):
         """Start to create the communicator of all ranks on a thread, since that takes seconds."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
         join = partial(binding.join, self.size, identities[0], self.rank, "kos")
-        return on_thread(join, "nccl: init", self.device, self._check_others)
+        return on_thread(join, "nccl: init", self.device, self.check_others)
 
     @property
     def _comm(self) -> Any:
         """NCCL's communicator, once all ranks have joined it; None after its end."""
         joining = self._joining
         if joining is not None:
-            comm = self._named(lambda: joining(self.timeout))
+            comm = self._named(lambda: self.finish(joining, self.timeout))
             if self._joining is joining:  # else it has ended since
                 self._comm = comm
         return self._handle
@@ -124,6 +125,8 @@ class NCCLBackend(DeviceBackend):
             named = binding.error_of(error, what)
             if named is None:
                 raise
+            if isinstance(named, EndedEarly):
+                named = self.shared.explained(Call(Operation(what, self.rank)), named)
             raise named from error
 
     def split(
@@ -205,7 +208,9 @@ class NCCLBackend(DeviceBackend):
     def inspect(self, o: Call) -> None:
         problem = binding.async_error(self._handle) if self._handle is not None else None
         if problem is not None:
-            raise CollectiveError(f"{o}: {problem}")
+            error = EndedEarly(f"{o}: {problem}")  # mostly: another rank is gone
+            error.unexplained = CollectiveError
+            raise error
 
     def failed(self, call: Call, error: Exception) -> KosError:
         return super().failed(call, binding.error_of(error, str(call)) or error)

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.failures import EndedEarly
 from kos.cuda.driver import call, cu
 from kos.dtypes import DTYPES, DType
-from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, RankLost, install
+from kos.errors import BackendUnavailable, CollectiveError, CudaError, InvalidArgument, KosError, install
 
 _CUDA_ERROR, _INVALID_ARGUMENT, _INVALID_USAGE, _REMOTE_ERROR, _IN_PROGRESS = 1, 4, 5, 6, 7
 _NO_COLOR = -1
@@ -169,7 +170,7 @@ def error_of(error: Exception, what: str) -> KosError | None:
         return None
     kind: type[KosError] = CollectiveError
     if status == _REMOTE_ERROR:
-        kind = RankLost
+        kind = EndedEarly
     elif status == _CUDA_ERROR:
         kind = CudaError
     elif status in (_INVALID_ARGUMENT, _INVALID_USAGE):

@@ -11,7 +11,7 @@ import threading
 import time
 
 from kos.comm.backend import Backend
-from kos.comm.failures import Ledger, again
+from kos.comm.failures import EndedEarly, Ledger, again
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
 from kos.comm.host.shared import ABORTED, Calls, open_segment
@@ -21,6 +21,8 @@ from kos.errors import CollectiveTimeout, KosError, RankLost
 
 _UNCONFIRMED = 64
 """Collectives that are queued before they are compared with the other ranks', as far as those have come."""
+_REPORT_SECONDS = 1.0
+"""In which a rank whose work on the GPU ended early reports why: four ticks of its watchdog."""
 _DEAD_SECONDS = 0.5
 """What a GPU waits for may still end in so long after the end of a rank's process was found."""
 
@@ -86,20 +88,23 @@ class Shared:
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
 
+    def last_of(self, backend: Backend) -> Call | None:
+        """The last collective, if ``backend`` carries it and it does not end before all have come."""
+        o = self.last
+        mine = o is not None and o.route is not None and o.route.backend is backend and o.operation.root is None
+        return o if mine else None
+
     def look_for_the_late(self, now: float, backend: Backend) -> None:
         """Raise CollectiveTimeout where ranks of this host did not begin the last call, one of ``backend``, in time."""
-        o = self.last
-        if o is None or o.route is None or o.route.backend is not backend:
-            return
-        if o.operation.root is not None:  # it may end before all have come
+        o = self.last_of(backend)
+        if o is None:
             return
         timeout = o.operation.options.timeout
         if self._seen[0] != o.sequence:
             self._seen = o.sequence, now
         elif timeout is not None and now - self._seen[1] > timeout and (absent := self.missing(o)):
-            words = f"{self.ledger.names(absent)} did not arrive"
             arrived = [rank for rank in range(len(self.ledger.world)) if rank not in absent]
-            raise self.ledger.overdue(absent, o, timeout, words, arrived=arrived)
+            raise self.ledger.overdue(absent, o, timeout, arrived=arrived)
 
     def cause(self, o: Call, error: KosError) -> KosError:
         """What the other ranks of the host know better: another failure, calls that differ, a rank that died."""
@@ -107,14 +112,37 @@ class Shared:
         if calls is None:
             return error
         try:
+            if isinstance(error, EndedEarly):
+                calls.raise_failure(sys.maxsize)  # of any call: it ended this one
             if o.collective and o.sequence >= 0:  # else a wait, which was no call
                 calls.check(o)
         except KosError as known:
             known.__context__ = None  # which says the same, less well
             return known.with_traceback(None)
-        if isinstance(error, CollectiveTimeout) and (killed := calls.killed()) is not None:
+        if isinstance(error, CollectiveTimeout | EndedEarly) and (killed := calls.killed()) is not None:
             return self.ledger.lost(killed, "its process ended", o, None, 0.0)
         return error
+
+    def explained(self, o: Call, error: KosError) -> KosError:
+        """The cause, which another rank may report a little later where the error is EndedEarly.
+
+        Where nobody does, the ranks waited for are to blame that are known to be gone, late or waiting themselves.
+        """
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while (known := self.cause(o, error)) is error and isinstance(error, EndedEarly):
+            if self.calls is None or time.monotonic() > deadline:
+                return self._unexplained(error)
+            time.sleep(0.01)
+        return known
+
+    def _unexplained(self, error: EndedEarly) -> KosError:
+        board, world = self.ledger.board, self.ledger.world
+        others = [rank for rank in world if rank != world[self.ledger.rank]]
+        known = [rank for rank in others if board.halted(rank) or board.failure(rank) is not None]
+        waited = [rank for rank in error.ranks if rank in known or board.awaited(rank) is not None]
+        if late := [world.index(rank) for rank in waited or known]:
+            return self.ledger.overdue(late, error, None)
+        return error.unexplained(str(error))
 
     def report(self, o: Call, failure: KosError, lost: bool) -> None:
         """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""

@@ -17,7 +17,7 @@ from kos.cuda import driver
 from kos.cuda.driver import call, cu
 from kos.cuda.graphs import relaxed_capture
 from kos.cuda.streams import Event, is_over
-from kos.errors import CollectiveTimeout, KosError
+from kos.errors import KosError
 
 _POLL_SECONDS = 0.02
 """Between two looks at the other ranks while a call of a library has not returned."""
@@ -165,34 +165,32 @@ class _Mark:
 
 
 def on_thread(
-    function: Callable[[], Any], what: str, device: int, check: Callable[[], None]
+    function: Callable[[], Any], what: str, device: int, check: Callable[[str, float, float | None], None]
 ) -> Callable[[float | None], Any]:
     """Begin ``function()`` on a thread: a call of a library that may wait for other ranks without a limit.
 
-    What this returns waits for it, at most ``timeout`` seconds, and gives its result.  It calls ``check`` meanwhile and
-    raises what that raises, or CollectiveTimeout.
+    What this returns waits for it, and gives its result.  Meanwhile it calls ``check``, with ``what``, the seconds that
+    it has waited and its timeout, and raises what that raises.
     """
     outcome: list[Any] = []
 
     def run() -> None:
         try:
             with driver.on_device(device), relaxed_capture():  # another thread may be capturing a graph
-                outcome.extend((function(), None))
+                outcome[:] = function(), None
         except BaseException as error:
-            outcome.extend((None, error))
+            outcome[:] = None, error
 
     thread = threading.Thread(target=run, name=what, daemon=True)
     thread.start()
 
     def finish(timeout: float | None) -> Any:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        began = time.monotonic()
         while True:
             thread.join(_POLL_SECONDS)
             if not thread.is_alive():
                 break
-            check()
-            if deadline is not None and time.monotonic() > deadline:
-                raise CollectiveTimeout(f"{what}: not begun by all ranks after {timeout:g} s")
+            check(what, time.monotonic() - began, timeout)
         result, error = outcome
         if error is not None:
             raise error

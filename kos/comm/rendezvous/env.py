@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kos.comm.failures import from_record, to_record, with_ranks
+from kos.comm.failures import blaming, from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES, LOST, Hub, pair
 from kos.comm.rendezvous.secret import load_secret
@@ -170,7 +170,7 @@ class TCPRendezvous(Rendezvous):
             except OSError as error:
                 me = self.ledger.world[self.rank]
                 unable = RendezvousError(f"rendezvous: rank {me} cannot open its connections: {error}")
-                raise with_ranks(unable, [me]) from error
+                raise blaming(unable, [me]) from error
         return child
 
     def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:

@@ -13,9 +13,10 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from kos.comm.rendezvous.wire import MAX_MESSAGE, Acceptor, Connection, drive
+from kos.comm.rendezvous.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
 from kos.errors import RendezvousError
 
 # The first byte of each message: of the ranks, and of the hub's answers.
@@ -47,6 +48,7 @@ class Hub(threading.Thread):
         super().__init__(name="kos rendezvous", daemon=True)
         self._size, self.timeout, self._where = size, timeout, where
         self._members = {0: own}
+        self._reading: dict[int, Waiting[bytes]] = {}  # ranks of whose message a part has come
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
         self._acceptor = Acceptor(listener, key)
@@ -102,7 +104,7 @@ class Hub(threading.Thread):
         began = 0.0  # when the first message arrived
         while len(slots) < self._size:
             seconds = self._wait_seconds(began, slots) if slots else 1.0
-            for rank in self._ready(seconds):
+            for rank in self._ready(self._members, select.POLLIN, seconds):
                 self._receive(rank, slots)
                 began = began or (time.monotonic() if slots else 0.0)
             gone = self._closed - slots.keys()
@@ -116,33 +118,50 @@ class Hub(threading.Thread):
             raise _Failure(FAILED, [], why)
         parts = [slots[rank] for rank in range(self._size)]
         answer = RESULT + struct.pack(f"!{self._size}I", *map(len, parts)) + b"".join(parts)
-        for rank in reversed(range(self._size)):  # rank 0 last: its process may end once it has the answer
-            connection = self._members.get(rank)
-            if connection is None:
-                continue  # it closed the group without waiting for the answer
+        for connection in self._members.values():
             connection.post(answer)
-            try:
-                drive(connection.flush(), connection.sock, time.monotonic() + self.timeout)
-            except OSError:
-                raise _Failure(LOST, [rank], "its connection was closed") from None
+        deadline = time.monotonic() + self.timeout
+        self._flush(self._members.keys() - {0}, deadline)  # some may have closed the group without waiting for it
+        self._flush(self._members.keys() & {0}, deadline)  # last: its process may end once it has the answer
         return True
 
-    def _ready(self, seconds: float) -> list[int]:
-        """The ranks with messages to read, within ``seconds``."""
+    def _flush(self, ranks: set[int], deadline: float) -> None:
+        """Send the queued messages of those ranks, in parallel."""
+        sending = {rank: self._members[rank].flush() for rank in ranks}
+        while sending:
+            for rank in list(sending):
+                try:
+                    if next(sending[rank], None) is None:
+                        del sending[rank]
+                except OSError:
+                    raise _Failure(LOST, [rank], "its connection was closed") from None
+            if sending and not self._ready(sending, select.POLLOUT, deadline - time.monotonic()):
+                raise _Failure(LOST, [min(sending)], f"it read nothing for {self.timeout:g} s")
+
+    def _ready(self, among: Iterable[int], events: int, seconds: float) -> list[int]:
+        """The ranks whose connection can be read or written, within ``seconds``."""
         poll, ranks = select.poll(), {}
-        for rank, connection in self._members.items():
-            poll.register(connection.sock, select.POLLIN)
-            ranks[connection.sock.fileno()] = rank
-        return [ranks[descriptor] for descriptor, _ in poll.poll(seconds * 1000)]
+        for rank in among:
+            sock = self._members[rank].sock
+            poll.register(sock, events)
+            ranks[sock.fileno()] = rank
+        return [ranks[descriptor] for descriptor, _ in poll.poll(max(seconds, 0.0) * 1000)]
 
     def _receive(self, rank: int, slots: dict[int, bytes]) -> None:
+        """Read what there is of a rank's message: the hub waits for no rank within one."""
         connection = self._members[rank]
+        reading = self._reading.pop(rank, None) or connection.receive()
         try:
-            message = drive(connection.receive(), connection.sock, time.monotonic() + self.timeout)
+            next(reading)
+        except StopIteration as end:
+            message: bytes = end.value
         except OSError:
             raise _Failure(LOST, [rank], "its connection was closed") from None
         except RendezvousError as error:
             raise _Failure(LOST, [rank], str(error)) from None
+        else:
+            self._reading[rank] = reading
+            return
         kind = message[:1]
         if kind == DATA:
             slots[rank] = message[1:]
@@ -166,6 +185,7 @@ class Hub(threading.Thread):
         while (new or waiting) and time.monotonic() < deadline:
             for connection in new:
                 connection.post(failure)
+            for connection in waiting + new:
                 with contextlib.suppress(OSError):
                     next(connection.flush(), None)
             waiting = [connection for connection in waiting + new if not connection.drain()]
@@ -180,5 +200,5 @@ def pair() -> tuple[Connection, Connection]:
     """Both ends of a connection within this process; it needs no handshake."""
     ends = socket.socketpair()
     for sock in ends:
-        sock.setblocking(False)
+        adopt(sock)
     return Connection(ends[0], b"rank 0", b"hub"), Connection(ends[1], b"hub", b"rank 0")

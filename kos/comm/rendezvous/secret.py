@@ -39,11 +39,11 @@ def _users_own(environ: Mapping[str, str]) -> bytes:
                 os.fsync(draft.fileno())
                 with suppress(FileExistsError):
                     os.link(draft.name, path)  # atomic: of several processes, one succeeds
+        with open(path, "rb") as file:
+            status, text = os.fstat(file.fileno()), file.read()
     except OSError as error:
-        expected = f"expected {folder} to be writable, or KOS_SECRET to be set"
+        expected = f"expected {folder} to be writable and {path} to be readable, or KOS_SECRET to be set"
         raise RendezvousError(f"secret: {expected}, got: {error}") from error
-    with open(path, "rb") as file:
-        status, text = os.fstat(file.fileno()), file.read()
     mode = stat.S_IMODE(status.st_mode)
     if mode & 0o077:
         raise RendezvousError(f"secret: expected {path} to be its owner's alone, got mode {mode:04o}")

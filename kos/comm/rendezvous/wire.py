@@ -73,8 +73,7 @@ class Network:
             listener = socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
         else:
             listener = socket.create_server(("", port), backlog=1024)
-        listener.setblocking(False)
-        _open.add(listener)
+        adopt(listener)
         return listener
 
     def key(self, purpose: bytes) -> bytes:
@@ -219,6 +218,8 @@ class Acceptor:
         """Stop accepting callers."""
         for sock in list(self._callers):
             self._reject(sock)
+        while self._admitted:  # callers admitted together with the last expected one
+            self._admitted.popleft()[2].close()
         self._listener.close()
         self._selector.close()
 
@@ -354,9 +355,14 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _prepare(sock: socket.socket) -> None:
+def adopt(sock: socket.socket) -> None:
+    """Make it non-blocking, and have a process that this one forks close its copy."""
     _open.add(sock)
     sock.setblocking(False)
+
+
+def _prepare(sock: socket.socket) -> None:
+    adopt(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 

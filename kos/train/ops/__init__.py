@@ -44,7 +44,7 @@ class Ops(Protocol):
         """Uninitialised, in the memory order that ``rope``, ``attention`` and ``swiglu`` want."""
 
     def copy(self, source: Array, out: Array) -> None:
-        """out = source."""
+        """out = source, either of which may be the host's."""
 
     def to_host(self, array: Array) -> np.ndarray:
         """A copy in host memory of its own."""
@@ -69,10 +69,11 @@ class Ops(Protocol):
     ) -> None:
         """out (N, F) = x (N, D) weight^T + residual (N, F) + bias (F,), weight (F, D)."""
 
-    def linear_backward(
-        self, d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
-    ) -> None:
-        """dx (N, D) = d_out (N, F) weight; d_weight (F, D) = d_out^T x."""
+    def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
+        """dx (N, D) = d_out (N, F) weight, which the backward goes on with."""
+
+    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+        """d_weight (F, D) = d_out^T x, for which nothing waits but the optimizer."""
 
     def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
         """out (F,) = sum of the rows of x (N, F): a bias's gradient."""

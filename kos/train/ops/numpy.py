@@ -129,10 +129,11 @@ def linear(x: Array, weight: Array, out: Array, residual: Array | None = None, b
             np.add(out, more, out=out)
 
 
-def linear_backward(
-    d_out: Array, x: Array, weight: Array, dx: Array, d_weight: Array, accumulate: bool, arena: Arena
-) -> None:
+def linear_input_gradient(d_out: Array, weight: Array, dx: Array) -> None:
     np.matmul(d_out, weight, out=dx)
+
+
+def linear_weight_gradient(d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
     _product(d_out.T, x, d_weight, accumulate, arena)
 
 

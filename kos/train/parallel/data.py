@@ -20,11 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kos.comm.communicator import Communicator
 from kos.comm.work import Work
+from kos.train.model.parameters import Parameters
 from kos.train.ops import Array
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parameters import Parameters
+from kos.train.parallel.mesh import Axis
 
 
 def deal(batch_size: int, micro_batch_size: int, rank: int, size: int) -> list[range]:
@@ -48,14 +48,15 @@ def cut(end: int, total: int, multiple: int, largest: int, least: int) -> list[s
 class DataParallel:
     """Sums gradients over micro-batches and ranks, in place, in ``gradients.flat``.
 
-    ``ops`` is the dialect whose arrays they are.  With ``sharded`` (ZeRO-1) only this rank's parts of the buckets,
-    ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of the ranks.  ``lookups`` names the
-    embedding whose lookups are gathered: its sum over the ranks begins early, if it is ``tied``, or not at all.
+    ``axis`` joins the ranks that hold the same weights, ``ops`` is the dialect whose arrays they are.  With ``sharded``
+    (ZeRO-1) only this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of
+    the ranks.  ``lookups`` names the embedding whose lookups are gathered: its sum over the ranks begins early, if it
+    is ``tied``, or not at all.
     """
 
     def __init__(
         self,
-        comm: Communicator,
+        axis: Axis,
         gradients: Parameters,
         ops: Any = numpy_ops,
         *,
@@ -66,9 +67,9 @@ class DataParallel:
         lookups: str | None = None,
         tied: bool = False,
     ) -> None:
-        self.comm, self.gradients, self.ops = comm, gradients, ops
+        self.axis, self.gradients, self.ops = axis, gradients, ops
         self.deterministic, self.sharded = deterministic, sharded
-        self._carry = gradients.like().flat if deterministic and comm.rank == 0 else None
+        self._carry = gradients.like().flat if deterministic and axis.rank == 0 else None
         total, spans = gradients.flat.size, gradients.spans
         sizes = (size // gradients.flat.dtype.itemsize for size in (bucket_bytes, least_bytes or bucket_bytes))
         self.buckets = cut(spans[lookups].start if lookups else total, total, gradients.multiple, *sizes)
@@ -89,7 +90,7 @@ class DataParallel:
 
     def gradient_ready(self, name: str) -> None:
         """Called in the last round as the backward finishes each gradient: starts the buckets it completes."""
-        if self.comm.size == 1 or self.deterministic:
+        if self.axis.size == 1 or self.deterministic:
             return
         flat = self.gradients.flat
         self._missing = self._missing or [set(names) for names in self._members]
@@ -100,9 +101,9 @@ class DataParallel:
                     continue
                 x = flat[bucket]
                 work = (
-                    self.comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
+                    self.axis.comm.reduce_scatter(x, flat[self._part(bucket)], async_op=True)
                     if self.sharded
-                    else self.comm.all_reduce(x, async_op=True)
+                    else self.axis.comm.all_reduce(x, async_op=True)
                 )
                 self._in_flight.append(work)
 
@@ -110,8 +111,8 @@ class DataParallel:
         """Those of all ranks, in memory of ``arena``; all gradients that were begun have come then."""
         both = []
         for mine in (tokens_N, d_rows_ND):
-            of_all = arena.take((self.comm.size, *mine.shape), mine.dtype)
-            self._in_flight.append(self.comm.all_gather(mine, of_all, async_op=True))
+            of_all = arena.take((self.axis.size, *mine.shape), mine.dtype)
+            self._in_flight.append(self.axis.comm.all_gather(mine, of_all, async_op=True))
             both.append(of_all.reshape(-1, *mine.shape[1:]))
         self._await()
         return both[0], both[1]
@@ -122,9 +123,9 @@ class DataParallel:
             flat = self.gradients.flat
             if self._carry is not None and round_index > 0:
                 self.ops.add(self._carry, flat, flat)
-            if self.comm.size > 1:
+            if self.axis.size > 1:
                 for bucket in self.buckets:  # not all at once: a backend may need as much memory again
-                    self.comm.all_reduce(flat[bucket], deterministic=True)
+                    self.axis.comm.all_reduce(flat[bucket], deterministic=True)
             if self._carry is not None and round_index + 1 < rounds:
                 self.ops.copy(flat, self._carry)
         elif round_index + 1 == rounds:
@@ -147,12 +148,12 @@ class DataParallel:
         works = {}
         for bucket in reversed(self.buckets):  # the forward goes through the layout from its end
             part = weights.flat[self._part(bucket)]
-            works[bucket.start] = bucket, self.comm.all_gather(part, weights.flat[bucket], async_op=True)
+            works[bucket.start] = bucket, self.axis.comm.all_gather(part, weights.flat[bucket], async_op=True)
         return Arriving(weights, works)
 
     def _part(self, bucket: slice) -> slice:
-        length = (bucket.stop - bucket.start) // self.comm.size
-        start = bucket.start + self.comm.rank * length
+        length = (bucket.stop - bucket.start) // self.axis.size
+        start = bucket.start + self.axis.rank * length
         return slice(start, start + length)
 
 

@@ -20,7 +20,7 @@ from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
 from kos.train.ops import numpy as reference
-from kos.train.ops.cuda import KERNELS, CudaOps
+from kos.train.ops.cuda.dialect import KERNELS, CudaOps
 from tests.host_compiler import compiled
 
 SIMT = Path(__file__).with_name("simt.h")

@@ -19,13 +19,13 @@ from kos.dtypes import DTYPES
 from kos.memory import array as array_module
 from kos.memory.arena import Arena
 from kos.memory.array import Array
-from kos.train.engines import cuda as engine_module
-from kos.train.engines import feed, memory_plan
+from kos.train.engine import cuda as engine_module
+from kos.train.engine import feed, memory_plan
 from kos.train.ops import Ops
 from kos.train.ops import numpy as reference
-from kos.train.ops.adamw import _CHUNK_DTYPE as CHUNKS
-from kos.train.ops.adamw import SHAPES, STATE
-from kos.train.optimizer import Schedule, clip_coefficient
+from kos.train.ops.cuda.adamw import _CHUNK_DTYPE as CHUNKS
+from kos.train.ops.cuda.adamw import SHAPES, STATE
+from kos.train.ops.optimizer import Schedule, clip_coefficient
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.emulator import HostOps
 
@@ -284,7 +284,7 @@ def on_host(array):
 
 
 def host_engine(monkeypatch) -> None:
-    """Let ``kos.train.engines.cuda`` run on host memory."""
+    """Let ``kos.train.engine.cuda`` run on host memory."""
     emulator.host_memory(monkeypatch)
     make, allocated = array_module.pool_of(0).allocate, weakref.WeakValueDictionary()
 

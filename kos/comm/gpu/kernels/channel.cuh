@@ -36,6 +36,7 @@
 struct Record {
     volatile u64 abort, timeout_ns;
     volatile u64 failed, cause, peer, channel, wanted, seen, phase, limit_ns;
+    volatile u64 waits;  // time of a long wait with the rank that is waited for in its last four bits
 };
 enum Cause { TIMEOUT = 1, ABORTED = 2, TOLD = 3, UNEQUAL = 4 };
 
@@ -66,6 +67,7 @@ __device__ __noinline__ bool give_up(const Context* context, unsigned rank, Caus
 
 // A wait has lasted: returns when it began, or GIVEN_UP.  All arguments are by value, so that callers keep registers.
 #define GIVEN_UP (~0ull)
+#define SHOWN_NANOSECONDS 100000000
 __device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 since, unsigned peer, unsigned wanted,
                                   unsigned seen, int phase) {
     Record* record = context->record;
@@ -73,7 +75,10 @@ __device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 sin
     unsigned told = load_relaxed(own + FAILED_OFFSET);
     Cause cause = told ? TOLD : record->abort ? ABORTED : TIMEOUT;
     const u64 limit = context->timeout_ns ? context->timeout_ns : record->timeout_ns;
-    if (cause == TIMEOUT && (!since || now - since < limit)) return since ? since : now;
+    if (cause == TIMEOUT && (!since || now - since < limit)) {
+        if (since && now - since > SHOWN_NANOSECONDS) record->waits = now / 16 * 16 + peer;
+        return since ? since : now;
+    }
     record->limit_ns = limit;
     give_up(context, rank, cause, cause == TOLD ? told - 1 : peer, wanted, seen, phase);
     return GIVEN_UP;

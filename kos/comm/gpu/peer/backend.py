@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -24,12 +23,13 @@ from typing import Any
 
 from kos.comm import watchdog
 from kos.comm.backend import Backend, Probe
+from kos.comm.failures import again
 from kos.comm.gpu.backend import KNOWN, DeviceBackend, device_of
 from kos.comm.gpu.memory import NONE, Piece, Windows, exchange_of, whole
 from kos.comm.gpu.order import Order
 from kos.comm.gpu.ordered_sum import OrderedReduction, kernel_types
 from kos.comm.gpu.peer.copies import BESIDE
-from kos.comm.gpu.peer.engine import MAX_RANKS, KernelAborted, PeerEngine, Run
+from kos.comm.gpu.peer.engine import MAX_RANKS, PeerEngine, Run
 from kos.comm.gpu.peer.launches import PACKETS, Launch, Launches
 from kos.comm.operation import AUTO, Call, Operation, Route
 from kos.comm.reduction import ReduceOp
@@ -39,7 +39,7 @@ from kos.comm.work import Work
 from kos.cuda import driver
 from kos.cuda.graphs import relaxed_capture
 from kos.dtypes import DTYPES
-from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError, RankLost
+from kos.errors import BackendUnavailable, CudaError, InvalidArgument, KosError
 from kos.memory.array import Array, Shape, as_dtype
 from kos.memory.symmetric import SymmetricMemory
 from kos.memory.windows import WindowMemory, in_windows
@@ -47,8 +47,6 @@ from kos.memory.windows import WindowMemory, in_windows
 log = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 20.0
-_REPORT_SECONDS = 1.0
-"""In which a rank whose kernel ended early reports why: four ticks of its watchdog."""
 _BY_COPIES = ("all_reduce", "reduce_scatter", "all_gather")
 _BY_PARTS = 256 << 10
 """Bytes from which a broadcast goes to every rank in parts, which then go to all."""
@@ -175,12 +173,13 @@ class PeerBackend(DeviceBackend):
 
     def close(self) -> None:
         self.unwatch()
-        for number in sorted(self._windows.memories):
-            self._windows.memories[number].handle.unmap()  # arrays that live on keep their own rank's part
-        self._unmapped = True
-        self._windows.free(self._windows.unused())
-        self._engine.close()
-        super().close()
+        with ExitStack() as rest:  # where one step fails, the others are taken all the same
+            rest.callback(super().close)
+            rest.callback(self._engine.close)
+            rest.callback(lambda: self._windows.free(self._windows.unused()))
+            rest.callback(setattr, self, "_unmapped", True)
+            for number in sorted(self._windows.memories, reverse=True):  # arrays keep this rank's part
+                rest.callback(self._windows.memories[number].handle.unmap)
 
     # How it is aborted.
 
@@ -202,25 +201,21 @@ class PeerBackend(DeviceBackend):
 
     def inspect(self, o: Call) -> None:
         if self._engine.failed:
-            self._engine.check(str(o))
+            self._engine.check(str(o), self.arrived(o))
 
-    def cause(self, o: Call, error: Exception) -> Exception:
-        """Where another rank's kernel ended first, what that rank reports: it names the rank that failed first."""
-        known, deadline = super().cause(o, error), time.monotonic() + _REPORT_SECONDS
-        while isinstance(known, KernelAborted) and self.shared.calls is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-            known = super().cause(o, error)
-        return RankLost(str(known)) if isinstance(known, KernelAborted) else known
+    def kernel_waits(self) -> list[int]:
+        return self._engine.waits_for()
 
-    def missing(self, call: Call) -> str:
+    def timed_out(self, call: Call, seconds: float | None) -> KosError:
         """Ends the wait on the GPU, so that the kernel reports what it waited for."""
+        error = super().timed_out(call, seconds)
         self._engine.abort()
-        return f"{super().missing(call)}; {self._engine.last_wait(1.0)}"
+        return again(error, f"{error}; {self._engine.last_wait(1.0)}")
 
     def start(self, call: Call) -> Work[Any] | None:
         if self._engine.failed and self.broken is None:
             try:
-                self._engine.check(str(call))
+                self.inspect(call)
             except Exception as error:
                 self._raise(call, error)
         return DeviceBackend.start(self, call)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu.memory import Piece
 from kos.comm.gpu.peer.copies import BESIDE, Copies
 from kos.comm.gpu.peer.launches import DEFAULT, PACKETS, Launch, Launches
@@ -33,11 +34,8 @@ from kos.cuda.devices import device_info
 from kos.dtypes import DType
 from kos.errors import (
     BackendUnavailable,
-    CollectiveError,
     CollectiveMismatch,
-    CollectiveTimeout,
     InvalidArgument,
-    RankLost,
 )
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty
@@ -61,7 +59,7 @@ _SHARE = 8192
 class _Word(IntEnum):
     """The record through which host and kernels talk: 64-bit words of host memory."""
 
-    ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE, LIMIT = range(10)
+    ABORT, TIMEOUT, FAILED, CAUSE, PEER, CHANNEL, WANTED, SEEN, PHASE, LIMIT, WAITS = range(11)
 
 
 _TIMEOUT, _ABORTED, _PEER_ENDED, _UNEQUAL = 1, 2, 3, 4
@@ -69,10 +67,6 @@ _TIMEOUT, _ABORTED, _PEER_ENDED, _UNEQUAL = 1, 2, 3, 4
 
 Run = Callable[[Any], None]
 """Queues an operation, whose arguments are resolved, on a stream."""
-
-
-class KernelAborted(RankLost):
-    """A kernel ended because another rank's did, which reports why."""
 
 
 class PeerEngine:
@@ -97,6 +91,7 @@ class PeerEngine:
     ) -> None:
         """``macros`` reach every kernel: STALL (nanoseconds) and BROKEN are for tests of races."""
         self.rank, self.size, self.device = rendezvous.rank, rendezvous.size, device
+        self._ledger = rendezvous.ledger
         if self.size > MAX_RANKS:
             raise BackendUnavailable(f"peer: expected at most {MAX_RANKS} ranks, got {self.size}")
         info = device_info(device)
@@ -115,6 +110,7 @@ class PeerEngine:
         self._record = pinned_empty(16, np.uint64, device)
         self._record[:] = 0
         self._failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
+        self._seen_waits = 0
         self.timeout = timeout
         inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
         self._in = _INBOX + inboxes
@@ -403,20 +399,32 @@ class PeerEngine:
         """Whether a kernel has ended early; the engine is then of no more use.  Reads host memory only."""
         return bool(self._failure[0])
 
-    def check(self, what: str) -> None:
-        """Raise for a kernel that ended early, naming the rank it waited for; ``what`` names the operation."""
+    def check(self, what: str, arrived: Sequence[int] = ()) -> None:
+        """Raise for a kernel that ended early, naming the ranks that delay it; ``what`` names the operation.
+
+        ``arrived`` are ranks that are known to have begun it.  Raises EndedEarly, with the rank it waited for, where
+        the cause is another failure.
+        """
         if not self.failed:
             return
         peer, cause = int(self._record[_Word.PEER]), int(self._record[_Word.CAUSE])
+        world, name = self._ledger.world[peer], self._ledger.names([peer], False)
         if cause == _ABORTED:
-            raise CollectiveError(f"{what}: aborted while it waited for rank {peer}")
+            raise blaming(EndedEarly(f"{what}: aborted while it waited for {name}"), [world])
         if cause == _UNEQUAL:
             wanted, seen = (_piece(int(self._record[word])) for word in (_Word.WANTED, _Word.SEEN))
-            raise CollectiveMismatch(f"{what}: expected {wanted} from rank {peer}, got {seen}")
+            both = sorted((world, self._ledger.world[self.rank]))
+            raise blaming(CollectiveMismatch(f"{what}: expected {wanted} from {name}, got {seen}"), both)
         if cause == _PEER_ENDED:
-            raise KernelAborted(f"{what}: the kernel of rank {peer} ended early")
+            raise blaming(EndedEarly(f"{what}: the kernel of {name} ended early"), [world])
         limit = float(self._record[_Word.LIMIT]) / 1e9
-        raise CollectiveTimeout(f"{what}: rank {peer} did not arrive within {limit:g} s ({self._where()})")
+        absent = f"{name} did not arrive within {limit:g} s ({self._where()})"
+        raise self._ledger.overdue([peer], what, None, absent, arrived=arrived)
+
+    def waits_for(self) -> list[int]:
+        """The rank that a kernel has waited for since this was called last, if one has waited for long."""
+        former, self._seen_waits = self._seen_waits, int(self._record[_Word.WAITS])
+        return [] if self._seen_waits == former else [self._seen_waits % 16]
 
     def _where(self) -> str:
         word = {name: int(self._record[name]) for name in _Word}
@@ -432,7 +440,8 @@ class PeerEngine:
             if time.monotonic() > deadline:
                 return "no kernel of this GPU was waiting"
             time.sleep(0.001)
-        return f"the GPU waited for rank {int(self._record[_Word.PEER])} ({self._where()})"
+        name = self._ledger.names([int(self._record[_Word.PEER])], False)
+        return f"the GPU waited for {name} ({self._where()})"
 
     def abort(self) -> None:
         """Let every kernel that waits, now or later, end within a moment.  Its result is undefined."""

@@ -5,9 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kos.comm.failures import Board, from_record, now, to_record
-from kos.comm.host.shared.segment import FAILED, FAILED_AT, FAILURE_BYTES, PID, STARTED, WAITS, Segment, process
+from kos.comm.host.shared.segment import (
+    FAILED,
+    FAILED_AT,
+    FAILURE_BYTES,
+    PID,
+    QUEUED,
+    STARTED,
+    WAITS,
+    Segment,
+    process,
+)
 from kos.errors import KosError
 
 _BITS, _NAMED = 16, 4
@@ -47,13 +58,15 @@ class SharedBoard(Board):
             self._words[self._mine + FAILED] = 0
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
-        flag = 0
-        if ranks is not None:
-            for place, rank in enumerate(list(ranks)[:_NAMED]):
-                flag |= (rank + 1) << _BITS * place
-            flag = flag or _SOMEBODY
-        if self._mine is not None:
-            self._words[self._mine + WAITS] = flag
+        self._post(WAITS, 0 if ranks is None else _flag(ranks) or _SOMEBODY)
+
+    def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
+        super().post_queued(key, ranks)
+        self._post(QUEUED, _flag(dict.fromkeys(rank for each in list(self.queued.values()) for rank in each)))
+
+    def _post(self, place: int, flag: int) -> None:
+        if (mine := self._mine) is not None:
+            self._words[mine + place] = flag
 
     def failure(self, rank: int) -> tuple[KosError, float] | None:
         line = self._lines.get(rank)
@@ -66,7 +79,9 @@ class SharedBoard(Board):
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
         line = self._lines.get(rank)
-        if line is None or not (flag := self._words[line + WAITS]) or self._state(line) in "TtZX":
+        if line is None or not (flag := self._words[line + WAITS] or self._words[line + QUEUED]):
+            return None
+        if self._state(line) in "TtZX":
             return None
         if flag == _SOMEBODY:
             return ()
@@ -76,6 +91,9 @@ class SharedBoard(Board):
     def runs(self, rank: int) -> bool:
         line = self._lines.get(rank)
         return line is not None and self._state(line) not in "TtZX"
+
+    def halted(self, rank: int) -> bool:
+        return rank in self._lines and not self.runs(rank)
 
     def ended(self, rank: int) -> bool:
         line = self._lines.get(rank)
@@ -87,6 +105,10 @@ class SharedBoard(Board):
         except OSError:  # the state of the process is unknown
             return "?"
         return state if began == self._words[line + STARTED] else "X"
+
+
+def _flag(ranks: Iterable[int]) -> int:
+    return sum((rank + 1) << _BITS * place for place, rank in enumerate(list(ranks)[:_NAMED]))
 
 
 def fitting(record: list[object]) -> bytes:

@@ -31,9 +31,9 @@ Array = np.ndarray[Any, Any]
 
 _LINE = 16
 """Words of one rank's line: two cache lines, because the prefetcher fetches them in pairs."""
-PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED, WAITS, FAILED_AT, FAILED = range(10)
+PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED, WAITS, FAILED_AT, FAILED, QUEUED = range(11)
 """The flags of a line: process and its start, collectives begun, stages put, reduced and got, closed, awaited ranks,
-time of the last failure (microseconds), and bytes of its description."""
+time of the last failure (microseconds), bytes of its description, and ranks awaited by its GPU."""
 
 RING = 1024
 """Fingerprints kept per rank: calls of a rank that is further ahead are not compared."""

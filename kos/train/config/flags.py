@@ -1,0 +1,183 @@
+"""The command line of ``python -m kos.train``, made from the fields of ``TrainConfig``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NoReturn, get_args
+
+from pydantic.fields import FieldInfo
+
+from kos.errors import CheckpointError, ConfigError
+from kos.train.checkpoint.huggingface import read_config
+from kos.train.config.options import KEYS, TrainConfig, build, closest, flag_of, flatten, preset_values
+from kos.train.config.presets import PRESETS
+
+METAVARS = {
+    "out": "DIR", "resume": "DIR|auto", "init_from": "DIR", "data": "NAME|PATH", "tokenizer": "NAME|PATH",
+    "prompt": "TEXT", "timeout": "SECONDS",
+}  # fmt: skip
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            message += ", got none"
+        message = message.replace("ignored explicit argument", "expected no value, got")
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def _type_of(field: FieldInfo) -> Any:
+    """``int | None`` -> ``int``."""
+    return next((t for t in get_args(field.annotation) if t is not NoneType), field.annotation)
+
+
+def _value(field: FieldInfo, text: str) -> Any:
+    """The number that ``text`` spells if the field wants one, otherwise ``text`` for validation to refuse."""
+    with contextlib.suppress(ValueError):
+        return _type_of(field)(text) if _type_of(field) in (int, float) else text
+    return text
+
+
+def _default(key: str, field: FieldInfo) -> str:
+    values: Mapping[str, Any] = PRESETS["tiny"].values
+    section, _, name = key.rpartition(".")
+    value = (values[section] if section else values).get(name, None if field.is_required() else field.default)
+    return "" if value in (None, "") else f" [{value}]"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """One flag a field, grouped; nothing has a default here, so that only what was given is known."""
+    parser = _Parser(
+        prog="python -m kos.train",
+        usage="[mpirun -n RANKS] python -m kos.train [--preset NAME] [--config FILE] [flags]",
+        description="Train a LLaMA. A preset gives the values, a file overrides it, flags override both.",
+        epilog=_preset_table(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    groups: dict[str, Any] = {}
+    for key, field in KEYS.items():
+        if not isinstance(field.json_schema_extra, dict):
+            continue
+        title = str(field.json_schema_extra["group"])
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+            if title == "Run":
+                groups[title].add_argument("--config", metavar="FILE", help="TOML or JSON file of these keys")
+        about = f"{field.description}{_default(key, field)}".replace("%", "%%")
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if field.annotation is not bool:
+            metavar = METAVARS.get(key, {int: "N", float: "X"}.get(_type_of(field), "NAME"))
+            kind = {"metavar": metavar, "type": functools.partial(_value, field)}
+        groups[title].add_argument(flag_of(key), dest=key, help=about, **kind)
+    return parser
+
+
+def _preset_table() -> str:
+    """A row a preset."""
+    lines = ["Presets ([values] above are those of tiny):"]
+    for name, (about, values) in PRESETS.items():
+        shape = values["model"]
+        heads = shape["num_attention_heads"]
+        lines.append(
+            f"  {name:<9} {shape['num_hidden_layers']} layers × {shape['hidden_size']}, "
+            f"{heads}/{shape.get('num_key_value_heads', heads)} heads, T {values['seq_len']}, "
+            f"batch {values['batch_size']}, {values['steps']} steps, lr {values['lr']:g}: {about}"
+        )
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None = None) -> TrainConfig:
+    """The configuration of a command line (default: this process's).
+
+    Raises:
+        ConfigError: an unknown flag, key or preset, or a value of the wrong type or out of range.
+        SystemExit: after ``--help``.
+    """
+    layers = read_command_line(argv)
+    preset = "tiny"
+    for _, values in layers:
+        preset = values.get("preset", preset)
+    return build([(f"preset {preset}", preset_values(preset)), *layers])
+
+
+def read_command_line(argv: Sequence[str] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
+    """The layers of a command line: the values of ``--config``'s file, the flags, the model of ``--init-from``."""
+    parser = make_parser()
+    arguments, unknown = parser.parse_known_args(sys.argv[1:] if argv is None else argv)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        near = closest(word, [*map(flag_of, KEYS), "--config"])
+        raise ConfigError(f"expected a flag that --help lists{near}, got {word!r}")
+    given = vars(arguments)
+    layers: list[tuple[str, Mapping[str, Any]]] = []
+    if (path := given.pop("config", None)) is not None:
+        layers.append((path, read_config_file(Path(path))))
+    layers.append(("flags", given))
+    folder = next((values["init_from"] for _, values in reversed(layers) if "init_from" in values), None)
+    return [*layers, model_of(Path(folder), layers)] if isinstance(folder, str) else layers
+
+
+def model_of(folder: Path, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
+    """The model of a Hugging Face folder as a layer above ``layers``, which may leave its shape open.
+
+    Raises ConfigError where they say another; the initial weights and a LLaMA's context are theirs to say.
+    """
+    run = folder / "checkpoints"
+    if os.path.isdir(run):  # else read_config says why not
+        raise ConfigError(f"--init-from: expected a folder of weights, as {run / 'step-N'}, got the run {folder}")
+    try:
+        model = read_config(folder)
+    except CheckpointError as error:
+        raise ConfigError(f"--init-from: {error}") from None
+    free = {"initializer_range", *(["max_position_embeddings"] if model.model_type == "llama" else [])}
+    shape: dict[str, Any] = {"model_type": model.model_type, **vars(model)}
+    shape["rope_scaling"] = model.rope_scaling and model.rope_scaling.model_dump()
+    given = {key: (source, got) for source, values in layers for key, got in flatten(source, values).items()}
+    for key, (source, got) in given.items():
+        name = key.removeprefix("model.")
+        if name not in shape or got is None:
+            continue
+        expected = shape[name]
+        if name in free:
+            del shape[name]
+        elif ({**expected, **got} if isinstance(expected, dict) and isinstance(got, Mapping) else got) != expected:
+            where = flag_of(key) if source == "flags" else f"{source}: {key}"
+            raise ConfigError(f"{where}: expected {expected}, which the model in {folder} has, got {got}")
+    return str(folder / "config.json"), {"model": shape}
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The table of these keys, ValueError for one that is there twice: TOML refuses it, ``json`` takes the last."""
+    keys = [key for key, _ in pairs]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"the key {twice[0]!r} twice")
+    return dict(pairs)
+
+
+def read_config_file(path: Path) -> Mapping[str, Any]:
+    """A TOML or JSON file of configuration keys; also a run's own config.json (its ``config`` part)."""
+    if path.suffix not in (".toml", ".json"):
+        raise ConfigError(f"--config: expected a .toml or .json file, got {str(path)!r}")
+    try:
+        text = path.read_text("utf-8")
+        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
+    except OSError as error:
+        raise ConfigError(f"--config: expected a readable file, got {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # of TOML, JSON and UTF-8
+        raise ConfigError(f"--config: expected {path.suffix[1:].upper()}, got {path}: {error}") from None
+    if isinstance(values, dict) and isinstance(values.get("config"), dict):
+        values = values["config"]
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config: expected a table of keys, got {path}: {type(values).__name__}")
+    return values

@@ -1,0 +1,312 @@
+"""What a run is told: one typed, frozen configuration.
+
+``TrainConfig`` is the only list of the trainer's options: the command-line flags (``kos.train.config.flags``)
+and the keys of a ``--config`` file are made from its fields.  Wrong values end as ``ConfigError``, one
+line that names the flag or the file's key, what was expected and what was got.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ValidationError, model_validator
+
+from kos.errors import ConfigError
+from kos.train.config.model_section import ModelSection, option
+from kos.train.config.presets import PRESETS
+from kos.train.config.validation import one_line
+from kos.train.model.llama_config import LlamaConfig, Section
+from kos.train.ops.optimizer import Schedule
+
+DETERMINISTIC_MICRO_BATCHES = 8
+"""``--deterministic`` cuts the batch into at least this many micro-batches: any of 1, 2, 4, 8 ranks fit."""
+
+MICRO_BATCH_TOKENS = 2048
+"""Most tokens in a micro-batch whose size was not given: its activations stay in a core's caches (4 to 8% faster than
+16,384 tokens on the tiny preset), and their memory is bounded."""
+
+CUDA_MICRO_BATCH_TOKENS = 32_768
+"""The same on a GPU, whose matrix products gain nothing from more rows."""
+
+ON_CPU: dict[str, tuple[Any, ...]] = {
+    "dtype": ("auto", "float32"), "master_weights": ("float32",), "grad_dtype": ("float32",),
+    "attention": ("auto", "flash"), "graph": (True,),
+}  # fmt: skip
+"""Options that mean something on GPUs only, and what they may be on a CPU."""
+
+LLAMAS = ("num_key_value_heads", "head_dim", "tie_word_embeddings", "rope_theta", "rope_scaling")
+"""Keys that a preset gives to a LLaMA; ``--model-type gpt2`` leaves them to GPT-2."""
+
+
+class TrainConfig(Section):
+    """Everything a run needs to know.  Build one with ``parse`` or ``from_preset``."""
+
+    preset: str = option("Run", f"starting point: {', '.join(PRESETS)}", "tiny")
+    steps: int = option("Run", "optimizer steps of the whole run", ge=1, lt=2**63)
+    seed: int = option("Run", "seed of initial weights, batches and samples", 1337, ge=0, lt=2**63)
+    deterministic: bool = option("Run", "bit-identical for any number of ranks (slower)", False)
+    out: Path | None = option(
+        "Run",
+        "folder of metrics and checkpoints; default: the first free of runs/PRESET, runs/PRESET-2, … "
+        "(with --resume auto: the last one used)",
+        None,
+        strict=False,
+    )
+    resume: str | None = option("Run", "go on from checkpoint DIR, or 'auto': the newest good one", None, min_length=1)
+    init_from: str | None = option("Run", "begin with the model, shape and weights, of a Hugging Face folder", None)
+    debug: bool = option("Run", "show tracebacks", False)
+
+    data: str = option(
+        "Data",
+        "stdlib (Python's own sources), tinyshakespeare, or PATH of a text file, "
+        "a folder of text files, or llm.c token files",
+        "stdlib",
+        min_length=1,
+    )
+    tokenizer: str = option(
+        "Data",
+        "bytes, chars, or PATH of a Hugging Face tokenizer.json; auto: for text that of --init-from, else bytes; "
+        "for token files bare numbers",
+        "auto",
+        min_length=1,
+    )
+    batch_size: int = option("Data", "sequences a step, over all ranks", ge=1, le=1_000_000)
+    micro_batch_size: int | None = option(
+        "Data", "sequences a rank works on at once; default: up to 2,048 tokens of them, on GPUs 32,768", None, ge=1
+    )
+    seq_len: int = option("Data", "tokens a sequence", ge=1)
+
+    lr: float = option("Optimizer", "peak learning rate", gt=0)
+    min_lr: float | None = option("Optimizer", "last learning rate; default: --lr / 10", None, ge=0)
+    schedule: Literal["cosine", "wsd", "constant"] = option(
+        "Optimizer", "after the warm-up: cosine, wsd (warm-up, stable, decay) or constant", "cosine"
+    )
+    warmup_steps: int = option("Optimizer", "steps of linear warm-up", 0, ge=0, lt=2**63)
+    decay_fraction: float = option("Optimizer", "part of --steps that wsd decays over", 0.2, ge=0, le=1)
+    weight_decay: float = option("Optimizer", "decoupled weight decay, on matrices", 0.1, ge=0)
+    beta1: float = option("Optimizer", "AdamW's beta1", 0.9, ge=0, lt=1)
+    beta2: float = option("Optimizer", "AdamW's beta2", 0.95, ge=0, lt=1)
+    eps: float = option("Optimizer", "AdamW's epsilon", 1e-8, gt=0)
+    grad_clip: float = option("Optimizer", "largest global gradient norm; 0: no clipping", 1.0, ge=0)
+    skip_outliers: float = option(
+        "Optimizer",
+        "leave out steps whose gradient norm is over X or not finite; 0: stop at what is not finite",
+        0.0,
+        ge=0,
+    )
+
+    eval_every: int = option("Evaluation", "steps between validations; 0: only before and at the end", 100, ge=0)
+    eval_batches: int = option(
+        "Evaluation", "validation batches, of up to --batch-size sequences; 0: no validation at all", 8, ge=0
+    )
+    sample_tokens: int = option("Evaluation", "tokens of text generated at the end; 0: none", 200, ge=0)
+    prompt: str = option("Evaluation", "text the sample goes on from", "")
+    temperature: float = option("Evaluation", "of the sample; 0: always the likeliest token", 0.8, ge=0)
+    top_k: int = option("Evaluation", "sample among the k likeliest tokens; 0: all", 40, ge=0)
+
+    log_every: int = option("Output", "steps between lines", 1, ge=1)
+    save_every: int = option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
+    keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
+    profile: int = option("Output", "only time N steps, after 3 more: a table, and a Perfetto trace in --out", 0, ge=0)
+
+    device: Literal["auto", "cpu", "cuda"] = option(
+        "Device", "cpu, cuda, or auto: cuda where every rank has a GPU of its own", "auto"
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = option(
+        "Device", "of what is computed: float32, bfloat16, or auto: bfloat16 on GPUs", "auto"
+    )
+    master_weights: Literal["float32", "none"] = option(
+        "Device", "what AdamW updates on GPUs: float32, or none: bfloat16 weights alone, rounded at random", "float32"
+    )
+    grad_dtype: Literal["float32", "bfloat16"] = option(
+        "Device",
+        "of gradients on GPUs, in memory and between ranks: float32, or bfloat16, half the bytes (micro-batches of a "
+        "rank, where there are several, add up in float32; over ranks peer rounds once, nccl at each rank)",
+        "float32",
+    )
+    zero: int = option("Device", "1: each rank keeps its share of the optimizer's state (ZeRO-1)", 0, ge=0, le=1)
+    recompute: Literal["none", "norms", "block"] = option(
+        "Device", "what the backward computes again to save memory: none, norms (and SwiGLU) or whole blocks", "none"
+    )
+    attention: Literal["flash", "cudnn", "auto"] = option(
+        "Device", "of GPUs: flash (our own), cudnn (16-bit; extra cudnn), or auto: the faster, measured", "flash"
+    )
+    graph: bool = option("Device", "of GPUs: replay each step as one CUDA graph", True)
+
+    backend: Literal["auto", "mpi", "tcp", "nccl", "peer", "mock"] = option(
+        "Ranks", "carrier of the collectives: auto, mpi, tcp, nccl, peer, or mock (this process alone)", "auto"
+    )
+    dp: int | None = option("Ranks", "data-parallel ranks; default: those that the other axes leave", None, ge=1)
+    tp: int = option("Ranks", "tensor-parallel ranks", 1, ge=1)
+    pp: int = option("Ranks", "pipeline stages", 1, ge=1)
+    cp: int = option("Ranks", "context-parallel ranks", 1, ge=1)
+    timeout: float = option("Ranks", "seconds that a rank waits for the others", 300.0, gt=0)
+
+    model: ModelSection
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"expected min_lr ≤ lr, got {self.min_lr:g} and {self.lr:g}")
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"expected batch_size divisible by micro_batch_size, got {self.batch_size} and {self.micro_batch_size}"
+            )
+        longest = self.model.max_position_embeddings
+        if longest is not None and self.seq_len > longest:
+            raise ValueError(f"expected seq_len ≤ max_position_embeddings, got {self.seq_len} and {longest}")
+        if self.init_from is not None and self.resume not in (None, "auto"):
+            raise ValueError(f"expected init_from or resume, got {self.init_from!r} and {self.resume!r}")
+        return self
+
+    @classmethod
+    def from_preset(cls, preset: str = "tiny", **changes: Any) -> TrainConfig:
+        """A preset with some values changed; ``model={...}`` changes only the keys it names."""
+        return build([("preset", preset_values(preset)), ("argument", {"preset": preset, **changes})])
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for a JSON file: every field."""
+        return self.model_dump(mode="json")
+
+    def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
+        """This configuration as ``size`` ranks run it on ``device``: with its dtypes and micro-batch size.
+
+        Each step, a rank takes ``batch_size / (micro_batch_size * size)`` micro-batches.  A size that was
+        not given becomes the largest divisor that fits: of ``batch_size / size``, and of at most
+        ``MICRO_BATCH_TOKENS`` tokens.  With ``deterministic`` it depends on the batch alone: the largest
+        divisor of ``batch_size`` that leaves ``DETERMINISTIC_MICRO_BATCHES`` micro-batches.
+
+        Raises:
+            ConfigError: the batch cannot be cut evenly; an option that the device does not have.
+        """
+        dtype, most = self.dtype, CUDA_MICRO_BATCH_TOKENS
+        if device == "cpu":
+            most = MICRO_BATCH_TOKENS
+            for name, allowed in ON_CPU.items():
+                if (got := getattr(self, name)) is False:
+                    raise ConfigError(f"--no-{name}: expected a GPU, got the CPU")
+                if got not in allowed:
+                    raise ConfigError(f"{flag_of(name)}: expected {allowed[-1]} on the CPU, got {got}")
+        if dtype == "auto":
+            dtype = "float32" if device == "cpu" else "bfloat16"
+        for name in ("master_weights", "grad_dtype"):
+            if (got := getattr(self, name)) != "float32" and dtype != "bfloat16":
+                raise ConfigError(f"{flag_of(name)}: expected float32 with --dtype {dtype}, got {got}")
+        if self.grad_dtype != "float32" and self.deterministic:
+            raise ConfigError(f"--grad-dtype: expected float32 with --deterministic, got {self.grad_dtype}")
+        batch, micro = self.batch_size, self.micro_batch_size
+        if micro is None:
+            if batch % size:
+                raise ConfigError(f"--batch-size: expected a multiple of the {size} ranks, got {batch}")
+            whole = batch if self.deterministic else batch // size
+            parts = DETERMINISTIC_MICRO_BATCHES if self.deterministic else 1
+            micro = _largest_divisor(whole, min(whole // parts, most // self.seq_len))
+        if batch % (micro * size):
+            raise ConfigError(
+                f"--batch-size: expected a multiple of micro-batch size × ranks = {micro} × {size} = "
+                f"{micro * size}, got {batch}"
+            )
+        grad_dtype = self.grad_dtype if batch == micro * size else "float32"
+        chosen = {"micro_batch_size": micro, "device": device, "dtype": dtype, "grad_dtype": grad_dtype}
+        return self.model_copy(update=chosen)
+
+    @property
+    def master_dtype(self) -> str:
+        """Of the weights that AdamW updates."""
+        return self.dtype if self.master_weights == "none" else self.master_weights
+
+    def make_schedule(self) -> Schedule:
+        """The learning rate of every step."""
+        decay = round(self.decay_fraction * self.steps)
+        last = self.lr / 10 if self.min_lr is None else self.min_lr
+        return Schedule(self.schedule, self.lr, last, self.steps, self.warmup_steps, decay)
+
+    def model_config_for(self, vocab_size: int) -> LlamaConfig:
+        """The model's shape; ``vocab_size`` is the tokenizer's, the least that the model may have."""
+        if self.model.vocab_size is not None and self.model.vocab_size < vocab_size:
+            where = "--vocab-size" if self.init_from is None else f"{Path(self.init_from, 'config.json')}: vocab_size"
+            raise ConfigError(f"{where}: expected at least the tokenizer's {vocab_size}, got {self.model.vocab_size}")
+        return self.model.resolve(vocab_size, self.seq_len)
+
+
+KEYS = {
+    **{name: field for name, field in TrainConfig.model_fields.items() if name != "model"},
+    **{f"model.{name}": field for name, field in ModelSection.model_fields.items()},
+}
+"""Every key of a configuration; those of the nested section as ``model.hidden_size``."""
+
+_FIELD = re.compile(rf"\b({'|'.join(key.rpartition('.')[2] for key in KEYS)})\b")
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return next((d for d in range(limit, 1, -1) if number % d == 0), 1)
+
+
+def preset_values(preset: Any) -> dict[str, Any]:
+    """The values of a preset.  Raises ConfigError with the list of presets if there is none of that name."""
+    if not isinstance(preset, str) or preset not in PRESETS:
+        raise ConfigError(f"--preset: expected one of {', '.join(PRESETS)}, got {preset!r}")
+    return PRESETS[preset].values
+
+
+def flag_of(key: str) -> str:
+    """``model.hidden_size`` -> ``--hidden-size``."""
+    return "--" + key.rpartition(".")[2].replace("_", "-")
+
+
+def closest(word: str, known: Sequence[str]) -> str:
+    """`` (closest: X)``, or nothing."""
+    near = get_close_matches(word, known, n=1)
+    return f" (closest: {near[0]})" if near else ""
+
+
+def build(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> TrainConfig:
+    """Merge layers (where they come from, nested values), later ones over earlier ones, and validate.
+
+    Raises:
+        ConfigError: an unknown key or a refused value, naming the layer it came from.
+    """
+    merged: dict[str, Any] = {}
+    label: dict[str, str] = {}
+    origin: dict[str, str] = {}  # of a key in the midst of a sentence
+    for source, values in layers:
+        for key, value in flatten(source, values).items():
+            merged[key] = value
+            label[key] = flag_of(key) if source == "flags" else f"{source}: {key}"
+            told = source in ("flags", "argument") or source.startswith("preset")
+            origin[key.rpartition(".")[2]] = "" if told else f" of {source}"
+    if merged.get("model.model_type") == "gpt2":
+        for key in (f"model.{name}" for name in LLAMAS):
+            if label.get(key, "").startswith("preset"):
+                del merged[key]
+    nested: dict[str, Any] = {"model": {}}
+    for key, value in merged.items():
+        section, _, name = key.rpartition(".")
+        (nested[section] if section else nested)[name] = value
+    try:
+        return TrainConfig.model_validate(nested)
+    except ValidationError as error:
+        line = one_line(error, label)
+        if error.errors()[0]["type"] == "value_error":
+            line = _FIELD.sub(lambda name: flag_of(name[0]) + origin.get(name[0], ""), line)
+        raise ConfigError(line) from None
+
+
+def flatten(source: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if key == "model":
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{source}: model: expected a table of keys, got {value!r}")
+            flat |= {f"model.{name}": item for name, item in value.items()}
+        else:
+            flat[key] = value
+    for key in flat:
+        if key not in KEYS:
+            near = closest(key, list(KEYS))
+            raise ConfigError(f"{source}: expected a known key{near}, got {key!r}")
+    return flat

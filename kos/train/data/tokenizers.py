@@ -1,0 +1,291 @@
+"""Text to token numbers and back: bytes, characters, Hugging Face's tokenizer.json, or bare numbers.
+
+A checkpoint carries its tokenizer, for kos and, where transformers can hold it, as a ``tokenizer.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kos.errors import CheckpointError, ConfigError, DataError, install
+
+SAVED = "kos_tokenizer.json"  # a tokenizer of any kind, in a checkpoint
+
+PIECE = 1 << 20
+"""Characters that a Hugging Face tokenizer is given at once: longer text is cut, at a line's end."""
+
+PORTION = 32  # pieces, which it encodes side by side
+
+
+class Tokenizer(ABC):
+    """What the trainer needs of a tokenizer."""
+
+    kind: ClassVar[str]
+    name: str
+    vocab_size: int
+    arguments: Mapping[str, Any] = {}  # what the class is called with to make this tokenizer again
+    bos: int | None = None  # begins a document, where the vocabulary has such a token
+    eos: int | None = None  # ends one
+    start = 0  # what generation starts from when there is no prompt
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest unsigned dtype that holds every token."""
+        return np.min_scalar_type(self.vocab_size - 1)
+
+    @abstractmethod
+    def encode(self, text: str) -> NDArray[Any]:
+        """Token numbers, of ``dtype``.  DataError if the text has something that the vocabulary cannot spell."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token numbers; what is no text becomes U+FFFD."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``tokenizer_from_json`` needs to make this tokenizer again."""
+        return {"kind": self.kind, **self.arguments}
+
+    def is_like(self, other: Tokenizer) -> bool:
+        """Whether numbers mean the same text in both: whatever their names, which are paths; bare ones mean any."""
+        if self.kind != other.kind:
+            return NumberTokenizer.kind in (self.kind, other.kind)
+        return {**self.arguments, "name": ""} == {**other.arguments, "name": ""}
+
+    @abstractmethod
+    def huggingface(self) -> dict[str, Any]:
+        """The content of a ``tokenizer.json`` that gives the same numbers."""
+
+    def files(self) -> dict[str, Any]:
+        """The JSON files of a checkpoint by which kos, and AutoTokenizer of transformers, load this tokenizer."""
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        settings |= {f"{role}_token": self.arguments[role] for role in ("bos", "eos") if self.arguments.get(role)}
+        return {SAVED: self.to_json(), "tokenizer_config.json": settings, "tokenizer.json": self.huggingface()}
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8: 256 tokens, nothing to learn."""
+
+    kind = name = "bytes"
+    vocab_size = 256
+    start = ord("\n")
+
+    def encode(self, text: str) -> NDArray[np.uint8]:
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8)
+
+    def huggingface(self) -> dict[str, Any]:
+        """BPE without merges over characters that stand for bytes: GPT-2's (openai/gpt-2, src/encoder.py)."""
+        seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = {byte: 256 + number for number, byte in enumerate(sorted({*range(256)} - {*seen}))}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        vocab = {chr(others.get(byte, byte)): byte for byte in range(256)}
+        return {"pre_tokenizer": level, "decoder": level, **_one_token_each(vocab)}
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i if 0 <= i < 256 else 0xFF for i in map(int, ids)).decode("utf-8", "replace")
+
+
+class CharTokenizer(Tokenizer):
+    """One token a character of ``alphabet``, sorted, as nanoGPT's data/shakespeare_char."""
+
+    kind = name = "chars"
+
+    def __init__(self, alphabet: str) -> None:
+        self.alphabet = "".join(sorted(set(alphabet)))
+        if not self.alphabet:
+            raise DataError("tokenizer chars: expected an alphabet of at least one character, got none")
+        self.arguments = {"alphabet": self.alphabet}
+        self.vocab_size = len(self.alphabet)
+        self.start = max(0, self.alphabet.find("\n"))
+        self._codes = _code_points(self.alphabet)
+
+    def encode(self, text: str) -> NDArray[Any]:
+        codes = _code_points(text)
+        ids = np.searchsorted(self._codes, codes).clip(max=self.vocab_size - 1)
+        unknown = np.flatnonzero(self._codes[ids] != codes)
+        if unknown.size:
+            got = f"{text[unknown[0]]!r} at character {unknown[0]}"
+            raise DataError(f"tokenizer chars: expected one of its {self.vocab_size} characters, got {got}")
+        return ids.astype(self.dtype)
+
+    def huggingface(self) -> dict[str, Any]:
+        vocab = {character: number for number, character in enumerate(self.alphabet)}
+        return {"decoder": {"type": "Fuse"}, **_one_token_each(vocab)}
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.alphabet[i] if 0 <= i < self.vocab_size else "\ufffd" for i in map(int, ids))
+
+
+def _one_token_each(vocab: Mapping[str, int]) -> dict[str, Any]:
+    """Of a ``tokenizer.json``: one token a character."""
+    return {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+
+
+def _code_points(text: str) -> NDArray[np.uint32]:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+
+
+class NumberTokenizer(Tokenizer):
+    """Token files without a tokenizer: text is the token numbers themselves, separated by spaces."""
+
+    kind = name = "numbers"
+
+    def __init__(self, vocab_size: int) -> None:
+        self.arguments = {"vocab_size": vocab_size}
+        self.vocab_size = vocab_size
+
+    def encode(self, text: str) -> NDArray[Any]:
+        for word in text.split():
+            if not word.isdecimal() or int(word) >= self.vocab_size:
+                raise DataError(
+                    f"tokenizer numbers: expected token numbers below {self.vocab_size} (for text, let "
+                    f"--tokenizer name a tokenizer.json), got {word!r}"
+                )
+        return np.array(text.split(), self.dtype)
+
+    def huggingface(self) -> dict[str, Any]:
+        vocab = {str(number): number for number in range(self.vocab_size)}
+        model = {"type": "WordLevel", "vocab": vocab, "unk_token": "no number"}
+        return {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(str(int(i)) for i in ids)
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """``tokenizer``, the content of a tokenizer.json, through the ``tokenizers`` library (extra ``tokenizers``).
+
+    ``bos`` and ``eos`` are the tokens that tokenizer_config.json names.
+    """
+
+    kind = "huggingface"
+
+    def __init__(self, tokenizer: Any, name: str, bos: str | None = None, eos: str | None = None) -> None:
+        try:
+            import tokenizers as library
+        except ImportError:
+            how = install("tokenizers")
+            raise ConfigError(f"--tokenizer: expected the package tokenizers for {name}, got none ({how})") from None
+        try:
+            self._tokenizer = library.Tokenizer.from_str(json.dumps(tokenizer))
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{name}: expected a Hugging Face tokenizer.json, got {error}") from None
+        self.name = name
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+        self.bos, self.eos = self._number("bos", bos), self._number("eos", eos)
+        self.start = next((token for token in (self.bos, self.eos) if token is not None), 0)
+        source = json.loads(self._tokenizer.to_str())
+        self.arguments = {"name": name, "bos": bos, "eos": eos, "tokenizer": source}
+
+    def _number(self, role: str, token: str | None) -> int | None:
+        number = None if token is None else self._tokenizer.token_to_id(token)
+        if token is not None and number is None:
+            raise DataError(f"{self.name}: expected the {role} token in the vocabulary, got {token!r}")
+        return number
+
+    def huggingface(self) -> dict[str, Any]:
+        return dict(self.arguments["tokenizer"])
+
+    def encode(self, text: str) -> NDArray[Any]:
+        try:
+            encodings = self._tokenizer.encode_batch(list(_pieces(text)), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception
+            raise DataError(f"{self.name}: expected a tokenizer that can spell the text, got {error}") from None
+        return np.concatenate([np.array(encoding.ids, self.dtype) for encoding in encodings])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces of up to PIECE characters, cut at the ends of lines where there are any."""
+    return (match[0] for match in re.finditer(rf"(?s).{{0,{PIECE - 1}}}(?:\n|\Z)|.{{{PIECE}}}", text))
+
+
+def portions(text: str) -> Iterator[str]:
+    """``text`` in portions of PORTION pieces, of which ``encode`` makes the tokens of the whole."""
+    pieces = _pieces(text)
+    while portion := "".join(islice(pieces, PORTION)):
+        yield portion
+
+
+KINDS = {kind.kind: kind for kind in (ByteTokenizer, CharTokenizer, NumberTokenizer, HuggingFaceTokenizer)}
+
+
+def tokenizer_from_json(values: Mapping[str, Any]) -> Tokenizer:
+    """The inverse of a tokenizer's ``to_json``.  Raises DataError for anything else."""
+    arguments = dict(values)
+    kind = KINDS.get(arguments.pop("kind", None))
+    if kind is None:
+        raise DataError(f"tokenizer: expected kind {', '.join(KINDS)}, got {values.get('kind')!r}")
+    try:
+        return kind(**arguments)
+    except TypeError as error:
+        raise DataError(f"tokenizer {values['kind']}: expected its saved values, got {error}") from None
+
+
+def make_tokenizer(spec: str, *, text: Iterable[str] = ()) -> Tokenizer:
+    """The tokenizer that ``--tokenizer`` names; ``text`` gives ``chars`` its alphabet.
+
+    In a checkpoint of kos that is the run's, of any kind.
+
+    Raises:
+        DataError: PATH is missing or not a tokenizer.json.
+        CheckpointError: PATH is in a checkpoint whose tokenizer cannot be read.
+        ConfigError: the library is not installed.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if spec == "chars":
+        return CharTokenizer("".join(set().union(*text)))
+    path = Path(spec) / "tokenizer.json" if Path(spec).is_dir() else Path(spec)
+    if path.name == "tokenizer.json" and path.with_name(SAVED).exists():
+        return read_tokenizer(path.parent)
+    beside = path.with_name("tokenizer_config.json")
+    tokenizer = _read_json(path)
+    settings = _read_json(beside) if beside.is_file() else {}
+    try:
+        named = {role: settings.get(f"{role}_token") for role in ("bos", "eos")}  # plain text, or with more about it
+        special = {role: token["content"] if isinstance(token, dict) else token for role, token in named.items()}
+        wrong = [token for token in special.values() if not isinstance(token, str | None)]
+    except (AttributeError, KeyError):
+        wrong = [settings]
+    if wrong:
+        raise DataError(f"{beside}: expected JSON with bos_token and eos_token, got {reprlib.repr(wrong[0])}")
+    return HuggingFaceTokenizer(tokenizer, str(path), **special)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether ``make_tokenizer`` finds one in a folder of weights."""
+    return any((folder / name).is_file() for name in (SAVED, "tokenizer.json"))
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of the checkpoint in ``folder``.  Raises CheckpointError, or DataError where it is of no use."""
+    path = folder / SAVED
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        raise CheckpointError(f"{path}: expected a tokenizer that kos saved, got JSON without its kind")
+    return tokenizer_from_json(values)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        got = f"{str(path)!r}: {error.strerror}"
+        raise DataError(f"--tokenizer: expected bytes, chars or the PATH of a tokenizer.json, got {got}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"--tokenizer {path}: expected JSON, got {error}") from None

@@ -1,0 +1,91 @@
+"""Engines: what computes a training step; which of them a run takes."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+
+from kos.comm.communicator import Communicator
+from kos.cuda import device_info, require, unavailable
+from kos.cuda.kernels import nvrtc_version
+from kos.errors import ConfigError, KosError, install
+from kos.train.config.options import TrainConfig
+from kos.train.data.batches import Dataset
+from kos.train.engine import head_start
+from kos.train.engine.protocol import Between, Engine
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.parallel.failures import same_on_all
+from kos.train.parallel.mesh import AXES, Layout, Mesh
+
+LEAST_CAPABILITY = (8, 0)  # bfloat16 on tensor cores
+CARRIED = ("dp",)
+"""The axes of a mesh that the engines carry."""
+
+_log = logging.getLogger(__name__)
+
+
+def make_engine(
+    config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh,
+    between: Between = lambda what, share: None,
+) -> Engine:  # fmt: skip
+    """The engine of ``config.device``, which ``choose_device`` has chosen."""
+    if config.device == "cuda":
+        from kos.train.engine.cuda import CudaEngine
+
+        return CudaEngine(config, model, data, mesh)
+    from kos.train.engine.cpu import CpuEngine
+
+    return CpuEngine(config, model, data, mesh, between)
+
+
+def choose_layout(config: TrainConfig, comm: Communicator) -> Layout:
+    """The layout that was asked for.  ConfigError where it does not fit the ranks, or no engine carries it."""
+    same_on_all(comm, {f"--{axis}": getattr(config, axis) for axis in AXES})
+    layout = Layout.of(comm.size, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
+    for axis in AXES:
+        if axis not in CARRIED and (got := getattr(layout, axis)) > 1:
+            raise ConfigError(f"--{axis}: expected 1, all that the engines carry so far, got {got}")
+    return layout
+
+
+def choose_device(asked: str, comm: Communicator) -> str:
+    """``cpu`` or ``cuda``, for all ranks.  ConfigError where GPUs are asked for and a rank cannot have one."""
+    same_on_all(comm, {"device": asked})
+    if asked == "cpu":
+        return asked
+    answers = [answer.decode().partition("\n") for answer in comm.all_gather_bytes(_usable_gpu(comm).encode())]
+    reasons = [(rank, reason) for rank, (uuid, _, reason) in enumerate(answers) if not uuid]
+    if not reasons and (asked == "cuda" or len({uuid for uuid, _, _ in answers}) == comm.size):
+        return "cuda"
+    rank, reason = reasons[0] if reasons else (0, "ranks share a GPU")
+    if asked == "cuda":
+        raise ConfigError(f"--device cuda: expected a GPU for every rank, got none for rank {rank}: {reason}")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")  # on purpose
+    if comm.rank == 0 and (unavailable() is None or (head_start.DRIVER.exists() and not hidden)):
+        _log.warning("training on the CPU, not on this machine's GPUs: %s", reason)
+    return "cpu"
+
+
+def _usable_gpu(comm: Communicator) -> str:
+    """The UUID of this rank's GPU; or nothing, a newline and why it has none."""
+    try:
+        require()
+        if comm.size > 1 and comm.device is None:
+            why = comm.probes["nccl"].reason if "nccl" in comm.probes else f"backend {comm.backend_name}"
+            return f"\nno backend carries its memory ({why})"
+        device = device_info(comm.device or 0)
+        if device.compute_capability < LEAST_CAPABILITY:
+            got = ".".join(map(str, device.compute_capability))
+            least = ".".join(map(str, LEAST_CAPABILITY))
+            return f"\nexpected compute capability {least}, got {got} ({device.name})"
+        from kos.train.ops.cuda import cublaslt
+
+        nvrtc_version()
+        cublaslt._library()
+        importlib.import_module("cuda.core")
+    except ImportError as error:
+        return f"\nexpected its packages ({install('cuda')}), got: {error}"
+    except KosError as error:
+        return f"\n{str(error).removeprefix('CUDA: ')}"
+    return device.uuid

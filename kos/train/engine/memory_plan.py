@@ -1,0 +1,186 @@
+"""What a training step will need of a GPU's memory, before anything of it is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kos.cuda.driver import call, cu
+from kos.dtypes import DTYPES
+from kos.errors import ConfigError
+from kos.memory.arena import ALIGNMENT, Arena
+from kos.memory.array import Array
+from kos.train.config.options import TrainConfig
+from kos.train.model.gpt2 import make_model
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
+from kos.train.ops.cuda import attention, cublaslt
+from kos.train.ops.cuda.dialect import CudaOps
+
+RESERVE = 768 << 20  # bytes: kernels, graphs and what NCCL takes when ranks first meet
+GIB = 1 << 30
+
+
+class MemoryPlan(NamedTuple):
+    """Bytes by what they are for, and how many are free; ``arena`` of them are for activations.
+
+    ``knobs`` are the options that take less: how many bytes beside the arena, 0 for those that act on the arena."""
+
+    uses: dict[str, int]
+    arena: int
+    free: int
+    device: str
+    knobs: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.uses.values())
+
+    def check(self) -> MemoryPlan:
+        """This plan; ConfigError, with the options that can help, where it does not fit."""
+        if self.total <= self.free:
+            return self
+        rest = self.total - self.arena
+        fits = rest - sum(self.knobs.values()) < self.free
+        helpful = [knob for knob, saved in self.knobs.items() if fits and (saved or rest < self.free)]
+        uses = sorted(self.uses.items(), key=lambda use: -use[1])
+        raise ConfigError(
+            f"memory: expected at most {self.free / GIB:.2f} GiB, which are free on {self.device}, "
+            f"got {self.total / GIB:.2f} GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in uses)}; "
+            f"less takes {' or '.join([*helpful, 'a smaller model'])}"
+        )
+
+    def __str__(self) -> str:
+        rows = [f"  {name:<42}{size / GIB:>9.2f} GiB" for name, size in self.uses.items()]
+        rows.append(f"  {'total':<42}{self.total / GIB:>9.2f} GiB of {self.free / GIB:.2f} free on {self.device}")
+        return "\n".join(rows)
+
+
+def plan_memory(
+    config: TrainConfig, model: LlamaConfig, local: Local, ops: CudaOps, *, ranks: int, head_rows: int,
+    multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False, staging: int = 0,
+    bucket: int = 0,
+) -> MemoryPlan:  # fmt: skip
+    """The plan of one of ``ranks`` that hold the same weights.
+
+    ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
+    ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
+    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is loaded or saved."""
+    assert config.micro_batch_size is not None
+    count = -(-model.num_parameters(local) // multiple) * multiple
+    itemsize = DTYPES[config.dtype].itemsize
+    sharded = config.zero == 1 and ranks > 1
+    held, share = (count // ranks, f", 1/{ranks} (ZeRO-1)") if sharded else (count, "")
+    master = config.master_dtype
+    has_copy = sharded or config.dtype != master
+    rows = min(head_rows, config.micro_batch_size * config.seq_len)
+    logits = rows * len(local.vocabulary) * itemsize
+    peak = _peak(config, model, local, ops, head_rows, ranks if lookups else 1)
+    arena = max(peak, 4 * min(bucket, count) + ALIGNMENT)
+    uses = {
+        **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
+        f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,
+        f"both Adam moments, float32{share}": 8 * held,
+        f"gradients, {config.grad_dtype}": DTYPES[config.grad_dtype].itemsize * count * (2 if carry else 1),
+        f"activations, recompute {config.recompute}": arena - logits,
+        f"logits of {rows} tokens": logits,
+        "tokens, cuBLASLt's workspace": 3 * 8 * rounds * config.micro_batch_size * config.seq_len + cublaslt.WORKSPACE,
+        "kernels, graph, communication": RESERVE + staging,
+    }
+    shard, master_size = count // ranks, DTYPES[master].itemsize
+    knobs = {f"a --micro-batch-size below {config.micro_batch_size}": 0} if config.micro_batch_size > 1 else {}
+    if config.recompute != "block":
+        knobs[f"--recompute {'norms or block' if config.recompute == 'none' else 'block'}"] = 0
+    if ops.cudnn is not None:
+        knobs["--attention flash"] = 0
+    if not config.zero and ranks > 1:
+        knobs["--zero 1"] = (8 + master_size) * (count - shard) - (0 if has_copy else count * itemsize)
+    if config.dtype != config.grad_dtype and rounds == 1 and not config.deterministic:
+        knobs["--grad-dtype bfloat16"] = (DTYPES[config.grad_dtype].itemsize - itemsize) * count
+    if config.dtype != master:  # after ZeRO-1, of which a copy for the passes is left
+        knobs["--master-weights none"] = (master_size - (itemsize if ranks > 1 else 0)) * shard
+    free, _ = call(cu.cuMemGetInfo)
+    name = f"cuda:{ops.device}"
+    return MemoryPlan({use: size for use, size in uses.items() if size}, arena, free // sharing, name, knobs)
+
+
+def _peak(
+    config: TrainConfig, model: LlamaConfig, local: Local, ops: CudaOps, head_rows: int, looking: int
+) -> int:
+    """Bytes that a pass, or a validation, takes from the arena at most; ``looking``: ranks whose lookups it gathers."""
+    sizing = _Sizing(ops)
+    llama = make_model(model, sizing, head_rows=head_rows, recompute=config.recompute, local=local)
+    weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
+    gradients = weights.like(config.grad_dtype)
+    assert config.micro_batch_size is not None
+    tokens = sizing.zeros((config.micro_batch_size, config.seq_len), np.int32)
+    loss = sizing.zeros(1, np.float64)
+
+    def lookups(*mine: Array) -> Any:
+        return [llama.arena.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
+
+    with sizing.step(llama.arena):
+        llama.queue_loss_and_gradients(
+            weights, tokens, tokens, gradients, loss, accumulate=False, lookups=lookups if looking > 1 else None
+        )
+    llama.loss(weights, tokens, tokens)
+    return llama.arena.peak + 4 * tokens.nbytes + ALIGNMENT * 4  # validation brings its tokens from the host
+
+
+class _Sizing(CudaOps):
+    """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
+
+    def __init__(self, ops: CudaOps) -> None:
+        self.device, self.stream, self.cudnn = ops.device, ops.stream, ops.cudnn
+        self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
+
+    def matmul(self, *operands: Any, **options: Any) -> None:  # type: ignore[override]
+        pass
+
+    def make_arena(self) -> Arena:
+        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
+
+    @contextmanager
+    def step(self, arena: Arena) -> Iterator[None]:
+        yield
+        arena.release(0)
+
+    def zeros(self, shape: Any, dtype: Any) -> Array:
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        return Array(ALIGNMENT, shape, dtype, self.device)
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        pass
+
+    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, lse: Array, arena: Arena) -> None:
+        if self.cudnn is not None:
+            self.cudnn.forward(qkv, heads, kv_heads, out, lse, arena, dry=True)
+
+    def attention_backward(
+        self, d_out: Any, qkv: Any, out: Any, lse: Array, heads: int, kv_heads: int, d_qkv: Any, arena: Arena
+    ) -> None:
+        if self.cudnn is not None:
+            self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
+            return
+        head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
+        with arena.scope():
+            family = attention.family_for(self.device, qkv.dtype.name, head_dim)
+            if family != "simple":
+                attention.take_scratch(lse, kv_heads, head_dim, family, arena)
+
+    def rope_tables(self, frequencies: Any, positions: Any, dtype: Any) -> tuple[Array, Array]:
+        shape = (len(positions), len(frequencies))
+        return self.zeros(shape, np.float32), self.zeros(shape, np.float32)
+
+    def copy(self, source: Array, out: Array) -> None:
+        pass
+
+    def zero(self, out: Array) -> None:
+        pass
+
+    def to_host(self, array: Array) -> np.ndarray[Any, Any]:
+        return np.zeros(array.shape, array.dtype.numpy)

@@ -1,0 +1,54 @@
+"""Text from a model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kos.errors import TrainingError
+from kos.train.data.tokenizers import Tokenizer
+from kos.train.model.llama import Llama
+
+
+def generate(
+    model: Llama, weights: Mapping[str, np.ndarray], prompt: Sequence[int], count: int, *,
+    seed: int, temperature: float = 0.8, top_k: int = 0, stop: int | None = None,
+    cut: Callable[[], bool] = lambda: False,
+) -> Iterator[int]:  # fmt: skip
+    """Up to ``count`` token ids that follow ``prompt``, drawn from softmax(logits / temperature).
+
+    Temperature 0 takes the likeliest; ``top_k`` > 0 draws among the k likeliest. The context is the last
+    ``max_position_embeddings`` tokens. Ends early at token ``stop``, or when ``cut`` says so.
+    """
+    rng = np.random.default_rng(seed)
+    ids = list(prompt)
+    for _ in range(count):
+        context = np.asarray([ids[-model.config.max_position_embeddings :]], np.int32)
+        token = _draw(model.next_logits(weights, context), temperature, top_k, rng)
+        if token == stop or cut():
+            return
+        ids.append(token)
+        yield token
+
+
+def _draw(logits: np.ndarray, temperature: float, top_k: int, rng: np.random.Generator) -> int:
+    if np.isnan(logits).any():
+        raise TrainingError("sampling: expected logits, got NaN: the weights are no good")
+    if temperature == 0:
+        return int(np.argmax(logits))
+    with np.errstate(over="ignore"):  # at most 0, however small the temperature
+        scores = (logits.astype(np.float64) - logits.max()) / temperature
+    if 0 < top_k < scores.size:
+        scores[scores < np.partition(scores, -top_k)[-top_k]] = -np.inf
+    odds = np.exp(scores)
+    return int(rng.choice(scores.size, p=odds / odds.sum()))
+
+
+def sample_text(
+    model: Llama, weights: Mapping[str, np.ndarray], tokenizer: Tokenizer, prompt: str, count: int, **options: Any
+) -> str:
+    """``prompt`` and up to ``count`` generated tokens, as text; ``options`` are those of ``generate``."""
+    ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
+    return prompt + tokenizer.decode(generate(model, weights, ids, count, stop=tokenizer.eos, **options))

@@ -1,0 +1,138 @@
+"""GPT-2 (Radford et al. 2019): LayerNorm, biases, GELU and learned positions where LLaMA has others.
+
+Names and settings are those of Hugging Face's ``GPT2LMHeadModel``; matrices are (out, in) here as everywhere, and
+turned around when they are read from or written for transformers, whose ``Conv1D`` has them (in, out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kos.errors import ConfigError
+from kos.memory.arena import Arena
+from kos.train.model.llama import Gradients, Llama, Weights
+from kos.train.model.llama_config import LayerNames, LlamaConfig
+from kos.train.model.shapes import Local
+from kos.train.ops import Array, Ops
+
+POSITIONS = "transformer.wpe.weight"
+TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # ends of the names of Conv1D's matrices
+
+
+@dataclass(frozen=True)
+class GPT2Config(LlamaConfig):
+    """The shape of a GPT-2; ``rms_norm_eps`` is LayerNorm's."""
+
+    model_type: ClassVar[str] = "gpt2"
+    embedding: ClassVar[str] = "transformer.wte.weight"
+    final_norm: ClassVar[str] = "transformer.ln_f.weight"
+    lookups: ClassVar[tuple[str, ...]] = (embedding, POSITIONS)
+    residual: ClassVar[tuple[str, ...]] = (".c_proj.weight",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, expected in (
+            ("num_key_value_heads", self.num_attention_heads),
+            ("head_dim", self.hidden_size / self.num_attention_heads),
+            ("tie_word_embeddings", True),
+            ("rope_theta", LlamaConfig.rope_theta),
+            ("rope_scaling", None),
+        ):
+            if (got := getattr(self, name)) != expected:
+                wanted = "none" if expected is None else expected if isinstance(expected, bool) else f"{expected:g}"
+                raise ConfigError(f"{name}: expected {wanted} in a GPT-2, got {got}")
+
+    @property
+    def up_size(self) -> int:
+        return self.intermediate_size
+
+    def layer_names(self, layer: int) -> LayerNames:
+        names = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+        return LayerNames(*(f"transformer.h.{layer}.{name}.weight" for name in names))
+
+    def local(self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1) -> Local:
+        if tp * pp > 1:
+            raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
+        return super().local()
+
+    def fused_groups(self, local: Local | None = None) -> dict[str, tuple[str, ...]]:
+        return {}
+
+    def parameter_shapes(self, local: Local | None = None) -> dict[str, tuple[int, ...]]:
+        D, F = self.hidden_size, self.intermediate_size
+        shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
+        for layer in reversed(range(self.num_hidden_layers)):
+            of_layer = ((D,), (3 * D, D), (D, D), (D,), (F, D), (D, F))
+            for name, shape in reversed([*zip(self.layer_names(layer), of_layer, strict=True)]):
+                shapes |= {name: shape, bias_of(name): shape[:1]}
+        return shapes | {POSITIONS: (self.max_position_embeddings, D), self.embedding: (self.vocab_size, D)}
+
+
+def bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
+
+
+class GPT2(Llama):
+    """The stages of ``Llama`` with GPT-2's parts in place of LLaMA's."""
+
+    def embed(self, weights: Weights, tokens_N: Array, seq_len: int, keep: Arena) -> Array:
+        x_ND = super().embed(weights, tokens_N, seq_len, keep)
+        for start in range(0, len(tokens_N), seq_len):
+            sample = x_ND[start : start + seq_len]
+            self.ops.add(sample, weights[POSITIONS][:seq_len], sample)
+        return x_ND
+
+    def embed_backward(self, tokens_N: Array, seq_len: int, dx_ND: Array, into: Gradients) -> None:
+        d_positions = into.of[POSITIONS]
+        if not into.accumulate:
+            self.ops.zero(d_positions[seq_len:])
+        samples = dx_ND.reshape(len(dx_ND) // seq_len, -1)
+        self.ops.sum_rows(samples, d_positions[:seq_len].reshape(-1), into.accumulate, self.arena)
+        into.final(POSITIONS)
+        super().embed_backward(tokens_N, seq_len, dx_ND, into)
+
+    def _norm_statistics(self, x_ND: Array, arena: Arena) -> Array:
+        return arena.take((2, len(x_ND)), self.ops.statistics_dtype(x_ND.dtype))
+
+    def _norm(self, weights: Weights, name: str, x_ND: Array, rstd_N: Array, arena: Arena) -> Array:
+        normed_ND = arena.take(x_ND.shape, x_ND.dtype)
+        eps = self.config.rms_norm_eps
+        self.ops.layer_norm(x_ND, weights[name], weights[bias_of(name)], eps, normed_ND, rstd_N)
+        return normed_ND
+
+    def _norm_backward(
+        self, weights: Weights, name: str, d_out: Array, x: Array, rstd: Array, dx: Array, into: Gradients
+    ) -> None:
+        bias = bias_of(name)
+        self.ops.layer_norm_backward(
+            d_out, x, weights[name], rstd, dx, into.of[name], into.of[bias], into.accumulate, self.arena
+        )
+        into.final(name)
+        into.final(bias)
+
+    def _linear(self, weights: Weights, name: str, x: Array, out: Array, residual: Array | None = None) -> None:
+        self.ops.linear(x, weights[name], out, residual, weights[bias_of(name)])
+
+    def _linear_backward(self, weights: Weights, name: str, d_out: Array, x: Array, dx: Array, into: Gradients) -> None:
+        super()._linear_backward(weights, name, d_out, x, dx, into)
+        self.ops.sum_rows(d_out, into.of[bias_of(name)], into.accumulate, self.arena)
+        into.final(bias_of(name))
+
+    def _apply_rope(self, rope: Callable[..., None], qkv_NW: Array, seq_len: int) -> None:
+        pass
+
+    def _activate(self, gate_up_N2F: Array, hidden_NF: Array) -> None:
+        self.ops.gelu(gate_up_N2F, hidden_NF, self.arena)
+
+    def _activate_backward(self, d_hidden: Array, gate_up: Array, hidden: Array, d_gate_up: Array) -> None:
+        self.ops.gelu_backward(d_hidden, gate_up, d_gate_up, self.arena)
+
+
+def make_model(
+    config: LlamaConfig, ops: Ops, *, head_rows: int | None = None, recompute: str = "none", local: Local | None = None
+) -> Llama:
+    """The model of a configuration: GPT-2 or LLaMA."""
+    kind = GPT2 if isinstance(config, GPT2Config) else Llama
+    return kind(config, ops, head_rows=head_rows, recompute=recompute, local=local)

@@ -1,0 +1,157 @@
+"""AdamW on a GPU, as ``kos.train.ops.optimizer.AdamW``: norm, clipping, schedule and update without the host.
+
+What is queued may be captured into a CUDA graph: the step counter, and the learning rate with it, live on the
+device.  A gradient norm that is not finite changes nothing any more, and stands in ``read()`` for the host to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kos.errors import InvalidArgument
+from kos.memory.array import Array
+from kos.train.model.parameters import Parameters, Shard
+from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.ops.optimizer import Schedule
+
+CHUNK = 16_384  # elements of a thread block: a chunk begins at a multiple of it, or where a tensor begins
+SHAPES = {"cosine": 0, "constant": 1, "wsd": 2}  # of adamw.cu
+STATE = ("step", "lr", "norm", "scale", "step_size", "root", "decay", "finite", "sum_of_squares", "halted")
+_CHUNK_DTYPE = np.dtype(
+    [("start", np.int64), ("local", np.int64), ("length", np.int32), ("decayed", np.int32), ("index", np.int64)]
+)
+
+
+class CudaAdamW:
+    """AdamW over ``weights``; ``copy``, in their layout, gets them rounded to its dtype.
+
+    Weights of bfloat16 are rounded up or down at random, so that they are right on average: by bits that follow from
+    ``seed``, step and place in the layout alone, the same in any Shard (Gupta et al. 2015, arXiv:1502.02551).
+    ``weights`` may be the Shard of this rank (ZeRO-1: Rajbhandari et al. 2020, arXiv:1910.02054), of parts that
+    begin and end at multiples of CHUNK; gradients and copy are whole.  Matrices are decayed, vectors are not.
+    ``skip_outliers`` > 0 leaves out steps of a norm beyond it, or not finite, instead of stopping at the latter.
+    ``state`` (10,) float64 holds what ``STATE`` names.
+    """
+
+    def __init__(
+        self,
+        ops: CudaOps,
+        weights: Parameters | Shard,
+        copy: Parameters | None,
+        schedule: Schedule,
+        *,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+        grad_clip: float = 0.0,
+        skip_outliers: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        if copy is not None and (copy.spans != weights.spans or copy.flat.dtype.itemsize > weights.flat.dtype.itemsize):
+            raise InvalidArgument("CudaAdamW: expected a copy in the layout of the weights, and no wider")
+        self.ops = ops
+        self.weights, self.copy = weights, copy
+        self.exp_avg, self.exp_avg_sq = weights.like("float32"), weights.like("float32")
+        self.schedule, self.betas, self.eps = schedule, betas, eps
+        self.weight_decay, self.grad_clip, self.skip_outliers = weight_decay, grad_clip, skip_outliers
+        self.seed = seed
+        self.state = ops.zeros(len(STATE), np.float64)
+        chunks, self._starts = _chunks(weights)
+        self._chunk_count = len(chunks)
+        self._chunks = Array.from_numpy(chunks.view(np.uint8), ops.device, stream=ops.stream, label="AdamW chunks")
+        self.partial = ops.zeros(len(self._starts), np.float64)
+
+    @property
+    def step_count(self) -> int:
+        """Updates made so far; waits for the device."""
+        return int(self.read()["step"])
+
+    @step_count.setter
+    def step_count(self, step: int) -> None:
+        self._set(step=step)
+
+    def halt(self) -> None:
+        """Let updates change nothing until ``step_count`` is set."""
+        self._set(halted=1)
+
+    def _set(self, **state: float) -> None:
+        self.state.copy_from(np.array([state.get(name, 0) for name in STATE], np.float64), self.ops.stream)
+
+    def queue_norm(self, gradients: Parameters, add_up: Callable[[Array], object] | None = None) -> None:
+        """The sum of squares of ``gradients`` goes to ``state[8]``.
+
+        ``add_up(partial)`` lets ranks with a shard each add the sums of squares, which are 0 for others' chunks.
+        """
+        flat = gradients.flat
+        if add_up is not None:
+            self.ops.zero(self.partial)
+        if self._chunk_count:
+            self._launch("squares", flat, self._chunk_count, 256, flat, self._chunks, self.partial)
+        if add_up is not None:
+            add_up(self.partial)
+        self._launch("finish_norm", flat, 1, 1024, self.partial, self.partial.size, self.state)
+
+    def queue_update(self, gradients: Parameters, average: float = 1.0) -> None:
+        """One update with ``average * gradients``, clipped by ``state[8]``; the gradients are left as they are."""
+        flat, copy = gradients.flat, self.weights.flat if self.copy is None else self.copy.flat
+        schedule, (beta1, beta2) = self.schedule, self.betas
+        self._launch(
+            "prepare", flat, 1, 1, self.state, SHAPES[schedule.kind], float(schedule.lr), float(schedule.min_lr),
+            schedule.steps, schedule.warmup_steps, schedule.decay_steps, float(beta1), float(beta2),
+            float(self.weight_decay), float(average), float(self.grad_clip), float(self.skip_outliers),
+        )  # fmt: skip
+        if self._chunk_count:
+            self._launch(
+                "adamw", flat, self._chunk_count, 256, self.weights.flat, flat, self.exp_avg.flat,
+                self.exp_avg_sq.flat, copy, self._chunks, self.state, np.float32(beta1), np.float32(beta2),
+                np.float32(self.eps), self.seed,
+            )  # fmt: skip
+
+    def refresh_copy(self) -> None:
+        """The copy (this rank's parts of it) from the weights, after these were loaded."""
+        if self.copy is not None:
+            for part, local in self.weights.parts():
+                self.ops.copy(self.weights.flat[local], self.copy.flat[part])
+
+    def read(self) -> dict[str, float]:
+        """``state`` by name, after everything queued so far; waits for the device."""
+        return dict(zip(STATE, map(float, self.ops.to_host(self.state)), strict=True))
+
+    def not_finite(self) -> str | None:
+        """The first tensor, in the order of the layout, whose last gradient was not finite; waits for the device."""
+        bad = np.flatnonzero(~np.isfinite(self.ops.to_host(self.partial)))
+        if not bad.size:
+            return None
+        at = int(self._starts[bad[0]])
+        return next(name for name, span in self.weights.spans.items() if span.start <= at < span.stop)
+
+    def _launch(self, name: str, gradients: Array, grid: int, block: int, *arguments: Any) -> None:
+        weight = "float32" if self.copy is None else self.copy.flat.dtype.name
+        self.ops.launch(
+            "adamw.cu", name, grid, block, *arguments,
+            MASTER=self.weights.flat.dtype.name, GRADIENT=gradients.dtype.name, WEIGHT=weight,
+            COPY=int(self.copy is not None),
+        )  # fmt: skip
+
+
+def _chunks(weights: Parameters | Shard) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Slices of the flat array, each within one tensor and one part: those of this rank, and where all begin."""
+    spans = list(weights.spans.values())
+    end = spans[-1].stop
+    of_tensors = np.array([span.start for span in spans], np.int64)
+    starts = np.union1d(np.arange(0, end, CHUNK), of_tensors)
+    decayed = np.array([len(shape) >= 2 for shape in weights.shapes.values()])
+    rows = np.zeros(len(starts), _CHUNK_DTYPE)
+    rows["start"] = starts
+    rows["length"] = np.diff(starts, append=end)
+    rows["decayed"] = decayed[np.searchsorted(of_tensors, starts, side="right") - 1]
+    rows["index"] = np.arange(len(starts))
+    mine = []
+    for part, local in weights.parts():
+        inside = rows[np.searchsorted(starts, part.start) : np.searchsorted(starts, part.stop)]
+        inside["local"] = inside["start"] - part.start + local.start
+        mine.append(inside)
+    return np.concatenate(mine), starts

@@ -1,0 +1,435 @@
+"""The cuda dialect of ``kos.train.ops``: kernels compiled by NVRTC and cuBLASLt, queued on one stream.
+
+Activations are bfloat16 or float32 and lie row-major; statistics are float32, and so may gradients of weights
+be.  Nothing waits for the device but ``to_host``, and with a fixed arena nothing is allocated: once a pass has
+run, the next can be captured into a CUDA graph.  Sums have a fixed order: results repeat bit for bit.
+
+Shapes that a kernel can unroll over are constants of its compilation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kos.cuda import driver, streams
+from kos.cuda.devices import device_info
+from kos.cuda.driver import call, cu
+from kos.cuda.kernels import load_kernel
+from kos.dtypes import DTYPES, DType
+from kos.errors import InvalidArgument
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.train.ops.cuda import attention
+from kos.train.ops.cuda.cublaslt import Matmul
+from kos.train.ops.cuda.cudnn import CudnnAttention
+
+KERNELS = Path(__file__).parent / "kernels"
+BLOCK = 256  # threads of an elementwise block
+DIGIT_BITS, DIGITS, TILE, RUN = 9, 512, 1024, 32  # of embedding.cu
+FLOAT32, INT32 = DTYPES["float32"], DTYPES["int32"]
+
+
+class CudaOps:
+    """The operations on ``device``, in the order of ``stream`` (a new one unless given).
+
+    Matrix products take their ``algorithms``, which may be added to before a shape's first use; ``search`` times those
+    that are missing then, and adds them.  Attention is cuDNN's where ``cudnn`` is set.
+    """
+
+    cudnn: CudnnAttention | None = None
+
+    def __init__(
+        self, device: int, stream: Any = None, *, algorithms: dict[str, str] | None = None, search: bool = False
+    ) -> None:
+        driver.set_device(device)
+        self.device = device
+        self.stream = streams.create_stream(device) if stream is None else streams.as_stream(stream)
+        self.algorithms = {} if algorithms is None else algorithms
+        self.matmul = Matmul(device, self.stream, algorithms=self.algorithms, search=search)
+        self.multiprocessors = device_info(device).multiprocessors
+        optin = cu.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        self.shared_memory = int(call(cu.cuDeviceGetAttribute, optin, device))  # bytes
+        self._kernels: dict[tuple[Any, ...], Any] = {}
+
+    def launch(
+        self, file: str, name: str, grid: Any, block: int, *arguments: Any, shared: int = 0, **defines: str | int
+    ) -> None:
+        """Queue the kernel ``name`` of ``file``; arrays are handed over by their address."""
+        key = (file, name, *defines.items())
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = load_kernel(KERNELS / file, name, self.device, **defines)
+        values = (x.pointer if isinstance(x, Array) else x for x in arguments)
+        kernel(self.stream, grid, block, *values, shared=shared)
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def make_arena(self) -> Arena:
+        def allocate(nbytes: int) -> Array:
+            return Array.empty(nbytes, np.uint8, self.device, stream=self.stream, label="arena")
+
+        def view(slab: Array, offset: int, shape: tuple[int, ...], dtype: Any) -> Array:
+            return Array(slab.pointer + offset, shape, dtype, self.device, owner=slab.owner, stream=self.stream)
+
+        return Arena(0, allocate, view)
+
+    @contextmanager
+    def step(self, arena: Arena) -> Iterator[None]:
+        driver.set_device(self.device)
+        try:
+            yield
+        finally:
+            arena.release(0)
+
+    def zeros(self, shape: Any, dtype: Any) -> Array:
+        """An array of its own, as ``Parameters`` asks for."""
+        return Array.zeros(shape, dtype, self.device, stream=self.stream)
+
+    def statistics_dtype(self, dtype: Any) -> DType:
+        return FLOAT32
+
+    def indices(self, source: Any, arena: Arena) -> Array:
+        if isinstance(source, Array):
+            return source
+        return arena.take(source.shape, INT32).copy_from(np.ascontiguousarray(source, np.int32), self.stream)
+
+    def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> Array:
+        return arena.take((rows, columns), dtype)
+
+    def copy(self, source: Array, out: Array) -> None:
+        """out = source, of another dtype if need be; one of them may be the host's."""
+        if isinstance(out, np.ndarray):
+            source.copy_to(out, self.stream)
+        elif isinstance(source, np.ndarray) or source.dtype is out.dtype:
+            out.copy_from(source, self.stream)
+        else:
+            self.cast(source, out)
+
+    def to_host(self, array: Array) -> np.ndarray:
+        return array.numpy(self.stream)
+
+    def zero(self, out: Array) -> None:
+        out.fill_bytes(0, self.stream)
+
+    # --- elementwise ---------------------------------------------------------------------------------
+
+    def add(self, a: Array, b: Array, out: Array) -> None:
+        width = _width(out.size, a, b, out)
+        self._elementwise("add", out.size // width, a, b, out, DTYPE=out.dtype.name, WIDTH=width)
+
+    def cast(self, source: Array, out: Array) -> None:
+        """out = source, of another dtype."""
+        width = _width(out.size, out, source)
+        self._elementwise(
+            "cast", out.size // width, source, out, DTYPE=out.dtype.name, WIDTH=width, SOURCE=source.dtype.name
+        )
+
+    def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
+        columns = out.shape[1]
+        width = _width(columns, out, gate_up)
+        self._elementwise("swiglu", out.size // width, gate_up, out, DTYPE=out.dtype.name, WIDTH=width, COLUMNS=columns)
+
+    def swiglu_backward(self, d_out: Array, gate_up: Array, out: Array, d_gate_up: Array, arena: Arena) -> None:
+        columns = d_out.shape[1]
+        width = _width(columns, d_out, gate_up, d_gate_up)
+        self._elementwise(
+            "swiglu_backward", d_out.size // width, d_out, gate_up, d_gate_up,
+            DTYPE=d_out.dtype.name, WIDTH=width, COLUMNS=columns,
+        )  # fmt: skip
+
+    def gelu(self, x: Array, out: Array, arena: Arena) -> None:
+        width = _width(out.size, x, out)
+        self._elementwise("gelu", out.size // width, x, out, DTYPE=out.dtype.name, WIDTH=width)
+
+    def gelu_backward(self, d_out: Array, x: Array, dx: Array, arena: Arena) -> None:
+        width = _width(dx.size, d_out, x, dx)
+        self._elementwise("gelu_backward", dx.size // width, d_out, x, dx, DTYPE=dx.dtype.name, WIDTH=width)
+
+    def _elementwise(self, name: str, packs: int, *arguments: Any, **defines: str | int) -> None:
+        if packs:
+            every: dict[str, Any] = {"COLUMNS": defines["WIDTH"], "SOURCE": "float32", **defines}
+            self.launch("elementwise.cu", name, -(-packs // BLOCK), BLOCK, *arguments, packs, **every)
+
+    # --- embedding -----------------------------------------------------------------------------------
+
+    def embedding(self, tokens: Array, table: Array, out: Array) -> None:
+        vocabulary, columns = table.shape
+        width = _width(columns, out, table)
+        if packs := out.size // width:
+            self.launch(
+                "embedding.cu", "embedding", -(-packs // BLOCK), BLOCK, tokens, table, out, vocabulary, packs,
+                DTYPE=out.dtype.name, WIDTH=width, COLUMNS=columns, GRADIENT="float32", ACCUMULATE=0,
+            )  # fmt: skip
+
+    def embedding_backward(self, d_out: Array, tokens: Array, d_table: Array, accumulate: bool, arena: Arena) -> None:
+        """Sorts the positions by token on the device; see embedding.cu."""
+        if not accumulate:
+            self.zero(d_table)
+        n, columns = d_out.shape
+        if not n:
+            return
+        vocabulary = d_table.shape[0]
+        width = _width(columns, d_out, d_table)
+        defines: dict[str, Any]
+        defines = {"DTYPE": d_out.dtype.name, "WIDTH": width, "COLUMNS": columns,
+                   "GRADIENT": d_table.dtype.name, "ACCUMULATE": int(accumulate)}  # fmt: skip
+
+        def launch(name: str, grid: Any, block: int, *arguments: Any) -> None:
+            self.launch("embedding.cu", name, grid, block, *arguments, **defines)
+
+        tiles, runs = -(-n // TILE), -(-n // RUN)
+        threads = min(BLOCK, -(-columns // width // 32) * 32)
+        grid = (runs, -(-columns // (width * threads)))
+        with arena.scope():
+            counts = arena.take((tiles, DIGITS), INT32)
+            buffers = arena.take((2, 2, n), INT32)
+            edges = arena.take((runs, 2, columns), FLOAT32)
+            keys, positions = tokens, 0
+            for turn, shift in enumerate(range(0, max(1, (vocabulary - 1).bit_length()), DIGIT_BITS)):
+                keys_out, positions_out = buffers[turn % 2][0], buffers[turn % 2][1]
+                launch("digit_counts", tiles, TILE, keys, n, shift, counts)
+                launch("scan", 1, DIGITS, counts, tiles)
+                launch("scatter", tiles, TILE, keys, positions, n, shift, counts, keys_out, positions_out)
+                keys, positions = keys_out, positions_out
+            launch("sum_runs", grid, threads, d_out, keys, positions, n, d_table, vocabulary, edges)
+            launch("join_runs", grid, threads, keys, n, d_table, vocabulary, edges)
+
+    # --- linear --------------------------------------------------------------------------------------
+
+    def linear(
+        self, x: Array, weight: Array, out: Array, residual: Array | None = None, bias: Array | None = None
+    ) -> None:
+        self.matmul(x, weight, out, transpose_b=True, c=residual, bias=bias)
+
+    def linear_input_gradient(self, d_out: Array, weight: Array, dx: Array) -> None:
+        self.matmul(d_out, weight, dx)
+
+    def linear_weight_gradient(self, d_out: Array, x: Array, d_weight: Array, accumulate: bool, arena: Arena) -> None:
+        self.matmul(d_out, x, d_weight, transpose_a=True, c=d_weight if accumulate else None)
+
+    def sum_rows(self, x: Array, out: Array, accumulate: bool, arena: Arena) -> None:
+        rows, columns = x.shape
+        width = _width(columns, x)
+        across = -(-columns // (32 * width))
+        blocks = max(1, min(-(-rows // 8), 4 * self.multiprocessors // across))
+        with arena.scope():
+            partial = arena.take((blocks, columns), FLOAT32)
+            self.launch(
+                "sums.cu", "sum_rows", (across, blocks), 256, x, partial, rows,
+                DTYPE=x.dtype.name, WIDTH=width, COLUMNS=columns, GRADIENT="float32", ACCUMULATE=0,
+            )  # fmt: skip
+            self._add_partials(partial, 0, out, x, accumulate)
+
+    # --- rms_norm and layer_norm ---------------------------------------------------------------------
+
+    def rms_norm(self, x: Array, weight: Array, eps: float, out: Array, rstd: Array) -> None:
+        self._norm(x, weight, None, eps, out, rstd)
+
+    def layer_norm(self, x: Array, weight: Array, bias: Array, eps: float, out: Array, statistics: Array) -> None:
+        self._norm(x, weight, bias, eps, out, statistics)
+
+    def rms_norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        rstd: Array,
+        dx: Array,
+        d_weight: Array,
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
+        self._norm_backward(d_out, x, weight, rstd, dx, [d_weight], accumulate, arena)
+
+    def layer_norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        statistics: Array,
+        dx: Array,
+        d_weight: Array,
+        d_bias: Array,
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
+        self._norm_backward(d_out, x, weight, statistics, dx, [d_weight, d_bias], accumulate, arena)
+
+    def _norm(self, x: Array, weight: Array, bias: Array | None, eps: float, out: Array, statistics: Array) -> None:
+        rows, columns = x.shape
+        bias = weight if bias is None else bias
+        width = _width(columns, x, weight, bias, out)
+        threads = _row_threads(columns, width, 32)
+        together = max(1, BLOCK // threads)
+        self._norms(
+            "norm_forward", x, -(-rows // together), threads * together,
+            x, weight, bias, np.float32(eps), out, statistics, rows,
+            WIDTH=width, THREADS=threads, ROWS=together, CENTERED=int(bias is not weight),
+        )  # fmt: skip
+
+    def _norm_backward(
+        self,
+        d_out: Array,
+        x: Array,
+        weight: Array,
+        statistics: Array,
+        dx: Array,
+        gradients: list[Array],
+        accumulate: bool,
+        arena: Arena,
+    ) -> None:
+        rows, columns = x.shape
+        width = _width(columns, x, d_out, weight, dx)
+        threads = _row_threads(columns, width, 16)
+        # One block on each multiprocessor, of at most 15 barriers and 48 KiB of shared memory.
+        most = 768 if threads * width >= columns else 512  # a thread with one access needs few registers
+        together = max(1, min(most // threads, 12_288 // columns, 15))
+        blocks = min(-(-rows // together), self.multiprocessors)
+        with arena.scope():
+            partial = arena.take((blocks, len(gradients) * columns), FLOAT32)
+            self._norms(
+                "norm_backward", x, blocks, threads * together, d_out, x, weight, statistics, dx, partial, rows,
+                WIDTH=width, THREADS=threads, ROWS=together, CENTERED=len(gradients) - 1,
+            )  # fmt: skip
+            for index, gradient in enumerate(gradients):
+                self._add_partials(partial, index, gradient, x, accumulate)
+
+    def _add_partials(self, partial: Array, index: int, out: Array, x: Array, accumulate: bool) -> None:
+        """out (D,) = or += the sum of the rows of part ``index`` of ``partial`` (blocks, parts D)."""
+        blocks, stride = partial.shape
+        at = partial.pointer + 4 * index * out.size
+        self.launch(
+            "sums.cu", "sum_partials", -(-out.size // 32), 256, at, stride, blocks, out,
+            DTYPE=x.dtype.name, WIDTH=1, COLUMNS=out.size, GRADIENT=out.dtype.name, ACCUMULATE=int(accumulate),
+        )  # fmt: skip
+
+    def _norms(self, name: str, x: Array, grid: Any, block: int, *arguments: Any, **defines: int) -> None:
+        columns = x.shape[1]
+        self.launch("norms.cu", name, grid, block, *arguments, DTYPE=x.dtype.name, COLUMNS=columns, **defines)
+
+    # --- rope ----------------------------------------------------------------------------------------
+
+    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> tuple[Array, Array]:
+        """cos and sin (T, d / 2), in float32 whatever the activations are."""
+        angles = np.multiply.outer(np.asarray(positions, np.float64), np.asarray(frequencies, np.float64))
+        cos, sin = (
+            Array.from_numpy(f(angles).astype(np.float32), self.device, stream=self.stream, label="rope tables")
+            for f in (np.cos, np.sin)
+        )
+        return cos, sin
+
+    def rope(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        self._rotate(qkv, tables, head_dim, heads, 1)
+
+    def rope_backward(self, d_qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, arena: Arena) -> None:
+        self._rotate(d_qkv, tables, head_dim, heads, -1)
+
+    def _rotate(self, qkv: Array, tables: tuple[Array, Array], head_dim: int, heads: int, sign: int) -> None:
+        rows, columns = qkv.shape
+        width = _width(math.gcd(head_dim // 2, columns), qkv)
+        if packs := rows * heads * (head_dim // 2) // width:
+            self.launch(
+                "rope.cu", "rope", -(-packs // BLOCK), BLOCK, qkv, *tables, len(tables[0]), packs,
+                DTYPE=qkv.dtype.name, WIDTH=width, HALF=head_dim // 2, HEADS=heads, ROW=columns, SIGN=sign,
+            )  # fmt: skip
+
+    # --- attention -----------------------------------------------------------------------------------
+
+    def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
+        if self.cudnn is not None:
+            self.cudnn.forward(qkv, heads, kv_heads, out, log_sum_exp, arena)
+        else:
+            attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch)
+
+    def attention_backward(
+        self,
+        d_out: Array,
+        qkv: Array,
+        out: Array,
+        log_sum_exp: Array,
+        heads: int,
+        kv_heads: int,
+        d_qkv: Array,
+        arena: Arena,
+    ) -> None:
+        operands = (d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
+        if self.cudnn is not None:
+            self.cudnn.backward(*operands)
+        else:
+            attention.attention_backward(*operands, self.launch)
+
+    # --- cross_entropy -------------------------------------------------------------------------------
+
+    def count_targets(self, targets: Array, out: Array) -> None:
+        self._entropy("count_targets", 1, 1024, targets, out, targets.size)
+
+    def cross_entropy(self, logits: Array, targets: Array, losses: Array, arena: Arena) -> None:
+        self._cross_entropy(logits, targets, 0, losses, 0)
+
+    def cross_entropy_with_gradient(
+        self, logits: Array, targets: Array, count: Array, losses: Array, arena: Arena
+    ) -> None:
+        self._cross_entropy(logits, targets, count, losses, 1)
+
+    def _cross_entropy(self, logits: Array, targets: Array, count: Any, losses: Array, backward: int) -> None:
+        rows, vocabulary = logits.shape
+        width = _width(vocabulary, logits)
+        itemsize = logits.dtype.itemsize
+        # Two blocks on a multiprocessor where both rows fit its shared memory, one of twice the threads else.
+        half = self.shared_memory // 2 - 1024
+        room, most = (half, 512) if vocabulary * itemsize <= half else (self.shared_memory - 1024, 1024)
+        packs = -(-vocabulary // width)
+        threads = min(most, _power_of_two(packs))
+        slots = min(-(-packs // threads), room // (16 * threads)) if backward and width > 1 else 0
+        if rows:
+            self._entropy(
+                "cross_entropy", min(rows, self.multiprocessors * (1024 // threads)), threads,
+                logits, targets, count, losses, rows,
+                DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, VOCABULARY=vocabulary,
+                THREADS=threads, SLOTS=slots, shared=slots * threads * 16,
+            )  # fmt: skip
+
+    def mean_loss(self, losses: Array, count: Array, out: Array) -> None:
+        self._entropy("mean_loss", 1, 1024, losses, count, out, losses.size)
+
+    def _entropy(
+        self, name: str, grid: int, block: int, *arguments: Any, shared: int = 0, **defines: str | int
+    ) -> None:
+        every: dict[str, Any]
+        every = {"DTYPE": "float32", "WIDTH": 4, "BACKWARD": 0, "VOCABULARY": 1, "THREADS": 32, "SLOTS": 0, **defines}
+        self.launch("cross_entropy.cu", name, grid, block, *arguments, shared=shared, **every)
+
+
+def _width(columns: int, first: Array, *others: Array) -> int:
+    """Elements of one access: 16 bytes of the dtype of ``first``, or 1 where rows or addresses do not allow it."""
+    for array in (first, *others):
+        if array.device != first.device:
+            raise InvalidArgument(f"expected arrays on cuda:{first.device}, got {array}")
+    wide = 16 // first.dtype.itemsize
+    aligned = columns % wide == 0 and all(array.pointer % 16 == 0 for array in (first, *others))
+    return wide if aligned else 1
+
+
+def _row_threads(columns: int, width: int, most: int) -> int:
+    """Threads that share a row: whole warps, at most a block, with the fewest idle.
+
+    None holds over ``most`` elements, if a block can do it; of equals, the one with more elements a thread.
+    """
+    accesses = -(-columns // width)
+
+    def threads(each: int) -> int:
+        return min(1024, -(-accesses // (32 * each)) * 32)
+
+    choices = range(max(1, most // width), 0, -1)
+    return threads(min(choices, key=lambda each: threads(each) * each - accesses))
+
+
+def _power_of_two(size: int) -> int:
+    """The least power of two that is at least ``size`` and a warp."""
+    return max(32, 1 << (size - 1).bit_length())

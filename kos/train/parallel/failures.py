@@ -1,0 +1,94 @@
+"""What fails on one rank must fail on all: the same error everywhere, said once, nobody left waiting."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+import kos.errors
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError, KosError
+from kos.train.parallel.stopping import Stop, Stopped
+
+PATIENCE = 3600.0
+"""Seconds that ranks wait for one that reads, writes or computes alone: a large checkpoint takes minutes.
+That it died is seen at once all the same."""
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+
+def alone(comm: Communicator, action: Callable[[], T]) -> T:
+    """``together`` on rank 0 alone: what it gave, which JSON can hold, on all.
+
+    The others have nothing to do: rank 0 waits for them by the timeout only.
+    """
+    first = comm.rank == 0
+    _, answers = _meet(comm, action if first else lambda: None, json.dumps, 0.0 if first else PATIENCE)
+    return cast(T, json.loads(answers[0]))
+
+
+def together(comm: Communicator, action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank that calls this; where it fails on any, raise on all.
+
+    The error is the lowest failing rank's, of the same class, with ``on_every_rank`` set.  Others are waited for
+    for ``PATIENCE``, or the timeout, if that is longer; that the timeout is over is said.
+    """
+    return _meet(comm, action, lambda result: "", PATIENCE)[0]
+
+
+def _meet(
+    comm: Communicator, action: Callable[[], T], tell: Callable[[T], str], patience: float
+) -> tuple[T, list[str]]:
+    """What ``action`` gave here, and what every rank tells of it."""
+    failure: KosError | None = None
+    try:
+        result = action()
+        said = f"+{tell(result)}"
+    except KosError as error:
+        failure = error
+    except (OSError, MemoryError) as error:
+        failure = KosError(f"{type(error).__name__}: {error}")
+        failure.__cause__ = error
+    if failure is not None:
+        said = f"{type(failure).__name__}\n{failure}"
+    patience = max(patience, comm.timeout)
+    late = "waiting for another rank for %g s: it is stopped, or at work (giving up after %g s)"
+    watch = threading.Timer(comm.timeout, _log.warning, (late, comm.timeout, patience))
+    watch.daemon = True
+    if patience > comm.timeout:
+        watch.start()
+    try:
+        told = said.encode(errors="surrogatepass")  # a path may have bytes that are no text
+        answers = [answer.decode(errors="surrogatepass") for answer in comm.all_gather_bytes(told, timeout=patience)]
+    finally:
+        watch.cancel()
+    first = next((rank for rank, answer in enumerate(answers) if not answer.startswith("+")), None)
+    if first is None:
+        return result, [answer[1:] for answer in answers]
+    if first != comm.rank or failure is None:
+        name, _, message = answers[first].partition("\n")
+        failure = {"Stopped": Stopped}.get(name, getattr(kos.errors, name, KosError))(message)
+    failure.on_every_rank = True
+    raise failure
+
+
+def stop_together(comm: Communicator, stop: Stop) -> None:
+    """Raise ``Stopped`` on all ranks if any was asked to stop.  Takes some 50 µs."""
+    if any(comm.all_gather_bytes(b"!" * stop.asked)):
+        raise Stopped("asked to stop")
+
+
+def same_on_all(comm: Communicator, facts: Mapping[str, object]) -> None:
+    """ConfigError on every rank, naming two of them and what differs, unless all hold the same ``facts``."""
+    mine = json.dumps(dict(facts), sort_keys=True, default=str)
+    everyone = [json.loads(answer) for answer in comm.all_gather_bytes(mine.encode())]
+    for rank, theirs in enumerate(everyone):
+        for name, value in everyone[0].items():
+            if theirs.get(name) != value:
+                got = f"{value} on rank 0 and {theirs.get(name)} on rank {rank}"
+                raise ConfigError(f"{name}: expected the same on all ranks, got {got}")

@@ -1,0 +1,115 @@
+"""The ranks of a job as a grid: pipeline, data, context and tensor parallelism, an axis each.
+
+``AXES`` states the order, outermost first. Ranks are numbered along ``tp`` first, so the ranks of a tensor-parallel
+group are neighbours: they reduce activations several times in each block, with nothing to hide it, and need the
+nearest GPUs. ``cp`` passes keys and values once in each attention. ``dp`` sums gradients once a step, beside the
+backward; it lies next to ``cp`` because the ranks of both hold the same weights and sum one gradient. ``pp`` sends one
+activation from stage to stage and can bear the slowest wire, between hosts. Megatron-LM and torchtitan order alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError, InvalidArgument
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each axis has."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    @classmethod
+    def of(cls, ranks: int, *, dp: int | None = None, tp: int = 1, pp: int = 1, cp: int = 1) -> Layout:
+        """The layout of ``ranks`` ranks; ``dp`` takes the rest if it is None. ConfigError if they do not multiply."""
+        rest = tp * pp * cp
+        asked = f"--tp {tp} --pp {pp} --cp {cp}" if dp is None else f"--dp {dp} --tp {tp} --pp {pp} --cp {cp}"
+        if dp is None and ranks % rest:
+            raise ConfigError(f"{asked}: expected a product that divides the number of ranks, {ranks}, got {rest}")
+        if dp is not None and dp * rest != ranks:
+            raise ConfigError(f"{asked}: expected a product of {ranks}, the number of ranks, got {dp * rest}")
+        return cls(pp, ranks // rest, cp, tp)
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The place of a rank on each axis."""
+        found = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at a place; an axis that is not named counts as 0."""
+        rank = 0
+        for axis in AXES:
+            rank = rank * getattr(self, axis) + coordinates.get(axis, 0)
+        return rank
+
+
+class Axis(NamedTuple):
+    """The ranks that differ from this one on one axis, or on several; an axis of one rank has no communicator."""
+
+    rank: int
+    size: int
+    group: Communicator | None
+
+    @property
+    def comm(self) -> Communicator:
+        if self.group is None:
+            raise InvalidArgument(f"expected an axis of several ranks, got one of {self.size}")
+        return self.group
+
+
+class Mesh:
+    """The grid as one rank sees it. Collective.
+
+    ``pp``, ``dp``, ``cp`` and ``tp`` are its axes; ``gradients`` joins dp and cp, whose ranks hold the same weights.
+    """
+
+    def __init__(self, world: Communicator, layout: Layout | None = None) -> None:
+        self.world = world
+        self.layout = layout or Layout(dp=world.size)
+        if self.layout.ranks != world.size:
+            raise InvalidArgument(f"expected a layout of {world.size} ranks, got {self.layout}")
+        self.coordinates = self.layout.coordinates(world.rank)
+        self._groups: dict[tuple[str, ...], Communicator] = {}
+        self.pp, self.dp, self.cp, self.tp = (self._axis(name) for name in ("pp", "dp", "cp", "tp"))
+        self.gradients = self._axis("dp", "cp")
+
+    def _axis(self, *names: str) -> Axis:
+        """These axes as one. A group of all ranks is the world itself; none is split twice."""
+        names = tuple(name for name in names if getattr(self.layout, name) > 1)
+        if not names:
+            return Axis(0, 1, None)
+        elsewhere = {axis: at for axis, at in self.coordinates.items() if axis not in names}
+        own = self.layout.rank(self.coordinates) - (first := self.layout.rank(elsewhere))
+        group = self._groups.get(names)
+        if group is None:
+            of_all = all(name in names or getattr(self.layout, name) == 1 for name in AXES)
+            group = self.world if of_all else self.world.split(first, own)
+            assert group is not None  # every rank has a color
+            self._groups[names] = group
+        return Axis(group.rank, group.size, group)
+
+    def reporters(self) -> list[int]:
+        """The world ranks that know the losses of dp 0, 1, …: of the last stage, the first of cp and of tp."""
+        last = self.layout.pp - 1
+        return [self.layout.rank({"pp": last, "dp": index}) for index in range(self.layout.dp)]
+
+    def close(self) -> None:
+        """Close the communicators that were split; the world stays."""
+        for group in self._groups.values():
+            if group is not self.world:
+                group.close()

@@ -1,0 +1,41 @@
+"""Commands that a run prints, to be pasted where it was started."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from kos.comm.rendezvous import mpi_job
+from kos.train.config.options import TrainConfig, flag_of
+
+
+def resume(out: Path, ranks: int, *flags: str) -> str:
+    """Go on from the newest checkpoint of the run in ``out``, whose ``config.json`` has the settings."""
+    mpirun = Path(sys.executable).with_name("mpirun")
+    launcher = [_near(str(mpirun)) if mpirun.exists() else "mpirun", "-n", str(ranks)] if mpi_job.under_mpirun() else []
+    words = ["-m", "kos.train", "--config", str(out / "config.json"), "--resume", "auto", *flags]
+    return shlex.join([*launcher, _near(sys.executable), *words])
+
+
+def more_steps(out: Path, ranks: int, config: TrainConfig) -> str:
+    """As many steps again; a learning rate that has fallen stays there, and does not begin anew."""
+    last, flags = config.make_schedule()(config.steps), ["--steps", str(2 * config.steps)]
+    if 0 < last < config.lr:
+        flags += ["--schedule", "constant", "--lr", f"{last:g}", "--warmup-steps", "0"]
+    return resume(out, ranks, *flags)
+
+
+def sample(out: Path, config: TrainConfig) -> str:
+    """Text from the run in ``out``, drawn as this run draws it."""
+    asked = {name: getattr(config, name) for name in ("prompt", "temperature", "top_k")}  # whose defaults are the same
+    given = [(name, value) for name, value in asked.items() if value != TrainConfig.model_fields[name].default]
+    flags = [word for name, value in given for word in (flag_of(name), str(value))]
+    return shlex.join([_near(sys.executable), "-m", "kos.train.sample", str(out), *flags])
+
+
+def _near(program: str) -> str:
+    """A program as a user would type it here."""
+    near = os.path.relpath(program)
+    return program if near.startswith("..") else near

@@ -1,0 +1,71 @@
+"""``metrics.jsonl``: one JSON object a step, appended as the run goes and cut back on resume.
+
+What is not finite, for which JSON has no word, is null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kos.errors import TrainingError
+from kos.files import replace_file
+
+_log = logging.getLogger(__name__)
+
+
+class MetricsLog:
+    """Appends rows to ``path``, each on disk for other readers as soon as it is written.
+
+    ``after_step`` keeps the rows up to that step of an earlier run (0: none), so that a resumed run
+    leaves one row a step, also when the earlier run was killed in the middle of a line.
+    """
+
+    def __init__(self, path: Path, after_step: int = 0) -> None:
+        self.path, self._unwritten, self._warned = path, b"", False
+        try:
+            kept = [_line(row) for row in read_metrics(path) if row["step"] <= after_step]
+            replace_file(path, "".join(kept).encode())
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise TrainingError(f"{path}: expected to write metrics, got {error}") from error
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row.  A row that the disk refuses ends no run: it is written before the next one."""
+        self._unwritten += _line(row).encode()
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if not self._warned:
+                _log.warning("%s: cannot write metrics, the run goes on and tries again: %s", self.path, error)
+            self._warned = True
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # the rows that were refused are reported
+            self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    finite = {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+    return json.dumps(finite, allow_nan=False) + "\n"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a metrics file; an unfinished last line is left out, a missing file is empty."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows

@@ -1,0 +1,89 @@
+"""A trained model in Python: logits, loss and text of a checkpoint, on the CPU in float32, without MPI."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kos.errors import InvalidArgument
+from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.data.tokenizers import NumberTokenizer, Tokenizer, has_tokenizer, make_tokenizer
+from kos.train.model.generate import sample_text
+from kos.train.model.gpt2 import make_model
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+
+
+class TrainedModel:
+    """What ``load`` gives: ``config`` (the shape), ``tokenizer`` and ``weights``, arrays by Hugging Face's names."""
+
+    def __init__(self, config: LlamaConfig, weights: Parameters, tokenizer: Tokenizer) -> None:
+        self.config, self.weights, self.tokenizer = config, weights, tokenizer
+        self._model = make_model(config, numpy_ops)
+
+    def logits(self, tokens: str | ArrayLike) -> NDArray[np.float32]:
+        """Of what follows each token: (T, V) of a text or of (T,) token ids, (B, T, V) of (B, T).
+
+        Raises:
+            InvalidArgument: no tokens, more than the context, or one outside the vocabulary.
+        """
+        ids = self._ids(tokens)
+        rows = self._model.logits(self.weights, np.atleast_2d(ids))
+        return rows.reshape(*ids.shape, self.config.vocab_size)
+
+    def loss(self, tokens: str | ArrayLike, targets: ArrayLike | None = None) -> float:
+        """The mean cross-entropy, in nats a token, of ``targets``, which are left out of it where they are -1.
+
+        Without ``targets`` each token is the target of the one before it.
+        """
+        ids = np.atleast_2d(self._ids(tokens, 1 if targets is None else 0))
+        if targets is None:
+            ids, targets = ids[:, :-1], ids[:, 1:]
+            if not ids.size:
+                raise InvalidArgument("loss: expected at least two tokens, got one")
+        wanted = np.atleast_2d(np.ascontiguousarray(targets, np.int32))
+        if wanted.shape != ids.shape or not -1 <= wanted.min() <= wanted.max() < self.config.vocab_size:
+            expected = f"targets of shape {ids.shape} from -1 to {self.config.vocab_size - 1}"
+            raise InvalidArgument(f"loss: expected {expected}, got {wanted.shape}, {wanted.min()} to {wanted.max()}")
+        return self._model.loss(self.weights, np.ascontiguousarray(ids), wanted)
+
+    def generate(
+        self, prompt: str = "", tokens: int = 200, *, temperature: float = 0.8, top_k: int = 40, seed: int = 0
+    ) -> str:
+        """``prompt`` and up to ``tokens`` more, drawn as ``python -m kos.train.sample`` draws them."""
+        for name, value in {"tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed}.items():
+            if not value >= 0:
+                raise InvalidArgument(f"{name}: expected 0 or more, got {value}")
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
+        return sample_text(self._model, self.weights, self.tokenizer, prompt, tokens, **options)
+
+    def _ids(self, tokens: str | ArrayLike, more: int = 0) -> NDArray[np.int32]:
+        given = np.asarray(self.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens)
+        most = self.config.max_position_embeddings + more
+        if given.ndim not in (1, 2) or given.dtype.kind not in "iu" or not given.size or given.shape[-1] > most:
+            expected = f"a text or integers (T,) or (B, T), T from 1 to {most}"
+            raise InvalidArgument(f"tokens: expected {expected}, got {given.dtype} {given.shape}")
+        return np.ascontiguousarray(given, np.int32)
+
+
+def load(folder: str | os.PathLike[str]) -> TrainedModel:
+    """The model in ``folder``: a run's (its newest whole checkpoint), a checkpoint's, or one of Hugging Face's.
+
+    A Hugging Face folder without a tokenizer.json takes token numbers for text.
+
+    Raises:
+        CheckpointError: no model in there, a damaged one, or one that kos does not know.
+    """
+    path = Path(folder)
+    if (path / checkpoint.MANIFEST).exists() or not any(path.glob("*.safetensors")):
+        path = checkpoint.find(path, without=checkpoint.OPTIMIZER).path
+    config = huggingface.read_config(path)
+    weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())
+    huggingface.read_weights(path, weights)
+    tokenizer = make_tokenizer(str(path)) if has_tokenizer(path) else NumberTokenizer(config.vocab_size)
+    return TrainedModel(config, weights, tokenizer)

@@ -1,0 +1,165 @@
+"""The grid of ranks: its numbers, its communicators, the part of a model that each rank holds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError, InvalidArgument
+from kos.testing import spawn
+from kos.train.config.flags import parse
+from kos.train.model.gpt2 import GPT2Config
+from kos.train.model.shapes import split_layers
+from kos.train.parallel.mesh import AXES, Layout, Mesh
+from kos.train.run import Trainer
+from tests.train.models import small
+
+LAYOUTS = [
+    Layout(*sizes)
+    for ranks in (1, 2, 4, 6, 8)
+    for sizes in itertools.product(range(1, ranks + 1), repeat=4)
+    if math.prod(sizes) == ranks
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_rank_has_one_place(layout: Layout) -> None:
+    places = [layout.coordinates(rank) for rank in range(layout.ranks)]
+    assert [layout.rank(place) for place in places] == list(range(layout.ranks))
+    assert all(0 <= place[axis] < getattr(layout, axis) for place in places for axis in AXES)
+    for rank, place in enumerate(places):  # tensor-parallel ranks are neighbours
+        assert rank - place["tp"] == layout.rank({**place, "tp": 0})
+
+
+def test_what_is_not_named_is_one_and_dp_takes_the_rest() -> None:
+    assert Layout.of(8) == Layout(dp=8)
+    assert Layout.of(8, tp=2, pp=2) == Layout(pp=2, dp=2, tp=2)
+    assert Layout.of(6, cp=3, dp=2) == Layout(dp=2, cp=3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "message"),
+    [
+        (6, {"tp": 4}, "--tp 4 --pp 1 --cp 1: expected a product that divides the number of ranks, 6, got 4"),
+        (4, {"dp": 3}, "--dp 3 --tp 1 --pp 1 --cp 1: expected a product of 4, the number of ranks, got 3"),
+        (2, {"tp": 2, "pp": 2}, "expected a product that divides the number of ranks, 2, got 4"),
+    ],
+)
+def test_sizes_that_do_not_multiply_are_refused(ranks: int, asked: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Layout.of(ranks, **asked)
+    assert message in str(caught.value)
+
+
+def _members(comm: Communicator, layout: Layout) -> dict[str, list[int]]:
+    """The world ranks of each of this rank's groups, in the group's order."""
+    mesh, found = Mesh(comm, layout), {}
+    for name in (*AXES, "gradients"):
+        axis = getattr(mesh, name)
+        found[name] = [comm.rank]
+        if axis.size > 1:
+            found[name] = axis.comm.all_gather(np.array(comm.rank)).tolist()
+            assert (axis.rank, axis.size) == (found[name].index(comm.rank), len(found[name]))
+    mesh.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS if x.ranks in (6, 8)][::3], ids=str)
+def test_groups_are_the_ranks_that_differ_on_one_axis(layout: Layout) -> None:
+    for rank, found in enumerate(spawn(lambda comm: _members(comm, layout), layout.ranks)):
+        here = layout.coordinates(rank)
+        for name, along in [*((axis, (axis,)) for axis in AXES), ("gradients", ("dp", "cp"))]:
+            places = itertools.product(*(range(getattr(layout, axis)) for axis in along))
+            assert found[name] == [layout.rank(here | dict(zip(along, place, strict=True))) for place in places]
+
+
+def test_an_axis_of_one_rank_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Communicator, "split", None)
+
+    def look(comm: Communicator) -> None:
+        mesh = Mesh(comm)
+        assert mesh.dp.comm is mesh.gradients.comm is comm
+        assert mesh.tp == mesh.pp == mesh.cp == (0, 1, None)
+        with pytest.raises(InvalidArgument, match="expected an axis of several ranks, got one of 1"):
+            _ = mesh.tp.comm
+
+    spawn(look, 3)
+
+
+def test_a_mesh_of_another_number_of_ranks_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=r"expected a layout of 2 ranks, got Layout\(pp=1, dp=3, cp=1, tp=1\)"):
+        spawn(lambda comm: Mesh(comm, Layout(dp=3)), 2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_the_parts_of_a_model_make_it_whole(tp: int, pp: int, tied: bool) -> None:
+    model = small(
+        vocab_size=32, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, intermediate_size=30,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    whole: dict[str, int] = dict.fromkeys(model.parameter_shapes(), 0)
+    for stage in range(pp):
+        for rank in range(tp):
+            local = model.local(rank, tp, stage, pp)
+            assert (local.first, local.last) == (stage == 0, stage == pp - 1)
+            shapes = model.parameter_shapes(local)
+            assert list(shapes) == [name for name in whole if name in shapes]  # in the order of the backward
+            assert model.fused_groups(local).keys() <= model.fused_groups().keys()
+            for name, shape in shapes.items():
+                whole[name] += math.prod(shape)
+            assert model.num_parameters(local) == sum(map(math.prod, shapes.values()))
+    for name, shape in model.parameter_shapes().items():
+        copies = tp if len(shape) == 1 else 2 if tied and pp > 1 and name == model.embedding else 1
+        assert whole[name] == copies * math.prod(shape), name
+
+
+def test_layers_are_split_in_order_and_early_stages_take_more() -> None:
+    assert [split_layers(7, 3, stage) for stage in range(3)] == [range(3), range(3, 5), range(5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"tp": 4}, "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2"),
+        ({"tp": 3}, "--tp 3: expected num_attention_heads to be a multiple of 3, got 4"),
+        ({"pp": 9}, "--pp 9: expected at most a stage a layer, 2, got 9"),
+    ],
+)
+def test_what_does_not_divide_is_refused(parts: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2).local(**parts)
+    assert str(caught.value) == message
+
+
+def test_a_gpt2_stays_data_parallel() -> None:
+    shape: dict[str, Any] = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = GPT2Config(**shape, num_attention_heads=2, num_key_value_heads=2, head_dim=4, tie_word_embeddings=True)
+    with pytest.raises(ConfigError, match="--tp 2 --pp 1: expected 1 and 1 with a GPT-2"):
+        model.local(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tp", "2"], "--tp: expected 1, all that the engines carry so far, got 2"),
+        (["--pp", "2"], "--pp: expected 1, all that the engines carry so far, got 2"),
+        (["--cp", "2"], "--cp: expected 1, all that the engines carry so far, got 2"),
+        (["--dp", "3"], "expected a product of 2, the number of ranks, got 3"),
+        (["--tp", "3"], "expected a product that divides the number of ranks, 2, got 3"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_on_all_ranks(flags: list[str], message: str, tmp_path: Path) -> None:
+    def refused(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            Trainer(parse([*flags, "--out", str(tmp_path / "run")]), comm)
+        return str(caught.value)
+
+    assert all(message in text for text in spawn(refused, 2))
+    assert not (tmp_path / "run").exists()

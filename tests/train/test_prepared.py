@@ -1,0 +1,154 @@
+"""Data is tokenised and fingerprinted once a machine: what that comes to is kept beside it while it is the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.comm.communicator import Communicator
+from kos.errors import DataError
+from kos.testing import spawn
+from kos.train.config.options import TrainConfig
+from kos.train.data import batches, prepared, tokenizers
+from kos.train.data.batches import Dataset, load_data
+from kos.train.run import Trainer
+from tests.train.test_corpus import token_bytes
+from tests.train.test_loop import SMALL
+
+TEXT = "one ring, two rings\nand a tree of é\n" * 200
+
+
+@pytest.fixture(autouse=True)
+def _all_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """However small; the user's cache is in here."""
+    monkeypatch.setattr(prepared, "LEAST", 0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many characters were encoded, a call each."""
+    seen: list[int] = []
+    for kind in (tokenizers.ByteTokenizer, tokenizers.CharTokenizer):
+
+        def encode(self: Any, text: str, encode: Any = kind.encode) -> Any:
+            seen.extend([len(text)] * bool(text))
+            return encode(self, text)
+
+        monkeypatch.setattr(kind, "encode", encode)
+    return seen
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two files of text."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in ("a.txt", "b.txt"):
+        (data / name).write_text(name + TEXT)
+    return data
+
+
+def _load(data: Path, **changes: Any) -> Dataset:
+    return load_data(TrainConfig.from_preset("tiny", data=str(data), **{**SMALL, **changes}))
+
+
+def _tokens(data: Dataset) -> tuple[bytes, bytes, str, dict[str, Any]]:
+    train, val = (np.concatenate(each.shards).tobytes() for each in (data.train, data.val))
+    return train, val, data.fingerprint, data.tokenizer.to_json()
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "chars"])
+def test_text_is_tokenised_once(folder: Path, encoded: list[int], tokenizer: str, monkeypatch: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "LEAST", 1 << 60)
+        plain = _tokens(_load(folder, tokenizer=tokenizer))
+    encoded.clear()
+    assert _tokens(_load(folder, tokenizer=tokenizer)) == plain and sum(encoded) == 2 * (5 + len(TEXT))
+    encoded.clear()
+    monkeypatch.setattr(Path, "read_bytes", None)  # nor is text read
+    assert _tokens(_load(folder, tokenizer=tokenizer)) == plain and encoded == []
+    moved = folder.rename(folder.with_name("moved"))
+    assert _tokens(_load(moved, tokenizer=tokenizer)) == plain and encoded == []
+
+
+def test_what_changed_is_tokenised_again(folder: Path, encoded: list[int]) -> None:
+    first = _tokens(_load(folder))
+    (folder / "a.txt").write_text("A" + TEXT[1:])
+    os.utime(folder / "a.txt", (1, 1))
+    second = _tokens(_load(folder))
+    assert second[2] != first[2] and second[0].startswith(b"A")
+    (folder / "c.txt").write_text("x" * 99)
+    assert _tokens(_load(folder))[2] not in (first[2], second[2])
+    encoded.clear()
+    assert _load(folder, tokenizer="chars").tokenizer.kind == "chars" and encoded
+    shutil.rmtree(folder / ".kos")
+    encoded.clear()
+    _load(folder)
+    assert encoded
+
+
+def test_once_a_machine(folder: Path, tmp_path: Path, encoded: list[int]) -> None:
+    config = TrainConfig.from_preset("tiny", data=str(folder), out=tmp_path / "run", **{**SMALL, "steps": 1})
+
+    def run(comm: Communicator) -> str:
+        return Trainer(config, comm).data.fingerprint
+
+    assert len(set(spawn(run, 4, timeout=100))) == 1
+    assert sum(encoded) == 2 * (5 + len(TEXT))
+
+
+@pytest.mark.parametrize("where", ["cache", "nowhere"])
+def test_data_in_a_folder_that_cannot_be_written(
+    folder: Path, tmp_path: Path, encoded: list[int], where: str
+) -> None:
+    (folder / ".kos").write_text("")  # as good as no permission, which root has anyhow
+    if where == "nowhere":
+        (tmp_path / "cache").write_text("")
+    first = _tokens(_load(folder))
+    encoded.clear()
+    assert _tokens(_load(folder)) == first and bool(encoded) == (where == "nowhere")
+    other = shutil.copytree(folder, tmp_path / "other")
+    assert _tokens(_load(other)) == first
+
+
+def test_token_files_are_fingerprinted_once(tmp_path: Path, monkeypatch: Any) -> None:
+    for name in ("train_0", "train_1", "val_0"):
+        (tmp_path / f"{name}.bin").write_bytes(token_bytes([*range(400)]))
+    first = _tokens(_load(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "_fingerprint", None)
+        assert _tokens(_load(tmp_path)) == first
+    (tmp_path / "train_1.bin").write_bytes(token_bytes([*range(401)]))
+    assert _tokens(_load(tmp_path))[2] != first[2]
+
+
+def test_text_that_cannot_be_read_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    (folder / "a.txt").write_bytes(b"\xff")
+    (folder / "b.txt").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="none of them text"):
+        _load(folder)
+    assert not list(folder.glob(".kos/*")) and not list(tmp_path.glob("cache/*"))
+
+
+def test_progress_is_shown(folder: Path) -> None:
+    said: list[tuple[str, float]] = []
+    config = TrainConfig.from_preset("tiny", data=str(folder), **SMALL)
+    load_data(config, lambda what, share: said.append((what, share)))
+    assert {what for what, _ in said} == {"tokenizing the data"} and said[-1][1] == 1
+    assert [share for _, share in said] == sorted(share for _, share in said)
+
+
+def test_portions_are_whole_pieces(monkeypatch: Any) -> None:
+    """So that a tokenizer cuts each as it would have cut the whole."""
+    monkeypatch.setattr(tokenizers, "PIECE", 37)
+    monkeypatch.setattr(tokenizers, "PORTION", 3)
+    portions = list(tokenizers.portions(TEXT))
+    assert "".join(portions) == TEXT and len(portions) > 20
+    pieces = [piece for portion in portions for piece in tokenizers._pieces(portion) if piece]
+    assert pieces == [piece for piece in tokenizers._pieces(TEXT) if piece]

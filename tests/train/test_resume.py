@@ -1,0 +1,123 @@
+"""Going on from a checkpoint: where it may be written, with which tokenizer, and as which command."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kos.comm.communicator import Communicator
+from kos.errors import ConfigError
+from kos.testing import spawn
+from kos.train.checkpoint import checkpoint
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.launcher import needs_mpirun, run_program
+from tests.train.test_cli import ENVIRONMENT, _command
+from tests.train.test_loop import _config, _train, text
+
+__all__ = ["text"]
+
+CONSTANT: dict[str, Any] = {"schedule": "constant", "save_every": 2, "keep": 9}
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("left", ["checkpoints", "metrics"])
+def test_another_runs_folder_is_left_alone(text: Path, tmp_path: Path, left: str) -> None:
+    _train(text, tmp_path / "a", steps=2, **CONSTANT)
+    _train(text, tmp_path / "b", steps=6, seed=5, **CONSTANT)
+    if left == "metrics":
+        (tmp_path / "b" / "checkpoints").rename(tmp_path / "elsewhere")
+    before = _files(tmp_path / "b")
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}/b: expected .* of another run"):
+        _train(text, tmp_path / "b", 2, steps=4, resume=str(tmp_path / "a"), **CONSTANT)
+    assert _files(tmp_path / "b") == before
+
+
+def test_a_checkpoint_of_this_folder_by_another_path(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Relative here and absolute there: it is the same run, and goes on."""
+    _train(text, tmp_path / "run", steps=2, **CONSTANT)
+    monkeypatch.chdir(tmp_path)
+    rows = _train(text, tmp_path / "run", steps=4, resume="run", **CONSTANT)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_metrics_that_cannot_be_written_do_not_end_a_run(text: Path, tmp_path: Path, caplog: Any) -> None:
+    """It says so once, goes on and saves; rows are written as soon as they can be."""
+    config = _config(text, tmp_path, steps=6, save_every=4)
+
+    def run(comm: Communicator) -> None:
+        trainer = Trainer(config, comm)
+        disk = Disk(tmp_path / "metrics.jsonl")
+        if trainer.metrics is not None:
+            trainer.metrics.close()
+            trainer.metrics._file = disk  # as unwritable as a full disk, which takes root to make
+        trainer.run()
+        assert comm.rank or disk.refused > 1
+
+    spawn(run, 2, timeout=100)
+    said = [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
+    assert len(said) == 1 and "No space left" in said[0] and "the run goes on" in said[0]
+    assert checkpoint.find(tmp_path).step == 6
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+
+
+class Disk(io.FileIO):
+    """Is full while rows 2 to 4 come, but for a few bytes."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "a")
+        self.calls = self.refused = 0
+
+    def write(self, content: Any) -> int:
+        self.calls += 1
+        if self.calls == 2:
+            return super().write(bytes(content)[:10])
+        if self.calls in (3, 4):
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(content)
+
+
+def test_a_schedule_that_starts_over_is_told_of(text: Path, tmp_path: Path, caplog: Any) -> None:
+    """More steps stretch a cosine: the learning rate jumps. The advice printed at the end goes on where it stood."""
+    _train(text, tmp_path, steps=8)
+    _train(text, tmp_path, steps=9, resume="auto", schedule="constant", lr=3e-4, warmup_steps=0)
+    assert not caplog.records
+    _train(text, tmp_path, steps=18, resume="auto")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("the learning rate rises from 3.00e-04 to 2.") and " at step 10:" in said
+    assert said.endswith("--schedule constant --lr 0.0003 --warmup-steps 0 keeps it even")
+
+
+def _pasted(said: str, what: str) -> str:
+    """The command of the line that begins with ``what``."""
+    (line,) = (line for line in said.splitlines() if line.startswith(what))
+    return line.removeprefix(what).strip()
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=needs_mpirun)])
+def test_the_commands_that_it_prints_work(text: Path, tmp_path: Path, ranks: int) -> None:
+    """From where they were printed, without any setting typed again."""
+    command = _command(
+        "--data", os.path.relpath(text, tmp_path), "--steps", "6", "--warmup-steps", "2", "--lr", "2e-3", "--seed", "7",
+        "--sample-tokens", "20", "--temperature", "0.5", "--top-k", "3", "--prompt", "one ring", ranks=ranks,
+    )  # fmt: skip
+    environment = {**ENVIRONMENT, "PYTHONPATH": os.getcwd()}
+    done = run_program(*command, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    more = run_program("sh", "-c", _pasted(done.stdout, "more steps:"), env=environment, cwd=tmp_path)
+    assert (more.returncode, more.stderr) == (0, ""), more.stderr
+    assert f"{ranks} rank" in more.stdout and "step 12/12" in more.stdout
+    rows = read_metrics(tmp_path / "runs/tiny/metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 13)) and rows[6]["lr"] == pytest.approx(2e-4)
+    sample = run_program("sh", "-c", _pasted(more.stdout, "more text:"), env=environment, cwd=tmp_path)
+    assert sample.stdout.startswith("one ring"), sample.stderr
+    assert "--top-k 3" in more.stdout and "--temperature 0.5" in more.stdout
