@@ -73,7 +73,7 @@ def place(rank: int, size: int) -> dict[str, str]:
 def test_a_rank_that_does_not_come() -> None:
     code, said = run("--timeout", "1", code=PATIENT, **place(0, 2))
     assert code == 1 and "These" not in said
-    assert "did not come within 1 s" in said and "ok   Python" in said
+    assert "did not arrive within 1 s" in said and "ok   Python" in said
     assert said.splitlines()[-1] == "This rank cannot train, see: finding the other ranks."
     code, said = run("--timeout", "1", code=PATIENT, **place(1, 2))
     assert code == 1 and said.count("\n") == 1

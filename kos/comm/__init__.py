@@ -7,13 +7,13 @@ import logging
 import os
 from datetime import datetime
 
-from kos.comm.arguments import check_timeout, number_in, truth
+from kos.comm.arguments import check_bool, check_timeout, number_in
 from kos.comm.backend import Backend, Probe
 from kos.comm.communicator import Communicator
 from kos.comm.gpu.auto import AutoBackend
 from kos.comm.gpu.backend import DeviceBackend, device_of
 from kos.comm.persistent import Batch, Persistent
-from kos.comm.recorder.on_signal import listen
+from kos.comm.recorder.on_signal import dump_on_env_signal
 from kos.comm.reduction import PremulSum, ReduceOp
 from kos.comm.registry import BACKENDS, probe_all, register_backend, register_installed
 from kos.comm.rendezvous.base import Rendezvous
@@ -38,31 +38,29 @@ def init(
     process_hooks: bool = True,
     progress_thread: bool = False,
 ) -> Communicator:
-    """The communicator of all ranks of this program.  Collective.
+    """Create the communicator of all ranks of this program.  Collective.
 
-    ``backend`` is a name: one of kos's own, of ``kos.register_backend``, or of an installed package.  "auto" takes for
-    host memory the first that every rank can use; for GPUs nccl, and peer for what it was measured to be faster at
-    (``Communicator.explain`` says what and why).  ``rendezvous`` is how the ranks find each other.  Without one it is
-    MPI under mpirun, else the environment where torchrun, srun or a shell sets the rank, else a group of
-    one; with ``backend="mpi"`` it is MPI, which makes a group of one of a process that no mpirun started.  ``timeout``
-    in seconds holds for every wait of the communicator.  ``device`` is the GPU of this rank where it uses one
-    (default: by its place among the ranks of the machine).  NCCL's ranks join on a thread: its first call waits for
-    that, and raises what went wrong, also with ``backend="nccl"``.
+    ``backend`` is the name of a backend of kos, of ``kos.register_backend``, or of an installed package.  For host
+    memory, "auto" uses the first backend that every rank can use.  For GPUs it uses nccl, and peer where a measurement
+    shows that peer is faster (``Communicator.explain`` lists both).  ``rendezvous`` is how the ranks find each other.
+    The default is MPI under mpirun or with ``backend="mpi"``, else the environment of torchrun, srun or a shell, else
+    a group of one.  ``timeout`` in seconds bounds every wait of the communicator.  ``device`` is the GPU of this rank
+    (default: by its local rank).  The ranks of NCCL connect on a thread: the first call waits for the connection and
+    raises its error, also with ``backend="nccl"``.
 
-    ``process_hooks=False`` leaves the process as it is, for a framework that ends and reports its jobs itself: kos then
-    sets no exception hooks, no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable
-    or setting of Open MPI and mpi4py.
+    ``process_hooks=False`` is for a framework that ends and reports its jobs itself.  kos then sets no exception hooks,
+    no exit handler that ends the MPI job, no signal for the death of mpirun, and no variable or setting of Open MPI
+    and mpi4py.
 
-    ``progress_thread=True`` moves operations with ``async_op=True`` on host memory while the program computes; without
-    it they move only while the program is in kos (``Work.wait``, ``done``, another call).  What overlaps is computation
-    that frees Python's lock, as NumPy's does on large arrays.  It pays where ranks wait for a network or have idle
-    cores, not between ranks of one host that keep all cores busy.  The thread sleeps while nothing is in flight, and
+    ``progress_thread=True`` advances operations with ``async_op=True`` on host memory while the program computes.
+    Without it they advance only inside calls of kos (``Work.wait``, ``done``, another call).  Only computation that
+    releases Python's lock overlaps, such as NumPy's on large arrays.  The thread helps where ranks wait for a network
+    or have idle cores, not where the ranks of one host keep all cores busy.  It sleeps while nothing is in flight, and
     ends with the communicator that ``init`` returns.  Raises BackendUnavailable for an MPI without THREAD_MULTIPLE.
 
-    Raises BackendUnavailable where the backend asked for cannot run, or none for the ``device`` that a rank was
-    given, with the reason; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where
-    the ranks do not find each other.  Under mpirun, with ``process_hooks``, an uncaught exception on one rank ends the
-    whole job from here on.
+    Raises BackendUnavailable, with the reason, where the named backend, or every backend for the ``device``, cannot
+    run; InvalidArgument for a ``device`` with a backend for host memory; RendezvousError where the ranks do not find
+    each other.  Under mpirun, with ``process_hooks``, an uncaught exception on one rank ends the whole job.
     """
     if isinstance(backend, str) and backend not in BACKENDS:
         register_installed()
@@ -72,8 +70,8 @@ def init(
     if not isinstance(rendezvous, Rendezvous | None):
         raise InvalidArgument(f"rendezvous: expected a Rendezvous or None, got {rendezvous!r}")
     device = None if device is None else number_in("device", device, 0, 1 << 16)
-    progress_thread = truth("progress_thread", progress_thread)
-    listen()
+    progress_thread = check_bool("progress_thread", progress_thread)
+    dump_on_env_signal()
     if rendezvous is None:
         rendezvous = default_rendezvous(timeout, by_mpi=backend == "mpi", process_hooks=process_hooks)
     if device is not None:
@@ -112,28 +110,28 @@ def _reasons(probes: dict[str, Probe]) -> str:
 
 
 def _for_gpus(rendezvous: Rendezvous, probes: dict[str, Probe], host: Backend) -> list[DeviceBackend]:
-    """The backends for GPUs that all ranks can use beside ``host``: peer where a table says what it is faster at."""
+    """The backends for GPUs that all ranks can use beside ``host``; peer only where a table has routes for it."""
     made: list[DeviceBackend] = []
     for name, kind in BACKENDS.items():
         probe = probes[name]
         if not probe.usable or not issubclass(kind, DeviceBackend):
             continue
         if name == "peer" and not for_group(rendezvous, device_of(rendezvous).index).routes:
-            reason = f"{probe.reason}; not in auto before it was measured here: python -m kos.tune"
+            reason = f"{probe.reason}; auto uses it once it was measured here: python -m kos.tune"
             probes[name] = Probe(True, reason)
             continue
         try:
             made.append(kind(rendezvous, host=host))
-        except BackendUnavailable as error:  # on all ranks alike: bytes do not move as the driver promised
+        except BackendUnavailable as error:  # on all ranks: bytes did not move as the driver promised
             probes[name] = Probe(False, str(error))
         log.info("backend %s for arrays on a GPU: %s", name, probes[name].reason)
     return made
 
 
 def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dict[str, Probe], str | None]:
-    """What all ranks together can use: a backend that one rank cannot use is usable on none.
+    """The probes agreed on by all ranks, and the first device that a rank requested, with that rank.
 
-    Beside it the first device that a rank requested, and that rank.
+    A backend that one rank cannot use is usable on none.
     """
     mine = probe_all(BACKENDS, rendezvous)
     ballot = {name: (probe.usable, probe.reason, probe.claim) for name, probe in mine.items()}
@@ -143,9 +141,9 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
     rendezvous.job = ballots[0][2]
     for rank, (theirs, *_) in enumerate(ballots):
         if theirs != wanted:
-            asked = f"rank {rendezvous.rank} asked for backend {wanted!r}"
-            raise RendezvousError(f"init: {asked}, rank {rank} for {theirs!r}")
-    # In one order on all ranks; a backend that rank 0 has not registered comes last, and is unusable.
+            mine_wanted = f"rank {rendezvous.rank} requested backend {wanted!r}"
+            raise RendezvousError(f"init: {mine_wanted}, rank {rank} {theirs!r}")
+    # The same order on all ranks; a backend that rank 0 has not registered comes last and is unusable.
     agreed = {name: mine[name] for name in (*ballots[0][1], *mine) if name in mine}
     for name in agreed:
         holders: dict[str, int] = {}  # of each claim, the first rank
@@ -156,5 +154,5 @@ def _agree(wanted: str, device: int | None, rendezvous: Rendezvous) -> tuple[dic
                 break
             if agreed[name].usable and claim and holders.setdefault(claim, rank) != rank:
                 agreed[name] = Probe(False, f"ranks {holders[claim]} and {rank} share {claim}")
-    given = (f"{device} of rank {rank}" for rank, (*_, device) in enumerate(ballots) if device is not None)
-    return agreed, next(given, None)
+    requested = (f"{device} of rank {rank}" for rank, (*_, device) in enumerate(ballots) if device is not None)
+    return agreed, next(requested, None)

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments: what is wrong is named, with expected and got, before anything is sent."""
+"""Checks of a call's arguments, made before anything is sent; errors name expected and got."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _LONGEST_TIMEOUT = 1e6
 """Seconds: poll(2) takes a C int of milliseconds, 25 days at most."""
 
 _MOST_ELEMENTS = 1 << 58
-"""Of an array: their bytes fit in 63 bits whatever the dtype, so that memory that there is not is what they lack."""
+"""Elements of an array: its bytes fit in 63 bits for any dtype, so a larger request fails for lack of memory."""
 
 
 def check_timeout(timeout: Any) -> float:
-    """``timeout`` in seconds, at most 1e6 (12 days) of them; raises InvalidArgument unless it is positive."""
+    """``timeout`` in seconds, capped at 1e6 (12 days); raises InvalidArgument unless it is positive."""
     if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number) or not timeout > 0:
         raise InvalidArgument(f"timeout: expected a positive number of seconds, got {timeout!r}")
     return float(min(timeout, _LONGEST_TIMEOUT))
 
 
-def whole_number(what: str, value: Any) -> int:
-    """``value`` as an int, if it is one of some kind (NumPy's, for one), but no truth value."""
+def check_int(what: str, value: Any) -> int:
+    """``value`` as an int; accepts integers of any library, but no bool."""
     try:
         if not isinstance(value, bool):
             return operator.index(value)
@@ -40,24 +40,24 @@ def whole_number(what: str, value: Any) -> int:
     raise InvalidArgument(f"{what}: expected a whole number, got {value!r}")
 
 
-def truth(what: str, value: Any) -> bool:
-    """``value`` as a bool, if it is one, Python's or NumPy's, or 0 or 1."""
+def check_bool(what: str, value: Any) -> bool:
+    """``value`` as a bool; accepts Python's and NumPy's, 0 and 1."""
     if isinstance(value, int | np.bool_) and value in (0, 1):
         return bool(value)
     raise InvalidArgument(f"{what}: expected True or False, got {value!r}")
 
 
 def check_shape(shape: Any) -> tuple[int, ...]:
-    """The sizes of an array's dimensions; a number stands for one."""
-    given = shape if isinstance(shape, tuple | list) else (shape,)
-    sizes = tuple(number_in("shape", size, 0, _MOST_ELEMENTS) for size in given)
+    """The shape as a tuple; a number is a shape of one dimension."""
+    dimensions = shape if isinstance(shape, tuple | list) else (shape,)
+    sizes = tuple(number_in("shape", size, 0, _MOST_ELEMENTS) for size in dimensions)
     number_in("shape", math.prod(size or 1 for size in sizes), 0, _MOST_ELEMENTS, kind="product")
     return sizes
 
 
 def number_in(what: str, value: Any, low: int, high: int, instead: str = "", kind: str = "number") -> int:
-    """``value`` as a whole number from ``low`` to ``high``; ``instead`` is what else it may be."""
-    value = whole_number(what, value)
+    """``value`` as an int from ``low`` to ``high``; ``instead`` names the other allowed values in the error."""
+    value = check_int(what, value)
     if not low <= value <= high:
         raise InvalidArgument(f"{what}: expected a {kind} from {low} to {high}{instead}, got {value}")
     return value
@@ -82,7 +82,7 @@ def check_peer(what: str, rank: Any, me: int, size: int) -> int:
 
 
 def check_algorithm(algorithm: Any, operation: str, deterministic: bool) -> str:
-    """The name of a schedule that suits the operation, or "auto"."""
+    """The name of a schedule for the operation, or "auto"."""
     if algorithm is AUTO:
         return AUTO
     allowed = algorithms(operation, ordered=True if deterministic else None) if operation in collectives() else ()
@@ -94,9 +94,9 @@ def check_algorithm(algorithm: Any, operation: str, deterministic: bool) -> str:
 
 
 def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | None = None) -> list[int]:
-    """A number of elements for each rank; as many in all as ``total`` has, if that is given."""
+    """The element counts, one for each rank; they sum to the elements of ``total`` if that is given."""
     try:
-        counts = [whole_number(what, count) for count in counts]
+        counts = [check_int(what, count) for count in counts]
     except TypeError:  # not a sequence
         raise InvalidArgument(f"{what}: expected {size} numbers from 0 on, got {counts!r}") from None
     if len(counts) != size or min(counts) < 0:
@@ -107,8 +107,8 @@ def check_counts(what: str, counts: Sequence[int], size: int, total: Buffer | No
     return counts
 
 
-def part_of(send: Buffer, size: int) -> tuple[int, ...]:
-    """The shape of one of ``size`` equal parts: of the first dimension where that divides so, else 1-D."""
+def shard_shape(send: Buffer, size: int) -> tuple[int, ...]:
+    """The shape of one of ``size`` equal shards: split along the first dimension if that divides, else 1-D."""
     if send.count % size:
         raise InvalidArgument(f"x: expected a multiple of {size} elements, got {send.count}")
     if send.shape and send.shape[0] % size == 0:
@@ -117,9 +117,9 @@ def part_of(send: Buffer, size: int) -> tuple[int, ...]:
 
 
 def output(out: Any, send: Buffer, shape: tuple[int, ...], stream: Any, own: int | None = None) -> Buffer:
-    """``out`` checked against what ``send`` needs, or a new array of ``shape`` in the same memory, of the same library.
+    """``out``, checked against ``send``, or a new array of ``shape`` in the same memory, of the same library.
 
-    It may share memory with ``send`` only as ``refuse_overlap`` says.
+    It may share memory with ``send`` only as ``refuse_overlap`` allows.
     """
     if out is None:
         convert = None
@@ -161,22 +161,22 @@ def in_and_out(x: Any, out: Any, stream: Any) -> tuple[Buffer, Buffer]:
 
 
 def expect_alike(what: str, got: Buffer, expected: Buffer) -> None:
-    """Both have the same element type and lie in the same memory."""
+    """Check that both have the same dtype and lie in the same memory."""
     if got.dtype is not expected.dtype:
         raise InvalidArgument(f"{what}: expected dtype {expected.dtype}, got {got.dtype}")
     expect_place(what, got, expected)
 
 
 def expect_place(what: str, got: Buffer, expected: Buffer) -> None:
-    """Both lie in the memory of the host, or of the same GPU."""
+    """Check that both lie in host memory, or in that of the same GPU."""
     if got.device != expected.device:
         raise InvalidArgument(f"{what}: expected memory of {expected.place}, got memory of {got.place}")
 
 
 def refuse_overlap(send: Buffer, recv: Buffer, own: int | None = None) -> None:
-    """In and out share no memory, unless the smaller is exactly the ``own``-th such part of the larger."""
+    """Check that input and output do not overlap, unless the smaller is exactly shard ``own`` of the larger."""
     if not send.overlaps(recv):
         return
     small, large = (send, recv) if send.count < recv.count else (recv, send)
     if own is None or small.address != large.address + own * small.nbytes:
-        raise InvalidArgument("out: expected memory apart from x, got arrays that overlap")
+        raise InvalidArgument("out: expected memory that does not overlap x, got arrays that overlap")

@@ -1,6 +1,6 @@
-"""Backend: the trait behind a Communicator.
+"""Backend: the interface behind a Communicator.
 
-``ScheduledBackend`` (scheduled.py) carries every operation over messages, ``DeviceBackend`` (gpu/) by kernels.
+``ScheduledBackend`` (scheduled.py) runs every operation over messages, ``DeviceBackend`` (gpu/) in kernels.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from kos.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Whether a backend can carry a group; ``reason`` is why not, or what it uses."""
+    """Whether a backend can serve a group; ``reason`` is why not, or what it uses."""
 
     usable: bool
     reason: str
     claim: str = ""
-    """What only one rank of the group may use, such as a GPU."""
+    """A resource that only one rank of the group may use, such as a GPU."""
 
 
-_UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # raised where the call is not known, by a transport
+_UNNAMED = (CollectiveMismatch, CollectiveTimeout, RankLost)  # a transport raises these without knowing the call
 
 SHRINKS = "it shrinks the communicator"  # why a survivor has closed the old one
 
@@ -48,17 +48,17 @@ _BUFFERS = {"": (False, False), "symmetric": (True, False), "graph": (False, Tru
 
 
 class Backend(ABC):
-    """One way to carry operations.  Subclasses give ``name``, ``probe``, ``prepare`` and ``start``."""
+    """Runs the operations of a group.  Subclasses define ``name``, ``probe``, ``idle``, ``prepare`` and ``start``."""
 
     name: str
     on_gpu: ClassVar[bool] = False
-    """Whether it carries arrays on GPUs, and no others.  Of those, ``auto`` uses kos's own alone."""
+    """Whether it accepts arrays on GPUs, and no others.  ``auto`` uses only those of kos."""
     device: int | None = None
-    """The GPU whose memory it moves, by its number in this process; None for memory of the host."""
+    """The index in this process of the GPU whose memory it moves; None for host memory."""
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         self.rank, self.size, self.ledger = rendezvous.rank, rendezvous.size, rendezvous.ledger
-        self.timeout = rendezvous.timeout  # seconds, where no operation has one; follows the communicator's
+        self.timeout = rendezvous.timeout  # seconds, for operations without one; follows the communicator's
         self.engine = engine or Engine()
         self.cache = CallCache()
         self.broken: KosError | None = None  # the first failure of a collective: the ranks are out of step
@@ -66,61 +66,61 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        """Can this backend carry this group, as far as this rank can see?  Never raises."""
+        """Whether this backend can serve this group, as far as this rank can see.  Never raises."""
 
     @abstractmethod
     def idle(self) -> Idle:
-        """How one wait of this backend waits."""
+        """How a wait of this backend polls or sleeps."""
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> Backend | None:
-        """The backend of a split, whose operations progress with this one's; None where ``rendezvous`` and color are.
+        """The backend of a split, whose operations progress with this one's.  Called on every rank.
 
-        Called on every rank, as ``Communicator.split`` was.
+        Returns None where ``rendezvous`` and ``color`` are None.
         """
         return None if rendezvous is None else type(self)(rendezvous, self.engine)
 
     def revoke(self, reason: str) -> None:
-        """``abort`` before ``shrink``, which may build upon what this leaves."""
+        """Abort so that ``shrink`` can reuse the resources of this backend."""
         self.abort(reason)
 
     def shrink(self, rendezvous: Rendezvous) -> Backend:
-        """The backend of the ranks of ``rendezvous``, the survivors of this one's.  Collective, after ``revoke``."""
+        """The backend of the surviving ranks, those of ``rendezvous``.  Collective, after ``revoke``."""
         backend = self.split(rendezvous, 0, rendezvous.rank)
         assert backend is not None
         return backend
 
     def close(self) -> None:  # noqa: B027 -- nothing to do unless a backend holds something
-        """Free what the backend holds.  Collective; nothing may be in flight."""
+        """Free the backend's resources.  Collective; nothing may be in flight."""
 
     def abort(self, reason: str) -> None:  # noqa: B027
-        """End everything in flight without waiting for other ranks; they are notified of the reason where possible."""
+        """End everything in flight without waiting for other ranks; notify them of the reason where possible."""
 
     def synchronize(  # noqa: B027
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        """Wait on the host for what is queued on a GPU."""
+        """Wait on the host for queued GPU work."""
 
     def allocate(self, shape: Any, dtype: Any) -> Any:
-        """An array in the memory that this backend moves best.  Collective."""
+        """An array in the memory that this backend moves fastest.  Collective."""
         return np.empty(shape, dtype)
 
     @abstractmethod
     def prepare(self, call: Call) -> None:
-        """Refuse, before anything is sent, what this backend cannot carry; find what can be found beforehand.
+        """Check a call and choose its route before anything is sent.
 
-        Raises InvalidArgument, for memory of a GPU for one.
+        Raises InvalidArgument for a call that this backend cannot run, such as one on GPU memory.
         """
 
     def check_threads(self) -> None:  # noqa: B027
-        """Raise BackendUnavailable where operations may not be moved by another thread than the program's."""
+        """Raise BackendUnavailable if only the program's thread may advance operations."""
 
     @property
     def carries_host(self) -> bool:
-        """Whether it carries operations on memory of the host, those of ``split`` and ``all_gather_bytes`` included."""
+        """Whether it runs operations on host memory, including those of ``split`` and ``all_gather_bytes``."""
         return not self.on_gpu
 
     def details(self) -> list[tuple[str, str, str]]:
-        """Rows for ``Communicator.explain``: what it uses, whether, and why."""
+        """Rows for ``Communicator.explain``: a resource, whether it is used, and why."""
         return []
 
     def owns(self, work: Work[Any]) -> bool:
@@ -128,12 +128,12 @@ class Backend(ABC):
         return work.backend is self
 
     def raise_failure(self, what: object) -> None:
-        """Raise the first failure of this communicator, if there was one, from ``what``, which is called now."""
+        """Raise the first failure of this communicator, if any, for the call ``what``."""
         if self.broken is not None:
             raise again(self.broken, f"{what}: the communicator failed before: {self.broken}")
 
     def refuse(self, call: Call) -> NoReturn:
-        """Raise the first failure of this communicator from ``call``, which is on record already."""
+        """Raise the first failure of this communicator for ``call``, which is recorded already."""
         try:
             self.raise_failure(call.name)
         except KosError as error:
@@ -143,26 +143,26 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, call: Call) -> Work[Any] | None:
-        """Launch a prepared call; None where it is queued on its stream and needs no wait."""
+        """Launch a prepared call; None if it is queued on its stream and needs no wait."""
 
     def in_order(self, calls: Sequence[Call]) -> Sequence[Call]:
         """The calls of a batch in the order in which ``start_all`` begins them, the same on all ranks."""
         return calls
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
-        """Launch the calls of a batch together; with ``overlap`` beside the streams of their arrays."""
+        """Launch the calls of a batch together; with ``overlap``, on a separate stream."""
         return [work for work in map(self.start, calls) if work is not None]
 
     def queued(self, call: Call) -> Work[Any] | None:
-        """What waits for a prepared call where ``start`` returns None; None where ``start`` returns a Work."""
+        """The Work that waits for a prepared call if ``start`` returns None; None if ``start`` returns a Work."""
         return None
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
-        """By which backend and algorithm an operation on float32 goes; ``nbytes`` are those that a rank brings."""
+        """The backend and algorithm of an operation on float32; ``nbytes`` is the size of each rank's input."""
         return self.name
 
     def routes(self, place: str = "") -> list[tuple[str, ...]]:
-        """``route_of`` the usual operations as the rows of a table, for ``Communicator.explain``."""
+        """The routes of the usual operations as the rows of a table, for ``Communicator.explain``."""
         rows: list[tuple[str, ...]] = [(f"float32{place}", *_SHOWN_BYTES)]
         for name in _SHOWN if self.size > 1 else ():
             alike: dict[tuple[str, ...], list[str]] = {}
@@ -174,7 +174,7 @@ class Backend(ABC):
         return rows if rows[1:] else []
 
     def missing(self, call: Call) -> str:
-        """At a timeout: which ranks did not arrive, as far as known."""
+        """For a timeout's error: which ranks did not arrive, as far as known."""
         if call.collective:
             return "which ranks did not arrive is not known"
         message = call.operation.message
@@ -187,10 +187,10 @@ class Backend(ABC):
         return CollectiveTimeout(f"{call}: not complete after {seconds} s; {self.missing(call)}")
 
     def report_wait(self, call: Call | None) -> None:  # noqa: B027
-        """This rank has waited for ``call`` for a while, and still does; None: no longer."""
+        """Report that this rank still waits for ``call``; None: it no longer waits."""
 
     def failed(self, call: Call, error: Exception) -> KosError:
-        """What to raise for an error in an operation, whose memory may be freed afterwards."""
+        """The error to raise for a failed operation, whose memory may be freed afterwards."""
         if not isinstance(error, KosError):
             cause, error = error, CollectiveError(f"{call}: {type(error).__name__}: {error}")
             error.__cause__ = cause
@@ -202,9 +202,9 @@ class Backend(ABC):
 
 
 def ends_group(call: Call, error: Exception) -> bool:
-    """Whether its ranks are out of step after that error.
+    """Whether the ranks of the group are out of step after that error.
 
-    They are after a collective, after a send that may still be received, and after any call that a Ctrl-C cut short.
+    They are after a collective, after a send that may still be received, and after any call that Ctrl-C interrupted.
     """
     if isinstance(error, Interrupted):
         return True

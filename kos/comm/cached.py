@@ -1,8 +1,8 @@
-"""Cached calls: an eager call made again on the same arrays of a GPU skips the checks of its arguments.
+"""Cached calls: an eager call repeated on the same GPU arrays skips the checks of its arguments.
 
-The cache key is the input array.  It is a hit where operation, reduce op or root, output and streams are those of the
+The cache key is the input array.  A call is a hit if operation, reduce op or root, output and streams are those of the
 cached call.  The first call on an array only marks it: an array that is used once, such as a view, is not cached.
-A hit reads as little memory as it can: it takes a third of the time of the whole call.
+A hit reads little memory and takes a third of the time of a full call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CACHED = frozenset({"all_reduce", "reduce_scatter", "all_gather", "broadcast"})
 
 
 class _Entry:
-    """A cached call, which holds its arrays weakly, and what must be the same for a hit."""
+    """A cached call, with weak references to its arrays, and the arguments that a hit must match."""
 
     __slots__ = ("array", "call", "name", "out", "parameter", "stream")
 
@@ -29,15 +29,15 @@ class _Entry:
 
 
 class CallCache:
-    """The cached calls of one communicator: one for each input array, as long as that lives."""
+    """The cached calls of one communicator: one for each live input array."""
 
     __slots__ = ("_entries",)
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
 
-    def repeat(self, comm: Any, name: str, x: Array, out: Any, parameter: Any) -> bool:
-        """Launch the cached call of the same arguments; False if there is none, or its arrays have changed."""
+    def launch(self, comm: Any, name: str, x: Array, out: Any, parameter: Any) -> bool:
+        """Launch the cached call with these arguments; False on a cache miss."""
         entry = self._entries.get(id(x))
         if (
             entry is None or entry.name is not name or entry.parameter is not parameter
@@ -61,7 +61,7 @@ class CallCache:
         return True
 
     def add(self, call: Call) -> None:
-        """Cache a call that was launched, where its arrays and arguments allow it."""
+        """Cache a launched call if its arrays and arguments allow it."""
         o = call.operation
         send, recv, reduction = o.send, o.recv, o.reduction
         if o.name not in CACHED or send is None or recv is None:
@@ -71,8 +71,8 @@ class CallCache:
             return
         if not x.used:
             x.used = True
-        elif self._entries.pop(id(x), None) is None:  # not where two different calls take turns on one array
-            if reduction is not None and reduction.op is ReduceOp.PREMUL_SUM:  # whose factor may be another next time
+        elif self._entries.pop(id(x), None) is None:  # two different calls that alternate on one array are not cached
+            if reduction is not None and reduction.op is ReduceOp.PREMUL_SUM:  # its factor may change
                 return
             key, entries = id(x), self._entries
             array = weakref.ref(x, lambda _: entries.pop(key, None))
@@ -81,5 +81,5 @@ class CallCache:
             send.array = recv.array = None
 
     def clear(self) -> None:
-        """Have every call checked anew."""
+        """Remove all cached calls."""
         self._entries.clear()

@@ -1,7 +1,7 @@
-"""The operations of a communicator: each checks its arguments and makes them an Operation.
+"""The operations of a communicator: each checks its arguments and makes an Operation of them.
 
-Every call goes one way: arguments → buffers → ``Operation`` → ``_go``.  ``Communicator._go`` launches the operation, or
-keeps it for a batch.  ``_Builder._go`` returns it, for the persistent form.
+Every call takes the same steps: arguments → buffers → ``Operation`` → ``_submit``.  ``Communicator._submit`` launches
+the operation, or adds it to a batch.  ``_Builder._submit`` returns it, for the persistent form.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Required, TypedDict, Ty
 
 from kos.comm.arguments import (
     check_algorithm,
+    check_bool,
     check_counts,
     check_peer,
     check_rank,
@@ -23,9 +24,8 @@ from kos.comm.arguments import (
     expect_place,
     in_and_out,
     output,
-    part_of,
     refuse_overlap,
-    truth,
+    shard_shape,
 )
 from kos.comm.cached import CallCache
 from kos.comm.operation import AUTO, Message, Operation, Options
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class _Options(TypedDict, total=False):
-    """The keywords of every operation, for the overloads, which differ in ``async_op``."""
+    """The keywords of every operation; the overloads differ in ``async_op``."""
 
     stream: Any
     timeout: float | None
@@ -77,7 +77,7 @@ P = ParamSpec("P")
 
 
 def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate[Comm, P], Persistent[T]]:
-    """The persistent form of an operation: its checks are made now, its launch at every ``start``."""
+    """The persistent form of an operation: checked once, launched by each ``start``."""
 
     @functools.wraps(call)
     def init(comm: Any, *args: P.args, **options: P.kwargs) -> Persistent[T]:
@@ -87,7 +87,7 @@ def _persistent(call: Callable[Concatenate[Comm, P], T]) -> Callable[Concatenate
 
     name = call.__name__
     init.__name__, init.__qualname__ = f"{name}_init", f"{call.__qualname__}_init"
-    init.__doc__ = f"A persistent ``{name}``: checked now, and launched by each ``start()`` of what is returned."
+    init.__doc__ = f"A persistent ``{name}``: checked now, launched by each ``start()`` of the returned Persistent."
     signature = inspect.signature(call)
     kept = [parameter for parameter in signature.parameters.values() if parameter.name != "async_op"]
     init.__signature__ = signature.replace(parameters=kept, return_annotation=Persistent)  # type: ignore[attr-defined]
@@ -100,20 +100,20 @@ class Operations:
     rank: int
     size: int
     device: int | None
-    """The GPU whose memory the backend moves, by its number in this process; None for host memory."""
+    """The index in this process of the GPU whose memory the backend moves; None for host memory."""
     _cache: CallCache
     _defaults: Options
-    """The options of a call that names none,"""
+    """The options of a call without keywords."""
     _overlapped: Options
-    """and of one with ``async_op=True`` alone."""
+    """The options of a call with ``async_op=True`` alone."""
 
     @abstractmethod
-    def _go(self, o: Operation) -> Any:
-        """Take the operation."""
+    def _submit(self, o: Operation) -> Any:
+        """Launch the operation, or keep it for later."""
 
     @property
     def _deferred(self) -> bool:
-        """Whether ``_go`` launches nothing now: in a batch, and for the persistent form."""
+        """Whether ``_submit`` launches nothing yet: in a batch, and for the persistent form."""
         return True
 
     def _options(
@@ -126,12 +126,12 @@ class Operations:
             if async_op is True and not self._deferred:
                 return self._overlapped
         seconds = self._defaults.timeout if timeout is None else check_timeout(timeout)
-        ordered, overlap = truth("deterministic", deterministic), truth("async_op", async_op)
+        ordered, overlap = check_bool("deterministic", deterministic), check_bool("async_op", async_op)
         if overlap and self._deferred:
             raise InvalidArgument("async_op: expected False in a batch and for a persistent operation, got True")
         return Options(seconds, check_algorithm(algorithm, name, ordered), ordered, overlap, stream)
 
-    # Collectives that reduce.
+    # Reductions.
 
     @overload
     def all_reduce(self, x: T, op: Op = ..., *, out: T | None = ..., **options: Unpack[_Reducing]) -> T: ...
@@ -142,21 +142,21 @@ class Operations:
                    deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; every rank gets the result.
 
-        ``x`` has the same dtype and number of elements on all ranks.  ``op`` must make sense for the dtype.  The
-        result replaces ``x``, or goes to ``out`` of x's shape and dtype, which is ``x`` or apart from it.  Returns
-        the array with the result.
+        ``x`` has the same dtype and number of elements on all ranks.  ``op`` must be valid for the dtype.  The
+        result replaces ``x``, or goes to ``out`` of x's shape and dtype.  ``out`` is ``x`` or does not overlap it.
+        Returns the array with the result.
 
             comm.all_reduce(gradients, ReduceOp.AVG)
         """
         plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and type(x) is Array and self._cache.repeat(self, "all_reduce", x, out, op):
+        if plain and type(x) is Array and self._cache.launch(self, "all_reduce", x, out, op):
             return x if out is None else out
         options = self._defaults
         if not plain:
             options = self._options("all_reduce", stream, async_op, timeout, algorithm, deterministic)
         send, recv = in_and_out(x, out, stream)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("all_reduce", self.rank, options, send, recv, reduction))
+        return self._submit(Operation("all_reduce", self.rank, options, send, recv, reduction))
 
     @overload
     def reduce(self, x: T, root: int = ..., op: Op = ..., *, out: T | None = ...,
@@ -169,7 +169,7 @@ class Operations:
                deterministic: bool = False) -> Any:
         """Reduce ``x`` over all ranks; rank ``root`` gets the result.
 
-        As ``all_reduce``, but the ranks other than ``root`` keep their ``x``, give no use to ``out``, and get None.
+        As ``all_reduce``, but the ranks other than ``root`` keep their ``x``, ignore ``out``, and get None.
 
             total = comm.reduce(losses, root=0)          # on rank 0: losses itself
         """
@@ -180,7 +180,7 @@ class Operations:
         else:
             send = _input(x, stream)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("reduce", self.rank, options, send, recv, reduction, root))
+        return self._submit(Operation("reduce", self.rank, options, send, recv, reduction, root))
 
     @overload
     def reduce_scatter(self, x: T, out: T | None = ..., op: Op = ..., **options: Unpack[_Reducing]) -> T: ...
@@ -189,24 +189,24 @@ class Operations:
     def reduce_scatter(self, x: Any, out: Any = None, op: Op = ReduceOp.SUM, *, stream: Any = None,
                        async_op: bool = False, timeout: float | None = None, algorithm: str = AUTO,
                        deterministic: bool = False) -> Any:
-        """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal parts of the result.
+        """Reduce ``x`` over all ranks; rank r gets the r-th of ``size`` equal shards of the result.
 
-        ``x.size`` is a multiple of ``size``.  ``out`` has ``x.size / size`` elements; it lies apart from ``x`` or is
-        exactly this rank's part of it.  Without ``out`` an array is made, of shape ``(x.shape[0] / size,
-        *x.shape[1:])`` where that divides, else 1-D.  Returns the array that holds the part.
+        ``x.size`` is a multiple of ``size``.  ``out`` has ``x.size / size`` elements; it does not overlap ``x``, or is
+        exactly this rank's shard of it.  Without ``out`` a new array has the shape ``(x.shape[0] / size,
+        *x.shape[1:])`` if that divides, else it is 1-D.  Returns the array that holds the shard.
 
             shard = comm.reduce_scatter(gradients)
         """
         plain = stream is timeout is None and async_op is deterministic is False and algorithm is AUTO
-        if plain and out is not None and type(x) is Array and self._cache.repeat(self, "reduce_scatter", x, out, op):
+        if plain and out is not None and type(x) is Array and self._cache.launch(self, "reduce_scatter", x, out, op):
             return out
         options = self._defaults
         if not plain:
             options = self._options("reduce_scatter", stream, async_op, timeout, algorithm, deterministic)
         send = _input(x, stream)
-        recv = output(out, send, part_of(send, self.size), stream, self.rank)
+        recv = output(out, send, shard_shape(send, self.size), stream, self.rank)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation("reduce_scatter", self.rank, options, send, recv, reduction))
+        return self._submit(Operation("reduce_scatter", self.rank, options, send, recv, reduction))
 
     @overload
     def reduce_scatter_v(self, x: T, counts: Sequence[int], out: T | None = ..., op: Op = ...,
@@ -216,10 +216,10 @@ class Operations:
                          **options: Unpack[_PlainAsync]) -> Work[T]: ...
     def reduce_scatter_v(self, x: Any, counts: Sequence[int], out: Any = None, op: Op = ReduceOp.SUM, *,
                          stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
-        """``reduce_scatter`` with parts of different sizes: ``counts[r]`` elements for rank r.
+        """``reduce_scatter`` with shards of different sizes: ``counts[r]`` elements for rank r.
 
-        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements and lies
-        apart from ``x``.  Contributions are always added in rank order.  Returns ``out``, or a new 1-D array.
+        ``counts`` is the same on all ranks and sums to ``x.size``; ``out`` has ``counts[rank]`` elements and does not
+        overlap ``x``.  Contributions are always added in rank order.  Returns ``out``, or a new 1-D array.
 
             mine = comm.reduce_scatter_v(gradients, [3, 5])
         """
@@ -228,11 +228,11 @@ class Operations:
         counts = check_counts("counts", counts, self.size, send)
         recv = output(out, send, (counts[self.rank],), stream)
         reduction = resolve(op, send.dtype, self.size)
-        return self._go(Operation(
+        return self._submit(Operation(
             "reduce_scatter_v", self.rank, options, send, recv, reduction, send_counts=counts
         ))
 
-    # Collectives that move.
+    # Data movement.
 
     @overload
     def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
@@ -240,15 +240,15 @@ class Operations:
     def broadcast(self, x: T, root: int = ..., *, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def broadcast(self, x: Any, root: int = 0, *, out: Any = None, stream: Any = None, async_op: bool = False,
                   timeout: float | None = None, algorithm: str = AUTO) -> Any:
-        """Every rank gets the ``x`` of rank ``root``.
+        """Send the ``x`` of rank ``root`` to every rank.
 
         ``x`` has the same dtype and number of elements on all ranks; the data replaces it, or goes to ``out`` of x's
-        shape. Returns the array that holds the data.  Only the root's ``x`` may be read-only.
+        shape.  Returns the array that holds the data.  Only the root's ``x`` may be read-only.
 
             comm.broadcast(weights, root=0)
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and type(x) is Array and self._cache.repeat(self, "broadcast", x, out, root):
+        if plain and type(x) is Array and self._cache.launch(self, "broadcast", x, out, root):
             return x if out is None else out
         options = self._defaults if plain else self._options("broadcast", stream, async_op, timeout, algorithm)
         root = check_rank("root", root, self.size)
@@ -256,7 +256,7 @@ class Operations:
             send = recv = _input(x, stream)
         else:
             send, recv = in_and_out(x, out, stream)
-        return self._go(Operation("broadcast", self.rank, options, send, recv, root=root))
+        return self._submit(Operation("broadcast", self.rank, options, send, recv, root=root))
 
     @overload
     def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
@@ -264,21 +264,21 @@ class Operations:
     def all_gather(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def all_gather(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
-        """Every rank gets all ranks' ``x``, in rank order.
+        """Gather all ranks' ``x``, in rank order, on every rank.
 
-        ``x`` has the same dtype and number of elements on all ranks.  ``out`` has ``size * x.size`` elements; it lies
-        apart from ``x``, or ``x`` is exactly this rank's part of it.  Without ``out`` an array of shape ``(size,
-        *x.shape)`` is made, in the memory of ``x``.  Returns the array that holds them.
+        ``x`` has the same dtype and number of elements on all ranks.  ``out`` has ``size * x.size`` elements; it does
+        not overlap ``x``, or ``x`` is exactly this rank's shard of it.  Without ``out`` a new array has the shape
+        ``(size, *x.shape)`` and the kind of memory of ``x``.  Returns the array that holds the result.
 
-            everybody = comm.all_gather(mine)            # everybody[r] is that of rank r
+            rows = comm.all_gather(mine)                 # rows[r] is the x of rank r
         """
         plain = stream is timeout is None and async_op is False and algorithm is AUTO
-        if plain and out is not None and type(x) is Array and self._cache.repeat(self, "all_gather", x, out, None):
+        if plain and out is not None and type(x) is Array and self._cache.launch(self, "all_gather", x, out, None):
             return out
         options = self._defaults if plain else self._options("all_gather", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
         recv = output(out, send, (self.size, *send.shape), stream, self.rank)
-        return self._go(Operation("all_gather", self.rank, options, send, recv))
+        return self._submit(Operation("all_gather", self.rank, options, send, recv))
 
     @overload
     def all_gather_v(self, x: T, counts: Sequence[int], out: T | None = ..., **options: Unpack[_Plain]) -> T: ...
@@ -290,7 +290,7 @@ class Operations:
         """``all_gather`` of different sizes: ``counts[r]`` elements from rank r.
 
         ``counts`` is the same on all ranks, and ``counts[rank]`` is ``x.size``.  ``out`` has ``sum(counts)`` elements
-        and lies apart from ``x``.  Returns ``out``, or a new 1-D array.
+        and does not overlap ``x``.  Returns ``out``, or a new 1-D array.
 
             tokens = comm.all_gather_v(mine, [3, 5])
         """
@@ -301,7 +301,7 @@ class Operations:
             expected = f"counts[{self.rank}] = {counts[self.rank]}"
             raise InvalidArgument(f"x: expected {expected} elements, got {send.count}")
         recv = output(out, send, (sum(counts),), stream)
-        return self._go(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
+        return self._submit(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
 
     @overload
     def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_Moving]) -> T: ...
@@ -309,18 +309,18 @@ class Operations:
     def all_to_all(self, x: T, out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def all_to_all(self, x: Any, out: Any = None, *, stream: Any = None, async_op: bool = False,
                    timeout: float | None = None, algorithm: str = AUTO) -> Any:
-        """Part j of rank i's ``x`` becomes part i of rank j's ``out``.
+        """Send shard j of rank i's ``x`` to shard i of rank j's ``out``.
 
-        ``x`` has the same dtype and number of elements on all ranks, a multiple of ``size``; its parts are equal.
-        ``out`` has x's size and lies apart from it.  Returns ``out``, or a new array of x's shape.
+        ``x`` has the same dtype and number of elements on all ranks, a multiple of ``size``; its shards are equal.
+        ``out`` has x's size and does not overlap it.  Returns ``out``, or a new array of x's shape.
 
             columns = comm.all_to_all(rows)
         """
         options = self._options("all_to_all", stream, async_op, timeout, algorithm)
         send = _input(x, stream)
-        part_of(send, self.size)
+        shard_shape(send, self.size)
         recv = output(out, send, send.shape, stream)
-        return self._go(Operation("all_to_all", self.rank, options, send, recv))
+        return self._submit(Operation("all_to_all", self.rank, options, send, recv))
 
     @overload
     def all_to_all_v(self, x: T, send_counts: Sequence[int], recv_counts: Sequence[int], out: T | None = ...,
@@ -332,9 +332,9 @@ class Operations:
                      stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """``all_to_all`` of different sizes: ``send_counts[j]`` elements for rank j, ``recv_counts[i]`` from rank i.
 
-        Counts are this rank's own; ``recv_counts[i]`` here is ``send_counts[rank]`` of rank i.  They sum to
-        ``x.size`` and to the size of ``out``, which lies apart from ``x``.  Returns ``out``, or a new 1-D array.
-        Raises CollectiveMismatch where the counts of two ranks disagree.
+        Counts are this rank's own: ``recv_counts[i]`` equals ``send_counts[rank]`` of rank i.  They sum to
+        ``x.size`` and to the size of ``out``, which does not overlap ``x``.  Returns ``out``, or a new 1-D array.
+        Raises CollectiveMismatch if the counts of two ranks disagree.
 
             routed = comm.all_to_all_v(tokens, to_each, from_each)
         """
@@ -347,7 +347,7 @@ class Operations:
             expected = f"send_counts[{self.rank}] = {mine} from this rank itself"
             raise InvalidArgument(f"recv_counts: expected {expected}, got {recv_counts[self.rank]}")
         recv = output(out, send, (sum(recv_counts),), stream)
-        return self._go(Operation(
+        return self._submit(Operation(
             "all_to_all_v", self.rank, options, send, recv, send_counts=send_counts, recv_counts=recv_counts
         ))
 
@@ -357,12 +357,11 @@ class Operations:
     def gather(self, x: T, root: int = ..., out: T | None = ..., **options: Unpack[_MovingAsync]) -> Work[T | None]: ...
     def gather(self, x: Any, root: int = 0, out: Any = None, *, stream: Any = None, async_op: bool = False,
                timeout: float | None = None, algorithm: str = AUTO) -> Any:
-        """Rank ``root`` gets all ranks' ``x``, in rank order.
+        """Gather all ranks' ``x``, in rank order, on rank ``root``.
 
-        As ``all_gather``, but ``out`` is given on ``root`` alone, if at all.  Returns the array there, None
-        elsewhere.
+        As ``all_gather``, but only ``root`` may pass ``out``.  Returns the array on ``root``, None elsewhere.
 
-            everybody = comm.gather(mine, root=0)
+            rows = comm.gather(mine, root=0)
         """
         options = self._options("gather", stream, async_op, timeout, algorithm)
         send, recv, root = _input(x, stream), None, check_rank("root", root, self.size)
@@ -370,7 +369,7 @@ class Operations:
             recv = output(out, send, (self.size, *send.shape), stream, self.rank)
         elif out is not None:
             raise InvalidArgument(f"out: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(Operation("gather", self.rank, options, send, recv, root=root))
+        return self._submit(Operation("gather", self.rank, options, send, recv, root=root))
 
     @overload
     def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_Moving]) -> T: ...
@@ -378,10 +377,10 @@ class Operations:
     def scatter(self, x: Any, out: T, root: int = ..., **options: Unpack[_MovingAsync]) -> Work[T]: ...
     def scatter(self, x: Any, out: Any, root: int = 0, *, stream: Any = None, async_op: bool = False,
                 timeout: float | None = None, algorithm: str = AUTO) -> Any:
-        """Rank r gets the r-th of ``size`` equal parts of the root's ``x``, in its ``out``.
+        """Send the r-th of ``size`` equal shards of the root's ``x`` to the ``out`` of rank r.
 
-        ``x`` has ``size * out.size`` elements of out's dtype on ``root``, and is None elsewhere.  ``out`` lies apart
-        from ``x`` or is exactly this rank's part of it.  Returns ``out``.
+        ``x`` has ``size * out.size`` elements of out's dtype on ``root``, and is None elsewhere.  ``out`` does not
+        overlap ``x``, or is exactly this rank's shard of it.  Returns ``out``.
 
             comm.scatter(rows if comm.rank == 0 else None, row)
         """
@@ -395,7 +394,7 @@ class Operations:
             refuse_overlap(send, recv, self.rank)
         elif x is not None:
             raise InvalidArgument(f"x: expected None on rank {self.rank}, which is not root {root}")
-        return self._go(Operation("scatter", self.rank, options, send, recv, root=root))
+        return self._submit(Operation("scatter", self.rank, options, send, recv, root=root))
 
     @overload
     def barrier(self, *, stream: Any = ..., async_op: Literal[False] = ..., timeout: float | None = ...) -> None: ...
@@ -404,24 +403,24 @@ class Operations:
     def barrier(self, *, stream: Any = None, async_op: bool = False, timeout: float | None = None) -> Any:
         """Return once every rank has called it.
 
-        With a ``stream`` of a GPU the host does not wait: what is queued on that stream from now on runs after what
+        With a GPU ``stream`` the host does not wait: work queued on that stream from now on runs after the work that
         every rank has queued on its own stream so far.
 
             comm.barrier()
         """
         if stream is None and self.device is None and timeout is None and async_op is False:
-            return self._go(Operation("barrier", self.rank, self._defaults))
+            return self._submit(Operation("barrier", self.rank, self._defaults))
         if stream is not None:
             self._handle(stream)
         on_host = self.device is not None and stream is None and async_op is False and not self._deferred
         options = self._options("barrier", stream, on_host or async_op, timeout)
-        done = self._go(Operation("barrier", self.rank, options))
+        done = self._submit(Operation("barrier", self.rank, options))
         return done.synchronize() if on_host else done
 
     def _handle(self, stream: Any) -> int:
-        """The handle of a stream that is named without an array."""
+        """The handle of a stream that is passed without an array."""
         if self.device is None:
-            raise InvalidArgument(f"stream: expected None, for no GPU is used here, got {stream!r}")
+            raise InvalidArgument(f"stream: expected None, as no GPU is used here, got {stream!r}")
         return streams.handle(stream)
 
     # Messages.
@@ -436,13 +435,13 @@ class Operations:
 
         ``x`` may be changed once the call (or its Work) is done, or has failed.  Messages between two ranks with one
         tag arrive in order; ``tag`` is from 0 to 1,048,575, and 0 on a GPU.  In host memory a message may be complete
-        before it is received.  A message that is not received within the timeout ends the communicator.
+        before it is received.  A message that is not received within the timeout breaks the communicator.
 
             comm.send(activations, dst=comm.rank + 1)
         """
         options = self._options("send", stream, async_op, timeout)
         message = Message(dst=check_peer("dst", dst, self.rank, self.size), tag=check_tag(tag))
-        return self._go(Operation("send", self.rank, options, _input(x, stream), message=message))
+        return self._submit(Operation("send", self.rank, options, _input(x, stream), message=message))
 
     @overload
     def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
@@ -450,16 +449,16 @@ class Operations:
     def recv(self, x: T, src: int, tag: int = ..., **options: Unpack[_PlainAsync]) -> Work[T]: ...
     def recv(self, x: Any, src: int, tag: int = 0, *, stream: Any = None, async_op: bool = False,
              timeout: float | None = None) -> Any:
-        """Receive into ``x`` what rank ``src`` sent with ``tag``; returns ``x``.
+        """Receive a message of rank ``src`` with ``tag`` into ``x``; returns ``x``.
 
-        Dtype and number of elements are those that were sent; raises CollectiveMismatch on both ranks otherwise.
+        Dtype and number of elements equal those of the sent array; otherwise both ranks raise CollectiveMismatch.
 
             comm.recv(activations, src=comm.rank - 1)
         """
         options = self._options("recv", stream, async_op, timeout)
         message = Message(src=check_peer("src", src, self.rank, self.size), recv_tag=check_tag(tag))
         recv = as_buffer(x, "x", writable=True, stream=stream)
-        return self._go(Operation("recv", self.rank, options, recv=recv, message=message))
+        return self._submit(Operation("recv", self.rank, options, recv=recv, message=message))
 
     @overload
     def send_recv(self, x: Any, out: T, dst: int, src: int, tag: int = ..., **options: Unpack[_Plain]) -> T: ...
@@ -470,7 +469,7 @@ class Operations:
                   async_op: bool = False, timeout: float | None = None) -> Any:
         """Send ``x`` to rank ``dst`` while receiving ``out`` from rank ``src`` (MPI_Sendrecv); returns ``out``.
 
-        The two messages are as those of ``send`` and ``recv``; ``out`` lies apart from ``x``.
+        The two messages match those of ``send`` and ``recv``; ``out`` does not overlap ``x``.
 
             comm.send_recv(mine, theirs, dst=(comm.rank + 1) % comm.size, src=(comm.rank - 1) % comm.size)
         """
@@ -480,7 +479,7 @@ class Operations:
         expect_place("out", recv, send)
         refuse_overlap(send, recv)
         message = Message(dst, src, check_tag(tag), tag)
-        return self._go(Operation("send_recv", self.rank, options, send, recv, message=message))
+        return self._submit(Operation("send_recv", self.rank, options, send, recv, message=message))
 
     # Persistent forms, named as MPI 4 names them.
 
@@ -502,13 +501,13 @@ class Operations:
 
 
 class _Builder(Operations):
-    """Makes the operation of a call and launches nothing."""
+    """Returns the Operation of a call without launching it."""
 
     def __init__(self, comm: Operations) -> None:
         self.rank, self.size, self.device, self._defaults = comm.rank, comm.size, comm.device, comm._defaults
         self._cache = CallCache()
 
-    def _go(self, o: Operation) -> Operation:
+    def _submit(self, o: Operation) -> Operation:
         return o
 
 

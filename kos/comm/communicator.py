@@ -1,4 +1,4 @@
-"""Communicator: a group of ranks that users hold, from init to close."""
+"""Communicator: a group of ranks, from ``kos.init`` to ``close``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kos.comm import watchdog
-from kos.comm.arguments import check_shape, check_timeout, number_in, truth, whole_number
+from kos.comm.arguments import check_bool, check_int, check_shape, check_timeout, number_in
 from kos.comm.backend import SHRINKS, Backend, Probe
 from kos.comm.collectives import Operations
 from kos.comm.failures import again
@@ -30,28 +30,27 @@ from kos.memory.array import Shape, as_dtype
 class Communicator(Operations):
     """A group of ranks and the backend that connects them.
 
-    Every collective is called by all ranks of the group, in the same order.  Arrays are C-contiguous, of any
-    dtype of ``kos.dtypes``, any shape, zero elements included: NumPy's, ``kos.memory.Array``, and whatever
-    offers DLPack or ``__cuda_array_interface__``.  Operations work in place unless ``out`` is given, and return
-    the array that holds the result.
+    All ranks of the group call the same collectives in the same order.  Arrays are C-contiguous, of any dtype of
+    ``kos.dtypes`` and any shape, zero elements included: NumPy arrays, ``kos.memory.Array``, and arrays with DLPack or
+    ``__cuda_array_interface__``.  Operations work in place unless ``out`` is given, and return the array that holds
+    the result.
 
-    Arrays on a GPU: a backend for GPUs queues an operation and returns.  It is ordered with the other work on
-    ``stream``, which is that of the array (``Array.stream``, torch's or CuPy's current one) unless it is given,
-    and the legacy default stream where the array has none; a raw handle, ``kos.cuda`` streams, torch's and CuPy's will
-    do.  With ``async_op=True`` it runs on a stream of the communicator's own, and ``Work.wait()`` makes
-    ``stream`` wait for it.  The host waits in ``Work.wait(timeout)``, ``Work.synchronize()``,
-    ``synchronize()``, ``barrier()`` without a stream, ``close()``.  Backends for host memory refuse GPU arrays.
+    Arrays on a GPU: a backend for GPUs queues an operation and returns.  The operation is ordered with the other work
+    on ``stream``: a raw handle, or a stream of ``kos.cuda``, torch or CuPy.  The default is the array's own stream
+    (``Array.stream``, torch's or CuPy's current one), else the legacy default stream.  With ``async_op=True`` the
+    operation runs on a stream of the communicator, and ``Work.wait()`` makes ``stream`` wait for it.  The host waits in
+    ``Work.wait(timeout)``, ``Work.synchronize()``, ``synchronize()``, ``barrier()`` without a stream, and ``close()``.
+    Backends for host memory refuse GPU arrays.
 
-    Keywords that all operations share: ``async_op=True`` returns a Work at once instead of waiting, whose
-    ``wait()`` returns what the call would have; ``timeout`` in seconds replaces the communicator's own. Where
-    contributions are added, results are bit-identical on all ranks, 16-bit and 8-bit floats accumulate in fp32 and
-    round once (not in NCCL's own sums); ``deterministic=True`` adds in rank order, so that results are bit-
-    identical from run to run and between backends; ``algorithm`` names a schedule of ``kos.comm.schedules`` ("auto"
-    lets the backend choose).
+    Common keywords: ``async_op=True`` returns a Work at once, whose ``wait()`` returns the result of the call.
+    ``timeout`` in seconds replaces the communicator's own.  ``deterministic=True`` adds in rank order, so that results
+    are bit-identical from run to run and between backends.  ``algorithm`` names a schedule of ``kos.comm.schedules``
+    ("auto" lets the backend choose).  Sums are always bit-identical on all ranks.  16-bit and 8-bit floats accumulate
+    in fp32 and round once (except in NCCL's own sums).
 
-    Raises InvalidArgument for arguments that are refused before anything is sent; CollectiveMismatch where
-    ranks made calls that do not belong together; CollectiveTimeout; RankLost.  After a collective has failed
-    the ranks are out of step, and further calls raise CollectiveError.
+    Raises InvalidArgument for wrong arguments, before anything is sent; CollectiveMismatch if ranks made different
+    calls; CollectiveTimeout; RankLost.  After a collective has failed the ranks are out of step, and further calls
+    raise CollectiveError.
     """
 
     def __init__(
@@ -74,23 +73,23 @@ class Communicator(Operations):
         self._group = group or Group(
             Recorder(self.rank, self.size, rendezvous.job), "world", ranks, self.rank, backend.name
         )
-        self.recorder = self._group.recorder  # of the communicators split from this one too
+        self.recorder = self._group.recorder  # shared with the communicators split from this one
         self.name = self._group.name
-        _made.add(self)
+        _communicators.add(self)
 
     def __repr__(self) -> str:
         return f"<Communicator {self.name}: rank {self.rank} of {self.size} on {self.backend_name}>"
 
     @property
     def world_ranks(self) -> list[int]:
-        """Of each rank its rank in the communicator that ``kos.init`` made; errors of a group name the group's own."""
+        """The world rank of each rank; the world is the communicator that ``kos.init`` returned."""
         return list(self._group.ranks)
 
     @property
     def timeout(self) -> float:
-        """Seconds that any wait may take where the call does not say otherwise.
+        """The default timeout of every wait, in seconds.
 
-        It may be set, on all ranks alike; groups split from this one afterwards have it too.
+        It may be set, to the same value on all ranks; groups split from this one afterwards inherit it.
         """
         assert self._defaults.timeout is not None
         return self._defaults.timeout
@@ -102,9 +101,9 @@ class Communicator(Operations):
         self._cache.clear()
 
     def all_gather_bytes(self, data: bytes, *, timeout: float | None = None) -> list[bytes]:
-        """All ranks' ``data``, of any lengths, in rank order.  Collective; for small things that steer a program.
+        """All ranks' ``data``, of any lengths, in rank order.  Collective; for small control data.
 
-        Not in a batch.  ``timeout`` in seconds replaces the communicator's own.
+        Not allowed in a batch.  ``timeout`` in seconds replaces the communicator's own.
 
             names = comm.all_gather_bytes(socket.gethostname().encode())
         """
@@ -118,31 +117,31 @@ class Communicator(Operations):
         x, sizes = np.frombuffer(bytes(data), np.uint8), np.empty(self.size, np.int64)
         send, recv = as_buffer(np.array(x.size, np.int64), "data", False), as_buffer(sizes, "data", True)
         options = replace(self._options("all_gather", None, False, timeout), purpose="all_gather_bytes")
-        self._go(Operation("all_gather", self.rank, options, send, recv))
+        self._submit(Operation("all_gather", self.rank, options, send, recv))
         counts = sizes.tolist()
         send, recv = as_buffer(x, "data", False), as_buffer(np.empty(sum(counts), np.uint8), "data", True)
-        self._go(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
+        self._submit(Operation("all_gather_v", self.rank, options, send, recv, recv_counts=counts))
         return [part.tobytes() for part in np.split(recv.array, np.cumsum(counts)[:-1])]
 
     def batch(self, *, async_op: bool = False) -> Batch:
-        """Operations called in ``with comm.batch() as batch:`` are checked at once and launched together.
+        """Check the operations called in ``with comm.batch() as batch:`` at once and launch them together.
 
-        They start when the block ends, and are waited for unless ``async_op``; if it raises, none starts.  None may use
-        memory that another one writes: that raises InvalidArgument when the block ends.
+        They start when the block ends, which waits for them unless ``async_op``; if the block raises, none starts.  An
+        operation may not use memory that another one writes: InvalidArgument is raised when the block ends.
 
             with comm.batch():
                 comm.send(mine, dst=right)
                 comm.recv(theirs, src=left)
         """
-        return Batch(self, truth("async_op", async_op))
+        return Batch(self, check_bool("async_op", async_op))
 
     # Groups.
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """The communicator of the ranks that gave the same ``color``, ranked by (key, rank).
+        """The communicator of the ranks that passed the same ``color``, ranked by (key, rank).
 
-        Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None takes part and
-        gets None.  Waits for what is in flight.
+        Collective.  ``color`` is from 0 to 2,147,483,647, ``key`` any C int.  A rank with color None participates and
+        gets None.  Waits for the operations in flight.
 
             pair = comm.split(comm.rank // 2)
         """
@@ -151,7 +150,7 @@ class Communicator(Operations):
         return self._split(color, number_in("key", key, -largest - 1, largest), str(color))
 
     def duplicate(self) -> Communicator:
-        """Another communicator over the same ranks, whose operations never meet this one's.  Collective."""
+        """Another communicator over the same ranks, whose operations never match this one's.  Collective."""
         duplicate = self._split(0, self.rank, "duplicate")
         assert duplicate is not None
         return duplicate
@@ -161,7 +160,7 @@ class Communicator(Operations):
         self.synchronize()
         call = "duplicate" if label == "duplicate" else "split"
         self._agree(Operation(call, self.rank, self._defaults), call, 4)
-        name = f"{self.name}.{next(self._splits)}"  # the same on all ranks: all of them split
+        name = f"{self.name}.{next(self._splits)}"  # the same on all ranks
         with self._exchange(call):
             rendezvous = self.rendezvous.split(color, key)
             backend = self.backend.split(rendezvous, color, key)
@@ -170,7 +169,7 @@ class Communicator(Operations):
             return self._descendant(f"{name}:{label}", rendezvous, backend)
 
     def _agree(self, control: Operation, call: str, depth: int) -> None:
-        """Compare a call of the control plane, made ``depth`` frames up, with the other ranks' calls of any kind."""
+        """Compare a control-plane call, made ``depth`` frames up, with the other ranks' calls."""
         if self.backend.carries_host:
             numbered = Call(control, self.name)
             self.backend.prepare(numbered)
@@ -183,12 +182,12 @@ class Communicator(Operations):
                 self.rendezvous.barrier()
 
     def shrink(self) -> Communicator:
-        """The communicator of the ranks that survive when some are lost, in their order; all survivors call it.
+        """The communicator of the surviving ranks, in their order, after some were lost; all survivors call it.
 
-        This communicator is revoked: ranks that still wait in one of its operations raise RankLost from it.
-        With MPI it takes ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the
-        group, RendezvousError when a survivor does not come within the timeout.  On tcp one that cannot be
-        reached counts as gone: where a network breaks in two, both groups go on.
+        This communicator is revoked: ranks that still wait in one of its operations raise RankLost.  MPI requires
+        ``mpirun --with-ft ulfm``.  Raises BackendUnavailable where the loss of a rank ends the group, RendezvousError
+        if a survivor does not call it within the timeout.  On tcp an unreachable rank counts as lost: if a network
+        partitions, both groups continue.
         """
         self._check_open()
         self.rendezvous.check_shrink()
@@ -197,12 +196,12 @@ class Communicator(Operations):
             with self._exchange("shrink"):
                 rendezvous = self.rendezvous.shrink()
                 backend = self.backend.shrink(rendezvous)
-        # Without a number: a split in which a rank was lost was counted on some ranks and not on others.
+        # Without a number: a split in which a rank was lost advanced the count on some ranks only.
         return self._descendant(f"{self.name}:shrunk", rendezvous, backend)
 
     @contextmanager
     def _exchange(self, call: str, timeout: float | None = None) -> Iterator[None]:
-        """Exchanges of the rendezvous within belong to ``call``.  Their errors name this communicator and break it."""
+        """A context whose rendezvous exchanges belong to ``call``; their errors break this communicator."""
         rendezvous = self.rendezvous
         usual = rendezvous.call, rendezvous.timeout
         rendezvous.call, rendezvous.timeout = call, usual[1] if timeout is None else check_timeout(timeout)
@@ -227,10 +226,10 @@ class Communicator(Operations):
     ) -> None:
         """Wait on the host for all operations of this communicator, at most ``timeout`` seconds for each.
 
-        Raises the error of an operation that failed, unless it was raised before, and the first failure of the
-        communicator again.  Failures on a GPU are raised here, in the waits of a Work, and in the next call.
-        ``stream``: wait for everything on that stream instead, replays of captured graphs included.  ``until``: wait
-        until that function, an event's ``done`` for one, returns True.
+        Raises the error of a failed operation, unless it was raised before; raises the first failure of the
+        communicator each time.  Failures on a GPU are raised here, in the waits of a Work, and in the next call.
+        ``stream``: wait for all work on that stream instead, including replays of captured graphs.  ``until``: wait
+        until that function, such as an event's ``done``, returns True.
         """
         limit = self.timeout if timeout is None else check_timeout(timeout)
         handle = None if stream is None else self._handle(stream)
@@ -248,9 +247,9 @@ class Communicator(Operations):
             persistent._work = None
 
     def allocate(self, shape: Shape, dtype: Any) -> Any:
-        """An uninitialised array in the memory that the backend moves best.  Collective, with one size.
+        """An uninitialised array in the memory that the backend moves fastest.  Collective; ranks pass the same size.
 
-        With nccl that is a symmetric window on this rank's GPU, with host memory a plain ndarray.
+        With nccl it lies in a symmetric window on this rank's GPU; with host memory it is a plain ndarray.
         """
         self._check_open()
         shape, kind = check_shape(shape), as_dtype(dtype)
@@ -260,18 +259,18 @@ class Communicator(Operations):
         return self.backend.allocate(shape, kind.numpy)
 
     def on_failure(self, callback: Callable[[KosError], None]) -> None:
-        """Have ``callback(error)`` called once when this communicator has failed, at once if it has already.
+        """Call ``callback(error)`` once when this communicator has failed, at once if it has failed already.
 
-        It runs on the watchdog's thread, within a fraction of a second: also where the program waits for a stream, and
-        where it was the program's own call that found the failure.  By then what was in flight has been ended, and its
-        results are undefined.  ``callback`` may not wait for long, nor use this communicator but for ``abort``.
+        The watchdog's thread calls it within a fraction of a second, even while the program waits for a stream.  By
+        then the operations in flight have been aborted, and their results are undefined.  ``callback`` must return
+        soon, and of this communicator it may use only ``abort``.
         """
         if not callable(callback):
             raise InvalidArgument(f"callback: expected a function of the error, got {callback!r}")
         watchdog.on_failure(self.backend, callback)
 
     def explain(self) -> str:
-        """Which backends can carry this group, and why not the others; which of them, and how, carries what."""
+        """A table of the backends, with the reason where one is unusable, and a table of routes by operation."""
         rows: list[tuple[str, ...]] = [("backend", "usable", "why")]
         for name, probe in self.probes.items():
             chosen = "in use" if name in self.backend_name.split("+") else "yes" if probe.usable else "no"
@@ -279,9 +278,9 @@ class Communicator(Operations):
         return "\n".join([*_columns([*rows, *self.backend.details()]), *_columns(self.backend.routes())])
 
     def close(self) -> None:
-        """Wait for what is in flight and free what the communicator holds.  Collective; a second call does nothing.
+        """Wait for the operations in flight and free all resources.  Collective; a second call does nothing.
 
-        Raises what an operation in flight failed of.  A communicator that has failed is aborted instead.
+        Raises the error of an operation in flight.  A communicator that has failed is aborted instead.
         """
         if self._closed:
             return
@@ -301,12 +300,12 @@ class Communicator(Operations):
             self.rendezvous.close()
 
     def abort(self, code: int = 1, reason: str = "it aborted the communicator") -> None:
-        """End what is in flight without waiting for other ranks; the communicator is closed after it.
+        """End the operations in flight without waiting for other ranks, and close the communicator.
 
-        Other ranks that wait for this one raise RankLost (mock), or are ended when this process exits, with
-        ``code`` as the job's exit status (mpi).
+        Ranks that wait for this one raise RankLost (mock), or end when this process exits, with ``code`` as the
+        job's exit status (mpi).
         """
-        code = whole_number("code", code)
+        code = check_int("code", code)
         if not self._closed:
             self._end(str(reason))
             self.rendezvous.abort(code)
@@ -317,7 +316,7 @@ class Communicator(Operations):
         self._end_thread()
         engine = self.backend.engine
         with engine.paused():
-            (end or self.backend.abort)(reason)  # first: the others get this as the reason
+            (end or self.backend.abort)(reason)  # first: this notifies the other ranks of the reason
             for work in [*engine.unreported, *engine.outstanding()]:
                 if self.backend.owns(work):
                     work.cancel(CollectiveError(f"{work.call}: the communicator was aborted"))
@@ -344,14 +343,14 @@ class Communicator(Operations):
     def _deferred(self) -> bool:
         return self._batch is not None
 
-    def _go(self, o: Operation) -> Any:
+    def _submit(self, o: Operation) -> Any:
         call = Call(o, self.name)
         self.backend.prepare(call)
         if self._batch is not None:
             return self._batch.add(call)
         if self._closed:
             self._check_open()
-        # ``Persistent.start`` and ``CallCache.repeat`` repeat these lines: a function would be 6% of their time.
+        # ``Persistent.start`` and ``CallCache.launch`` repeat these lines: a function call would take 6% of their time.
         call.sequence = next(self._collectives if call.collective else self._messages)
         self._group.note(call, 3)  # frames up to the caller of the operation
         work = self.backend.start(call)
@@ -368,7 +367,7 @@ class Communicator(Operations):
     def _launch_all(self, calls: list[Call], overlap: bool) -> list[Work[Any]]:
         """Launch the checked calls of a batch; returns the Work of each."""
         self._check_open()
-        for call in self.backend.in_order(calls):  # as they begin: ranks are compared by how far they have come
+        for call in self.backend.in_order(calls):  # in the order of their start: ranks compare sequence numbers
             call.sequence = next(self._collectives if call.collective else self._messages)
             self._group.note(call, 3)
         return self.backend.start_all(calls, overlap) if calls else []
@@ -383,12 +382,12 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-_made: weakref.WeakSet[Communicator] = weakref.WeakSet()
+_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A process that a rank forks is no rank: it reports nothing in the rank's name, at its exit either."""
-    for comm in _made:
+    """A forked process is no rank: it reports nothing on behalf of the rank."""
+    for comm in _communicators:
         comm._closed = True
 
 

@@ -1,14 +1,13 @@
-"""The ledger of failures: which rank failed first, which ranks are lost, which wait, and the texts of errors.
+"""The ledger of failures: the first failure, the lost ranks, the ranks that wait, and the texts of errors.
 
-Two rules decide which failure a rank raises.  Of the failures of one group the earliest collective counts.  A cause
-counts before its consequences: a rank that closed or is late because of an earlier failure is not to blame, and neither
-is a rank that waits for another.  So every rank of a job names the ranks that failed first.
+Two rules decide which failure a rank raises.  Of several failures of a group, that of the earliest collective counts.
+A cause counts before its consequences: a rank that is closed, late or waiting because of another rank is not named.
+So every rank of a job names the ranks that failed first.
 
-Ranks are numbered within their group where the caller passes them, and named as ranks of the world in errors.
-``KosError.ranks`` holds them for programs.
+Callers pass ranks of the group; errors name ranks of the world.  ``KosError.ranks`` holds them for programs.
 
-The ledger uses no transport: backends record here what they receive, and send records (``to_record``) to others.
-A ``Board`` is what the processes of one host, or the threads of one process, see of each other directly.
+The ledger uses no transport: backends record received failures here, and send records (``to_record``) to others.
+Through a ``Board`` the processes of one host, or the threads of one process, read each other's state directly.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ Error = TypeVar("Error", bound=KosError)
 _CLASSES = {kind.__name__: kind for kind in (CollectiveMismatch, CollectiveTimeout, RankLost, RendezvousError)}
 
 RECENT_SECONDS = 10.0
-"""Beyond a wait's timeout: a failure of a rank that is older than both is not why it closed or is late."""
+"""Added to a wait's timeout: an older failure of a rank is not the reason why it is closed or late."""
 ABRUPT_SECONDS = 1.0
-"""A failure of a rank that is older is not why its process ended without a report."""
+"""An older failure of a rank is not the reason why its process ended without a report."""
 
 
 class EndedEarly(RankLost):
@@ -47,31 +46,31 @@ class EndedEarly(RankLost):
 
 
 def again(error: Error, text: object = None) -> Error:
-    """A new error of the same class and ranks, without the traceback, whose frames hold arrays."""
+    """A copy of the error without its traceback, whose frames hold arrays."""
     new = type(error)(str(error) if text is None else str(text))
     new.ranks = error.ranks
     return new
 
 
 def blaming(error: Error, ranks: Iterable[int]) -> Error:
-    """``error``, which names those ranks of the world."""
+    """``error`` with these ranks of the world."""
     error.ranks = tuple(ranks)
     return error
 
 
 def to_record(error: KosError) -> list[Any]:
-    """What one rank sends of its failure to another."""
+    """A failure in the form in which ranks send it to each other."""
     return [type(error).__name__, str(error), list(error.ranks)]
 
 
 def from_record(record: Sequence[Any]) -> KosError:
-    """Another rank's failure; a class that ranks do not share becomes a CollectiveError."""
+    """The failure of another rank; an unknown class becomes CollectiveError."""
     kind, text, ranks = record
     return blaming(_CLASSES.get(kind, CollectiveError)(text), ranks)
 
 
 class Board:
-    """What this rank waits for, and its last failure.  Subclasses share both with the other ranks.  World ranks."""
+    """The ranks that this rank waits for, and its last failure, in world ranks.  Subclasses share both with others."""
 
     def __init__(self) -> None:
         self.last: KosError | None = None
@@ -86,18 +85,18 @@ class Board:
             return dict(self._queued)
 
     def hold(self) -> None:
-        """One more communicator uses it."""
+        """Add a reference of a communicator."""
         self._users += 1
 
     def release(self) -> None:
-        """One communicator that used it is closed; the last one frees what it holds."""
+        """Remove a reference of a communicator; the last one frees the board."""
         self._users -= 1
         if not self._users:
             self.free()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep it while one communicator takes the place of another."""
+        """Hold a reference while one communicator replaces another."""
         self.hold()
         try:
             yield
@@ -105,19 +104,19 @@ class Board:
             self.release()
 
     def free(self) -> None:
-        """Free its memory; waits and failures are no longer shared."""
+        """Free the memory; waits and failures are no longer shared."""
 
     def post_failure(self, error: KosError) -> None:
-        """This rank failed because of ``error.ranks``; an error that names no ranks is not posted."""
+        """Post that this rank failed because of ``error.ranks``; an error without ranks is not posted."""
         if error.ranks:
             self.last = error
 
     def clear_failure(self) -> None:
-        """This rank makes another call: its last failure is handled, and not the cause of what comes later."""
+        """Remove this rank's last failure: the program has handled it, since it makes another call."""
         self.last = None
 
     def post_wait(self, ranks: Iterable[int] | None) -> None:
-        """This rank waits for those ranks, or no longer."""
+        """Post the ranks that this rank waits for; None if it no longer waits."""
 
     def post_queued(self, key: Any, ranks: Sequence[int]) -> None:
         """What communicator ``key`` has queued on a GPU waits for those ranks; none: for nobody, as far as known."""
@@ -132,15 +131,15 @@ class Board:
         return None
 
     def awaited(self, rank: int) -> tuple[int, ...] | None:
-        """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it does not, as far as known."""
+        """The ranks that rank ``rank`` waits for, itself or on its GPU; None if it is not known to wait."""
         return None
 
     def ended(self, rank: int) -> bool:
-        """Whether that rank is known to be gone."""
+        """Whether that rank is known to have ended."""
         return False
 
     def runs(self, rank: int) -> bool:
-        """Whether that rank is known to be neither gone nor stopped."""
+        """Whether that rank is known to run: neither ended nor stopped."""
         return False
 
     def halted(self, rank: int) -> bool:
@@ -154,57 +153,56 @@ class Ledger:
     def __init__(self, world: Sequence[int], rank: int, board: Board | None = None, timeout: float = 120.0) -> None:
         self.world, self.rank, self.timeout = list(world), rank, timeout
         self.board = board or Board()
-        self.failure: tuple[int, KosError] | None = None  # of the earliest collective that failed
-        self.departed: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> its end, why, and of which failure
+        self.failure: tuple[int, KosError] | None = None  # sequence number and error of the earliest failed collective
+        self.ends: dict[int, tuple[int, str, KosError | None]] = {}  # rank -> first collective not begun, reason, cause
 
     def of(self, ranks: Sequence[int], rank: int) -> Ledger:
-        """The ledger of a group of these ranks of this one, of which this process is the ``rank``-th."""
+        """The ledger of the group of these ranks; this process is its rank ``rank``."""
         return Ledger([self.world[each] for each in ranks], rank, self.board, self.timeout)
 
-    # What is recorded.
+    # Records.
 
     def record(self, sequence: int, error: KosError) -> None:
-        """A rank failed in that collective; the earliest counts."""
+        """Record that a rank failed in that collective; the earliest counts."""
         if self.failure is None or sequence < self.failure[0]:
             self.failure = sequence, error
 
     def record_end(self, rank: int, sequence: int, why: str, cause: KosError | None = None) -> None:
-        """That rank begins no collective from ``sequence`` on."""
-        self.departed.setdefault(rank, (sequence, why, cause))
+        """Record that the rank begins no collective from ``sequence`` on."""
+        self.ends.setdefault(rank, (sequence, why, cause))
 
     def check(self, sequence: int | None, what: object = None) -> None:
-        """Raise what ends collective ``sequence`` (None: any message) of this group, if it is known."""
+        """Raise the known failure, if any, that ends collective ``sequence`` (None: any message) of this group."""
         if self.failure is not None and (sequence is None or self.failure[0] <= sequence):
             raise again(self.failure[1])
         if sequence is not None:
-            for rank, (end, why, cause) in self.departed.items():
+            for rank, (end, why, cause) in self.ends.items():
                 if end <= sequence:
                     raise self.lost(rank, why, what, cause)
 
-    # What is known of its cause.
+    # Errors and their causes.
 
     def lost(
         self, rank: int, why: str, what: object = None, cause: KosError | None = None, window: float | None = None
     ) -> KosError:
-        """The error of ``what``, which waits for a rank that is gone: that rank's own failure, if it is the cause.
+        """The error of ``what``, which waits for a lost rank: the failure that caused the loss, if known.
 
-        That is ``cause`` where it is known, else a failure of that rank within the last ``window`` seconds.
+        The cause is ``cause``, else a failure of that rank within the last ``window`` seconds.
         """
         world = self.world[rank]
         cause = cause or self._failure_of(world, window)
         if cause is not None:
-            return _consequence(cause, f"{cause}; {self._names([world])} left because of it", what)
+            return _consequence(cause, f"{cause}; {self._names([world])} aborted because of it", what)
         return blaming(RankLost(_prefixed(what, f"{self._names([world])} is gone: {why}")), [world])
 
     def overdue(
         self, late: Sequence[int], what: object, seconds: float | None, words: str | None = None,
         kind: type[KosError] = CollectiveTimeout, *, arrived: Sequence[int] = (), elsewhere: Sequence[int] = (),
     ) -> KosError:  # fmt: skip
-        """The error of ``what``, in which those ranks are late: it names the ranks that delay them.
+        """The error of ``what``, in which the ``late`` ranks are missing: it names the ranks that block them.
 
-        ``words`` describe how exactly those ranks are late.  ``arrived`` are ranks that wait in ``what`` without
-        posting it: they wait for a stream of a GPU.  ``elsewhere`` are ranks of the world that this one waits for in
-        other groups.
+        ``words`` describe how the ranks are late.  ``arrived`` ranks wait in ``what`` for a GPU stream, without
+        posting it.  ``elsewhere`` are ranks of the world that this one waits for in other groups.
         """
         world = [*(self.world[rank] for rank in late), *elsewhere]
         for rank in world:
@@ -221,50 +219,50 @@ class Ledger:
         return blaming(kind(_prefixed(what, over + absent)), culprits)
 
     def mismatch(self, group: str, *calls: tuple[int, str, dict[str, Any]]) -> CollectiveMismatch:
-        """The error of two calls that do not belong together: of each its rank, its text and its fingerprint."""
+        """The error of two different calls, each given as rank, text and fingerprint."""
         (first, text, call), (second, other_text, other_call) = sorted(calls, key=lambda call: call[0])
         keys = [key for key in {**call, **other_call} if call.get(key) != other_call.get(key)]
-        keys = keys[:1] if "operation" in keys else keys  # the first; the others follow from it
+        keys = keys[:1] if "operation" in keys else keys  # other differences follow from it
         what = ", ".join(f"{key} {call.get(key)} against {other_call.get(key)}" for key in keys)
         ranks = [self.world[first], self.world[second]]
         return blaming(
             CollectiveMismatch(
                 f"{group}: {self._names(ranks[:1])} called {text} but {self._names(ranks[1:])} called {other_text}: "
-                f"they differ in {what or 'calls that are no longer on record'}"
+                f"they differ in {what or 'calls that are no longer recorded'}"
             ),
             ranks,
         )
 
     def shared(self, failure: KosError, lost: bool) -> KosError:
-        """The failure of this rank as the others raise it; ``lost``: its device is of no more use."""
+        """The failure of this rank as the others raise it; ``lost``: its device is unusable."""
         me = self._names([self.world[self.rank]])
         other: KosError | None = None
         if lost:
             other = RankLost(f"{me} is gone: {failure}")
-        elif isinstance(failure, CudaError):  # which the others must not take for one of their own device
+        elif isinstance(failure, CudaError):  # other ranks must not mistake it for an error of their own device
             other = CollectiveError(f"{me}: {failure}")
         shared = failure if other is None else blaming(other, [self.world[self.rank]])
         self.board.post_failure(shared)
         return shared
 
     def cause(self, broken: KosError | None, killed: int | None) -> KosError | None:
-        """Why this rank closes a group: a failure in it, in any group, or a rank of it that was killed."""
+        """The failure because of which this rank closes a group: of this group, of any group, or a killed rank."""
         for failure in (broken, self.board.last):
             if failure is not None and failure.ranks:
                 return failure
         return None if killed is None else self.lost(killed, "its process ended")
 
     def end(self, reason: str, cause: KosError | None) -> KosError:
-        """The failure of the other ranks if this one closes now: its own, if that is why."""
+        """The failure that the other ranks raise if this one closes now, because of ``cause`` if that is given."""
         me = self._names([self.world[self.rank]])
         if cause is not None:
-            return again(cause, f"{cause}; {me} left because of it")
+            return again(cause, f"{cause}; {me} aborted because of it")
         return blaming(RankLost(f"{me} is gone: {reason}"), [self.world[self.rank]])
 
     def suspects(self) -> list[int]:
-        """The ranks of this group that are known to be gone or to have failed; the gone ones first."""
+        """The ranks of this group that are known to have ended or failed; ended ones first."""
         others = [rank for rank in range(len(self.world)) if rank != self.rank]
-        gone = [rank for rank in others if rank in self.departed or self.board.ended(self.world[rank])]
+        gone = [rank for rank in others if rank in self.ends or self.board.ended(self.world[rank])]
         return gone + [rank for rank in others if rank not in gone and self._failure_of(self.world[rank]) is not None]
 
     def names(self, ranks: Sequence[int], several: bool = True) -> str:
@@ -281,7 +279,7 @@ class Ledger:
         return None if known is None or known[1] > window else known[0]
 
     def _blocking(self, late: list[int], arrived: Sequence[int]) -> list[int]:
-        """The ranks that do not wait themselves, of those that the ``late`` ones wait for, and so on."""
+        """The ranks, among the ``late`` ones and those they wait for, transitively, that do not wait themselves."""
         seen, todo, culprits = {self.world[self.rank]}, list(late), list[int]()
         while todo:
             rank = todo.pop(0)

@@ -1,4 +1,4 @@
-"""Operation: what a caller requests, as data.  Call: that operation as a communicator launches it."""
+"""Operation: a caller's request as data.  Call: an operation as a communicator launches it."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ T = TypeVar("T")
 
 POINT_TO_POINT = frozenset({"send", "recv", "send_recv"})
 AUTO = "auto"
-"""The algorithm of calls that name none."""
+"""The default algorithm."""
 COLLECTIVE_TAGS = 1 << 20
-"""Tags below are the users'; collectives use as many above, by sequence number."""
+"""Smaller tags belong to users; collectives use as many larger ones, by sequence number."""
 
 
 @dataclass_transform(frozen_default=True)
 def _frozen(kind: type[T]) -> type[T]:
-    """A dataclass that mypy holds frozen.  Frozen at run time too, it would take 1.2 µs more a call, a sixth of it."""
+    """A dataclass that only mypy treats as frozen: freezing at run time costs 1.2 µs, a sixth of a call."""
     return dataclass(slots=True, eq=False)(kind)
 
 
 class Message(NamedTuple):
-    """The ends of a message, as ranks of the group, and the tags to the one and from the other."""
+    """Destination and source of a message, as ranks of the group, and the tag of each direction."""
 
     dst: int | None = None
     src: int | None = None
@@ -38,10 +38,10 @@ NO_MESSAGE = Message()
 
 @_frozen
 class Options:
-    """What the caller may say about how an operation is carried out.
+    """The options of a call.
 
-    ``timeout`` is seconds (None waits for ever).  ``overlap``: beside the stream of the arrays (``async_op``).
-    ``purpose`` names the call of the user that this operation belongs to, where that is another one.
+    ``timeout`` is in seconds (None: no limit).  ``overlap`` runs beside the stream of the arrays (``async_op``).
+    ``purpose`` names the user's call if this operation implements another one.
     """
 
     timeout: float | None = None
@@ -57,7 +57,7 @@ DEFAULTS = Options()
 
 @_frozen
 class Operation:
-    """What the caller requests, checked.  Counts are elements, one for each rank."""
+    """A checked request of the caller.  Counts are elements, one for each rank."""
 
     name: str
     rank: int
@@ -75,7 +75,7 @@ class Operation:
         return self.name not in POINT_TO_POINT
 
     def common_count(self) -> int | None:
-        """Elements that each rank contributes, or gets, in this collective; None where ranks may differ."""
+        """Elements that each rank contributes, or gets, in this collective; None if ranks may differ."""
         if self.name in ("all_gather_v", "reduce_scatter_v", "all_to_all_v", "barrier"):
             return None
         if self.name in ("scatter", "reduce_scatter"):
@@ -104,29 +104,29 @@ class Operation:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Route:
-    """How a backend carries an operation, as its ``prepare`` found.  Calls with the same arguments may share one."""
+    """How a backend runs an operation, chosen by its ``prepare``.  Calls with the same arguments may share one."""
 
     backend: Any
-    """The backend that carries it: one of several where the communicator's own stands for them."""
+    """The backend that runs it; under ``auto``, one of its backends."""
     launch: Callable[[int], None] | None = None
-    """Queues it on the stream with that handle, where the backend is one for GPUs."""
+    """Queues it on the stream with that handle (GPU backends)."""
     kernel: str | None = None
-    """Which kernel carries it, where that depends on more than the arguments and must be one on all ranks."""
+    """The kernel, if it depends on more than the arguments and must be the same on all ranks."""
     overlap: bool = False
     """Whether it runs beside the stream of the arrays."""
     mark: int = 0
     """The fingerprint of the calls that share this route; 0: each call has its own, or none."""
     fixed: bool = True
-    """Whether the same call takes the same route, within a graph or not."""
+    """Whether the call takes the same route inside and outside a graph."""
 
 
 class Call:
-    """An operation as a communicator launches it, once or again and again.
+    """An operation as a communicator launches it, once or many times.
 
-    The communicator sets ``group`` (its name) and ``sequence``.  That counts the communicator's collectives, equal on
-    all ranks, and apart from them this rank's own messages.  The backend sets ``route``, ``mark`` (the fingerprint, 0
-    before it was needed), and on a GPU ``stream`` (a handle) and ``queue`` (that stream itself, which keeps it valid).
-    ``record`` and ``description`` are the flight recorder's.
+    The communicator sets ``group`` (its name) and ``sequence``.  Collectives and messages have separate sequence
+    numbers; those of collectives are equal on all ranks.  The backend sets ``route``, ``mark`` (the fingerprint, 0
+    until computed), and on a GPU ``stream`` (a handle) and ``queue`` (the stream object, which keeps it valid).
+    ``record`` and ``description`` belong to the flight recorder.
     """
 
     __slots__ = (
@@ -151,7 +151,7 @@ class Call:
         return self.operation.name
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that must be equal on all ranks for the call to belong together."""
+        """All properties of the call that must be equal on all ranks."""
         o, route = self.operation, self.route
         buffer = o.send or o.recv
         print_: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Operations launched otherwise than one call at a time: together (Batch) or again and again (Persistent)."""
+"""Operations launched together (Batch) or repeatedly (Persistent)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Persistent(Generic[T]):
 
     def __init__(self, comm: Any, operation: Operation) -> None:
         self._comm, self._call = comm, Call(operation, comm.name)
-        self._work: Work[T] | None = None  # of the last start, until the communicator was synchronized
-        self._queued: Work[T] | None = None  # of every start on a GPU: they queue up on one stream, so one will do
+        self._work: Work[T] | None = None  # of the last start, until the communicator is synchronized
+        self._queued: Work[T] | None = None  # of every start on a GPU: all starts queue on one stream
         self._prepare()
         comm._persistents.add(self)
 
@@ -31,16 +31,16 @@ class Persistent(Generic[T]):
         self._fixed = self._call.route is None or self._call.route.fixed
 
     def start(self) -> Work[T]:
-        """Launch the operation once more; returns its Work.  Inside a batch it starts with the batch.
+        """Launch the operation and return its Work.  Inside a batch it starts with the batch.
 
-        Raises InvalidArgument unless the previous start was waited for: by ``Work.wait``, by ``Work.done`` that
-        returned True, or by ``Communicator.synchronize``.  On a GPU starts queue up behind one another, on the
-        stream of the arrays.
+        Raises InvalidArgument unless the program has waited for the previous start: by ``Work.wait``, a ``Work.done``
+        that returned True, or ``Communicator.synchronize``.  On a GPU starts queue in order on the stream of the
+        arrays.
         """
         comm, call = self._comm, self._call
         if comm._closed:
             comm._check_open()
-        # Not whether it is over, which some ranks find and others do not.
+        # Does not test whether the operation is complete: ranks could disagree.
         if self._work is not None and not self._work.reported:
             raise InvalidArgument(f"start: expected the previous start to be waited for, got {call}")
         if not self._fixed:  # in a graph another backend may be faster
@@ -63,12 +63,12 @@ class Batch:
         self._comm, self._async_op = comm, async_op
         self._calls: list[Call] = []
         self.works: list[Work[Any]] = []
-        self._starts: list[Persistent[Any] | None] = []  # whose each of the calls is
+        self._starts: list[Persistent[Any] | None] = []  # of each call, its Persistent if it has one
 
     def add(self, call: Call, persistent: Persistent[Any] | None = None) -> Any:
-        """Have it launched with the others; returns the array that will hold its result."""
+        """Add a call to the batch; returns the array that will hold its result."""
         if persistent is not None and persistent in self._starts:
-            raise InvalidArgument(f"start: expected one start of it in a batch, got another of {call}")
+            raise InvalidArgument(f"start: expected one start in a batch, got another of {call}")
         self._starts.append(persistent)
         self._calls.append(call)
         return call.operation.recv.array if call.operation.recv is not None else None
@@ -93,18 +93,18 @@ class Batch:
             self.wait()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait for every operation; ``timeout`` in seconds holds for each of them."""
+        """Wait for every operation, at most ``timeout`` seconds each."""
         for work in self.works:
             work.wait(timeout)
 
 
 def _refuse_clashes(operations: list[Operation]) -> None:
-    """Operations of a batch run side by side: none may use memory that another one writes."""
+    """Refuse a batch in which an operation uses memory that another one writes: they run concurrently."""
     reads: list[tuple[int, int, int, int]] = []  # device, first byte, end, operation
     writes: list[tuple[int, int, int, int]] = []
     for number, o in enumerate(operations if len(operations) > 1 else ()):
         read, written = o.send, o.recv
-        if read is written:  # in place: a broadcast's root only reads, what else is read is written
+        if read is written:  # in place: the root of a broadcast only reads, all others write
             read, written = (read, None) if o.name == "broadcast" and o.rank == o.root else (None, written)
         for buffer, spans in ((read, reads), (written, writes)):
             if buffer is not None and buffer.count:
@@ -113,11 +113,11 @@ def _refuse_clashes(operations: list[Operation]) -> None:
     writes.sort()
     clash = next(((one, other) for one, other in pairwise(writes) if other[:2] < (one[0], one[2])), None)
     for one in () if clash else reads:
-        at = bisect_left(writes, (one[0], one[2]))  # from here on they begin behind it
+        at = bisect_left(writes, (one[0], one[2]))  # writes from this one on begin after the read
         while at and clash is None and one[:2] < (writes[at - 1][0], writes[at - 1][2]):
             at -= 1
             clash = (one, writes[at]) if writes[at][3] != one[3] else None
     if clash is not None:
         names = [f"{o.name} of {o.send or o.recv}" for o in operations]
         first, second = (f"operation {number}, {names[number]}" for number in sorted(span[3] for span in clash))
-        raise InvalidArgument(f"batch: expected memory apart from what another one writes, got {first}, and {second}")
+        raise InvalidArgument(f"batch: expected no memory that another operation writes, got {first}, and {second}")

@@ -1,4 +1,4 @@
-"""Reduce operations: their names, what they accept, and how they are carried out on host memory."""
+"""Reduce operations: their names, the dtypes they accept, and their implementation on host memory."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ReduceOp(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PremulSum:
-    """PREMUL_SUM with its factor: every rank multiplies its own input by its own factor before the sum.
+    """PREMUL_SUM with its factor: every rank multiplies its input by its own factor before the sum.
 
-    The factor is a real number, of complex arrays too, and finite in the arrays' dtype where it is finite.
+    The factor is a real number, also for complex arrays.  A finite factor must be finite in the arrays' dtype.
     """
 
     factor: float
@@ -62,9 +62,9 @@ _ALLOWED: dict[str, frozenset[ReduceOp]] = {
 
 
 class _Quiet(threading.local):
-    """For each thread a context where overflow and NaN are results, as on any other carrier of a reduction.
+    """A context for each thread in which overflow and NaN raise no warning.
 
-    ``np.errstate`` would do, and costs more than adding a few thousand numbers.
+    ``np.errstate`` would cost more than adding a few thousand numbers.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ def _combine(ufunc: np.ufunc) -> Combine:
 
 
 def _complex_product(dst: Array, src: Array, out: Array | None = None) -> None:
-    # In an array apart: where its output is an input, NumPy rounds the product of one complex number otherwise.
+    # Into a temporary: if the output is an input, NumPy rounds a product of single complex numbers differently.
     np.copyto(dst if out is None else out, _quiet.run(np.multiply, dst, src))
 
 
@@ -103,8 +103,8 @@ _COMBINE = {
 class Reduction:
     """A reduce operation resolved for one dtype and one group size.
 
-    ``stage`` brings a contribution into the type that the reduction is carried out in (fp32 for 16-bit and
-    8-bit floats), ``combine`` adds one contribution to another, ``finish`` scales and rounds once.
+    ``stage`` converts a contribution to the type of the reduction (fp32 for 16-bit and 8-bit floats), ``combine`` adds
+    one contribution to another, ``finish`` scales and rounds once.
     """
 
     op: ReduceOp
@@ -113,10 +113,10 @@ class Reduction:
     factor: float
     carrier: np.dtype[Any]
     combine: Combine
-    is_plain: bool  # a contribution takes part as it is, without being scaled or converted first
+    is_plain: bool  # contributions need no scaling or conversion
 
     def stage(self, x: Array, out: Array | None) -> Array:
-        """A writable copy of the 1-D ``x`` in the carrier type: in ``out`` if that has it, else new."""
+        """A writable copy of the 1-D ``x`` in the carrier type: in ``out`` if that has this type, else new."""
         if out is None or out.dtype != self.carrier:
             out = np.empty(x.shape, self.carrier)
         if out is not x:
@@ -136,7 +136,7 @@ class Reduction:
 
 
 def resolve(op: Any, dtype: DType, size: int) -> Reduction:
-    """Check that ``op`` makes sense for ``dtype``; raises InvalidArgument naming both if it does not."""
+    """Check that ``op`` is valid for ``dtype``; raises InvalidArgument naming both if it is not."""
     return (_resolve if type(op) is ReduceOp else _resolve.__wrapped__)(op, dtype, size)
 
 

@@ -18,24 +18,24 @@ from kos.errors import InvalidArgument
 log = logging.getLogger(__name__)
 
 GROUP = "kos.backends"
-"""The group of entry points by which an installed package offers backends: ``name = "package.module:Class"``."""
+"""The entry-point group in which installed packages register backends: ``name = "package.module:Class"``."""
 
 BACKENDS: dict[str, type[Backend]] = {
     "mpi": MPIBackend, "tcp": TCPBackend, "nccl": NCCLBackend, "peer": PeerBackend, "mock": MockBackend,
 }  # fmt: skip
 """All backends by name, in the order in which ``auto`` prefers them for host memory."""
 
-_installed: bool = False  # whether those of installed packages are among them
+_installed: bool = False  # whether the backends of installed packages are registered
 
 
 def register_backend(name: str, backend: type[Backend]) -> None:
     """Let ``kos.init(name)`` make a communicator of ``backend``, a subclass of ``kos.comm.backend.Backend``.
 
-    Every rank registers it before ``kos.init``.  ``auto`` takes a registered backend for host memory where none of
-    kos's own can run; one for GPUs (``on_gpu``) is used by its name alone.  An installed package needs no call: it
-    names the class as an entry point of the group ``kos.backends``.
+    Every rank registers it before ``kos.init``.  ``auto`` uses a registered backend for host memory only if no backend
+    of kos can run, and never one for GPUs (``on_gpu``).  An installed package needs no call: it names the class as an
+    entry point of the group ``kos.backends``.
 
-    Raises InvalidArgument for a name that is no identifier or is taken, and for anything but such a class.
+    Raises InvalidArgument for a name that is no identifier or is taken, and for any other class.
 
         kos.register_backend("ring", RingBackend)
         comm = kos.init("ring")
@@ -50,7 +50,7 @@ def register_backend(name: str, backend: type[Backend]) -> None:
 
 
 def register_installed() -> None:
-    """Register the backends of installed packages, once; one that cannot be imported is unusable, with its reason."""
+    """Register the backends of installed packages, once; a failed import makes a backend unusable, with its reason."""
     global _installed
     if _installed:
         return

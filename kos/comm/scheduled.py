@@ -1,8 +1,8 @@
-"""ScheduledBackend: carries every operation over messages between two ranks.
+"""ScheduledBackend: runs every operation over messages between two ranks.
 
-A subclass brings a transport and, where it has them, native calls.  This class stages the reduction (16-bit floats
-accumulate in fp32), tries ``native``, and else runs a schedule over the transport.  So
-every such backend has every operation, and every operation has one meaning.
+A subclass provides a transport and, optionally, native calls.  This class stages the reduction (16-bit floats
+accumulate in fp32), tries ``native``, and otherwise runs a schedule over the transport.  So every such backend has
+every operation, with the same semantics.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DEFAULTS = {
     "gather": ("direct", "direct"),
     "scatter": ("direct", "direct"),
 }
-_SMALL = 32 * 1024  # bytes under which latency, not bandwidth, decides between schedules
+_SMALL = 32 * 1024  # bytes up to which latency, not bandwidth, decides between schedules
 
 
 class ScheduledBackend(Backend):
@@ -50,7 +50,7 @@ class ScheduledBackend(Backend):
         if buffer is not None and buffer.device is not None:
             raise InvalidArgument(
                 f"x: expected memory of the host (backend {self.name}), got {type(buffer.array).__name__} in memory of "
-                f"{buffer.place}; nccl, peer and auto carry it"
+                f"{buffer.place}; nccl, peer and auto support it"
             )
         if options.algorithm != AUTO and self.size > 1:
             runnable(o.name, options.algorithm, self.size, root=o.root or 0)
@@ -65,18 +65,18 @@ class ScheduledBackend(Backend):
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         return f"{self.name} {self.choose(Operation(name, self.rank), name, nbytes)}"
 
-    # What a subclass may add.
+    # Optional methods of a subclass.
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
         """Compare this call with the other ranks' calls of the same sequence number.
 
-        Returns a poll that says whether every rank has come (None if this backend cannot see), and raises
-        CollectiveMismatch where the calls do not belong together.
+        Returns a function that polls whether every rank has arrived, and raises CollectiveMismatch if their calls
+        differ.  Returns None if this backend cannot compare calls.
         """
         return None
 
     def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
-        """The backend's own call for one staged collective, or None to have it run as a schedule."""
+        """The backend's own call for one staged collective, or None to run a schedule."""
         return None
 
     def choose(self, o: Operation, collective: str, nbytes: int) -> str:
@@ -87,7 +87,7 @@ class ScheduledBackend(Backend):
             return "halving_doubling"
         return _DEFAULTS[collective][o.options.deterministic]
 
-    # How operations are carried.
+    # The operations.
 
     def _steps(self, call: Call) -> Steps:
         carry: Callable[[Call], Steps] = getattr(self, f"_{call.name}" if call.collective else "_message")
@@ -96,10 +96,10 @@ class ScheduledBackend(Backend):
             yield from carry(call)
             return
         try:
-            while not all_arrived():  # before a byte moves: MPI cannot receive a message that is too long
+            while not all_arrived():  # before data moves: MPI cannot receive a message that is too long
                 yield
             for _ in carry(call):
-                all_arrived()  # raises where waiting would not end
+                all_arrived()  # raises if the wait would never end
                 yield
         except BaseException:
             tag = self._tag(call)
@@ -107,7 +107,7 @@ class ScheduledBackend(Backend):
             raise
 
     def _carry(self, call: Call, collective: str, **spaces: Array) -> Steps:
-        """Run one staged collective, natively or as a schedule."""
+        """Run one staged collective, by a native call or a schedule."""
         o = call.operation
         if self.size == 1:
             if "input" in spaces:
@@ -129,7 +129,7 @@ class ScheduledBackend(Backend):
         return COLLECTIVE_TAGS + call.sequence % COLLECTIVE_TAGS
 
     def _all_reduce(self, call: Call) -> Steps:
-        """Also reduce, where ranks other than the root keep their input: partial sums live in a copy."""
+        """Also reduce; ranks other than the root then keep their input, and partial sums go to a copy."""
         o = call.operation
         x, out, reduction = _reducing(o)
         gets = o.root is None or o.root == self.rank
@@ -155,7 +155,7 @@ class ScheduledBackend(Backend):
         yield from self._carry(call, "broadcast", data=recv)
 
     def _all_gather(self, call: Call) -> Steps:
-        """Also gather, scatter and all_to_all: what this rank has goes in, what it gets comes out."""
+        """Also gather, scatter and all_to_all."""
         o = call.operation
         spaces = {"input": o.send, "output": o.recv}
         flat = {space: buffer.flat for space, buffer in spaces.items() if buffer is not None}
@@ -188,7 +188,7 @@ class ScheduledBackend(Backend):
         native = self.native(call, {}, "barrier") if self.size > 1 else None
         yield from self._disseminate(self._tag(call)) if native is None else native
 
-    _split = _duplicate = _barrier  # the rendezvous, which makes the groups, compares no calls
+    _split = _duplicate = _barrier  # the rendezvous makes the groups, but does not compare these calls
 
     def _disseminate(self, tag: int) -> Steps:
         """Dissemination barrier (Hensgen, Finkel and Manber 1988): log2(size) rounds of empty messages."""
@@ -200,7 +200,7 @@ class ScheduledBackend(Backend):
             distance *= 2
 
     def _message(self, call: Call) -> Steps:
-        """send, recv and send_recv: the receive is posted first, so that two ranks may swap."""
+        """send, recv and send_recv; posts the receive first, so that two ranks may exchange."""
         o, message = call.operation, call.operation.message
         requests: list[Request] = []
         try:
@@ -214,27 +214,27 @@ class ScheduledBackend(Backend):
             for request in requests:
                 try:
                     yield from _wait_for(request)
-                except CollectiveMismatch as error:  # of the receive; a send beside it is under way
+                except CollectiveMismatch as error:  # of the receive; the send continues
                     wrong = wrong or error
             if wrong is not None:
                 raise wrong
-        except BaseException:  # a timeout, for one: cancel these alone, whatever else has their tag
+        except BaseException:  # such as a timeout: cancel only these requests, not others with their tag
             self.transport.cancel(lambda each: each in requests)
             raise
 
     def _exchange(self, call: Call, send: list[Array], recv: list[Array]) -> Steps:
         """Send piece j to rank j and receive piece j from rank j, all at once.
 
-        Empty pieces travel too: the other side may expect something.
+        Empty pieces are sent too: the receiver may expect a longer one, which is a mismatch.
         """
         tag, transport = self._tag(call), self.transport
-        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # from the right on: they spread
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]  # ranks start with different peers
         requests = [transport.irecv(recv[peer], peer, tag) for peer in peers]
         requests += [transport.isend(send[peer], peer, tag) for peer in peers]
         np.copyto(recv[self.rank], send[self.rank].copy())
         yield from _wait_for(*requests)
         if call.name == "all_to_all_v":
-            # Two ranks alone know whether their counts agree: no rank goes on before all know that they do.
+            # Only the two ranks of a pair know whether their counts agree: wait until all pairs have agreed.
             yield from self._disseminate(tag)
 
 
@@ -259,7 +259,7 @@ def _pieces(x: Array, counts: Sequence[int] | None) -> list[Array]:
     return np.split(x, np.cumsum(counts)[:-1])
 
 
-# Queues of messages by their key, as transports keep them.
+# Queues of messages by key, for transports.
 
 
 def take(queues: dict[Key, deque[T]], key: Key) -> T | None:
@@ -273,8 +273,8 @@ def take(queues: dict[Key, deque[T]], key: Key) -> T | None:
     return first
 
 
-def drop(queues: dict[Key, deque[T]], cancelled: Callable[[T], bool]) -> None:
-    """Take those entries out of the queues."""
+def remove(queues: dict[Key, deque[T]], cancelled: Callable[[T], bool]) -> None:
+    """Remove the cancelled entries from the queues."""
     for key in list(queues):
         queues[key] = deque(entry for entry in queues[key] if not cancelled(entry))
         if not queues[key]:
@@ -284,7 +284,7 @@ def drop(queues: dict[Key, deque[T]], cancelled: Callable[[T], bool]) -> None:
 def wrong_message(
     receiver: int, expected: tuple[int, np.dtype[Any]], sender: int, got: tuple[int, np.dtype[Any]]
 ) -> CollectiveMismatch:
-    """The error of both ends of a message that is not the expected one: bytes and dtypes."""
+    """The error of a message whose bytes and dtype differ from those of its receive, for both ends."""
     what, more = (
         f"{nbytes // dtype.itemsize} elements of {dtype}" if nbytes % dtype.itemsize == 0 else f"{nbytes} bytes"
         for nbytes, dtype in (expected, got)

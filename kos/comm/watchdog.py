@@ -1,11 +1,10 @@
 """The watchdog: one daemon thread of a process that finds failures while the program waits for a GPU, not for kos.
 
-A few times a second it checks, for each communicator on a GPU, whether a rank died, a library reported an error or a
-deadline passed (``watch``).  A communicator that fails ends what it has in flight, so that streams
-drain, and its next use raises the error.  The watchdog also calls the functions of ``on_failure``, once each,
-whoever found the failure.
+Every ``TICK`` seconds it calls ``watch`` on each GPU backend, which checks for dead ranks, errors of libraries and
+passed deadlines.  A communicator that fails aborts its operations in flight, so that streams drain, and its next use
+raises the error.  The watchdog also calls the callbacks of ``on_failure``, once each, for any failure.
 
-Nothing on the path of a call takes a lock or wakes this thread.
+Calls take no lock and do not wake this thread.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kos.errors import KosError
 log = logging.getLogger(__name__)
 
 TICK = 0.25
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 Callback = Callable[[KosError], None]
 
@@ -35,13 +34,13 @@ class Failing(Protocol):
 
 
 class Watched(Protocol):
-    """A backend that the watchdog looks after."""
+    """A backend that the watchdog checks."""
 
     def watch(self) -> None:
-        """Look for failures and act on them.  Called by the watchdog's thread, a few times a second."""
+        """Check for failures and handle them.  Called by the watchdog's thread."""
 
 
-_lock = threading.RLock()  # the collector may remove a dropped backend while this thread adds one
+_lock = threading.RLock()  # reentrant: the garbage collector may remove a backend while this thread adds one
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _callbacks: weakref.WeakKeyDictionary[Failing, list[Callback]] = weakref.WeakKeyDictionary()
 _thread: threading.Thread | None = None
@@ -49,20 +48,20 @@ _stop = threading.Event()
 
 
 def add(backend: Watched) -> None:
-    """Look after ``backend`` until it is removed or dropped; the first one starts the thread."""
+    """Watch ``backend`` until it is removed or garbage-collected; the first one starts the thread."""
     with _lock:
         _watched.add(backend)
         _start()
 
 
 def remove(backend: Watched) -> None:
-    """``backend`` is closed."""
+    """Stop watching ``backend``."""
     with _lock:
         _watched.discard(backend)
 
 
 def on_failure(backend: Failing, callback: Callback) -> None:
-    """Have ``callback(error)`` called once, on the watchdog's thread, when ``backend`` has failed."""
+    """Call ``callback(error)`` once, on the watchdog's thread, when ``backend`` has failed."""
     with _lock:
         _callbacks.setdefault(backend, []).append(callback)
         _start()
@@ -78,7 +77,7 @@ def _start() -> None:
 
 
 def _end() -> None:
-    """The process ends: other ranks may end too, and that is no failure."""
+    """Stop at the end of the process: other ranks may end too, which is no failure."""
     global _thread
     thread, _thread = _thread, None
     _stop.set()
@@ -87,7 +86,7 @@ def _end() -> None:
 
 
 def _forked() -> None:
-    """A process that a rank forks is no rank."""
+    """Reset in a forked process, which is no rank."""
     global _thread
     _thread = None
     _watched.clear()
@@ -108,8 +107,8 @@ def _tick() -> None:
     for backend in watched:
         try:
             backend.watch()
-        except Exception:  # a defect of ours, which must not end the thread
-            log.exception("the watchdog could not look after %s", backend)
+        except Exception:  # a defect of kos must not end the thread
+            log.exception("the watchdog could not check %s", backend)
     with _lock:
         failed = [(backend, backend.broken) for backend in _callbacks if backend.broken is not None]
         due = [(error, _callbacks.pop(backend)) for backend, error in failed]

@@ -1,4 +1,4 @@
-"""Work: an operation in flight, and the Engine that moves all works of a rank forward together."""
+"""Work: an operation in flight.  Engine: advances all operations of a rank together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kos.errors import Interrupted, KosError
 
 T = TypeVar("T")
 _REPORT_EVERY = 0.02
-"""Seconds of waiting after which a rank shows the others what it waits for."""
+"""Seconds of waiting after which a rank posts the ranks that it waits for."""
 
-_NAP_SECONDS = 50e-6
-"""Between two polls of a progress thread."""
+_SLEEP_SECONDS = 50e-6
+"""Seconds between two polls of a progress thread."""
 
 Steps = Generator[None, None, None]
 
@@ -29,14 +29,14 @@ class Idle(Protocol):
     """How a backend waits between two polls."""
 
     def mark(self) -> int:
-        """A token taken before the poll: what happens after it must end ``pause``."""
+        """A token taken before a poll: any later event must end ``pause``."""
 
     def pause(self, mark: int, seconds: float | None) -> None:
-        """Wait until something may have happened since ``mark``, at most ``seconds``."""
+        """Wait for an event since ``mark``, at most ``seconds``."""
 
 
 class Carrier(Protocol):
-    """What an operation in flight needs of its backend."""
+    """The interface of a backend that an operation in flight uses."""
 
     engine: Engine
     broken: KosError | None
@@ -51,7 +51,7 @@ class Carrier(Protocol):
 
 
 class Stepping(Carrier, Protocol):
-    """A backend whose operations an engine moves."""
+    """A backend whose operations an engine advances."""
 
     def _steps(self, call: Call) -> Steps: ...
 
@@ -59,17 +59,17 @@ class Stepping(Carrier, Protocol):
 class Engine:
     """All operations in flight of one rank, across a communicator and its splits.
 
-    Every poll moves every operation, so that waiting for one while others are outstanding cannot deadlock.
+    Every poll advances every operation, so that waiting for one while others are outstanding cannot deadlock.
     """
 
     def __init__(self) -> None:
         self._active: list[Work[Any]] = []
-        self.unreported: list[Work[Any]] = []  # messages that failed, and whose error was not raised yet
-        self.lock = threading.RLock()  # held while operations move
+        self.unreported: list[Work[Any]] = []  # failed messages whose error was not raised yet
+        self.lock = threading.RLock()  # held while operations advance
         self.thread: ProgressThread | None = None
 
     def launch(self, call: Call, backend: Stepping) -> Work[Any]:
-        """Take the first steps of ``call``: messages that need no waiting are posted when this returns."""
+        """Start ``call``: messages that need no waiting are posted when this returns."""
         with self.lock:
             work: Work[Any] = Work(call, backend._steps(call), backend)
             if not work.advance():
@@ -80,7 +80,7 @@ class Engine:
         return work
 
     def poll(self) -> bool:
-        """Move every operation as far as it goes without waiting; whether some are left in flight."""
+        """Advance every operation without waiting; whether some are still in flight."""
         with self.lock:
             for work in list(self._active):
                 if work.advance():
@@ -88,8 +88,8 @@ class Engine:
             return bool(self._active)
 
     def pause(self) -> None:
-        """Have the progress thread, if there is one, move nothing until ``resume``: the caller waits itself."""
-        thread = self.thread  # which another thread of the program may close
+        """Stop the progress thread, if there is one, until ``resume``: the caller polls itself."""
+        thread = self.thread  # a local: another thread of the program may close it
         if thread is not None:
             with self.lock:
                 thread.paused += 1
@@ -103,22 +103,22 @@ class Engine:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """``pause`` while what operations use is changed."""
+        """Pause the progress thread while the resources of operations change."""
         self.pause()
         try:
             yield
         finally:
             self.resume()
 
-    def drop(self, work: Work[Any]) -> None:
-        """Forget an operation that was cancelled, or whose failure was raised."""
+    def remove(self, work: Work[Any]) -> None:
+        """Remove an operation that was cancelled, or whose failure was raised."""
         with self.lock:
             for works in (self._active, self.unreported):
                 if work in works:
                     works.remove(work)
 
     def expire(self, seconds: float) -> bool:
-        """Fail all operations in flight, whose time is up after ``seconds``; whether there were any."""
+        """Fail all operations in flight by a timeout of ``seconds``; whether there were any."""
         with self.lock:
             works = self.outstanding()
             for work in works:
@@ -132,21 +132,21 @@ class Engine:
 
 
 class ProgressThread:
-    """Moves the operations of an engine while the program computes; sleeps while none is in flight.
+    """Advances the operations of an engine while the program computes; sleeps while none is in flight.
 
-    It polls, and naps in between so that the program gets Python's lock.  It does not poll while the program waits.
+    It sleeps between polls so that the program gets Python's lock.  It does not poll while the program waits.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.wake, self._closed = engine, threading.Event(), False
-        self.paused = 0  # by how many threads of the program
+        self.paused = 0  # number of program threads that wait
         self._thread = threading.Thread(target=self._run, name="kos-progress", daemon=True)
         engine.thread = self
-        atexit.register(self.close)  # runs before the exit handlers of the backend, which were registered earlier
+        atexit.register(self.close)  # runs before the backend's exit handlers, which were registered earlier
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; operations in flight move again where the program waits for one."""
+        """End the thread; operations in flight then advance only while the program waits."""
         self._engine.thread, self._closed = None, True
         self.wake.set()
         self._thread.join()
@@ -156,9 +156,9 @@ class ProgressThread:
         engine = self._engine
         while not self._closed:
             with engine.lock:
-                busy = self.paused > 0 or engine.poll()  # with the lock: a program that pauses polls after this
+                busy = self.paused > 0 or engine.poll()  # under the lock: a program that pauses polls after this
             if busy:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_SLEEP_SECONDS)
             else:
                 self.wake.wait()
                 self.wake.clear()
@@ -174,12 +174,12 @@ class Work(Generic[T]):
         self.backend = backend
         self._steps: Steps | None = steps
         self._error: KosError | None = None
-        self.polled_at: float | None = None  # by the monotonic clock: the first ``done`` that found it under way
-        self._report_at: float | None = None  # when ``done`` shows next for whom it waits
-        self.reported = False  # whether ``wait`` or ``done`` has returned or raised its outcome
+        self.polled_at: float | None = None  # monotonic time of the first ``done`` that found it in flight
+        self._report_at: float | None = None  # when ``done`` next posts the ranks that it waits for
+        self.reported = False  # whether ``wait`` or ``done`` has returned or raised the outcome
 
     def advance(self) -> bool:
-        """Go on until the operation has to wait (False) or is over (True).  Errors are kept for ``wait``."""
+        """Run until the operation has to wait (False) or is over (True).  ``wait`` raises its errors."""
         steps = self._steps
         if steps is None:
             return True
@@ -188,7 +188,7 @@ class Work(Generic[T]):
         except StopIteration:
             self._steps = None
             record = self.call.record
-            if record is not None and record[0] is self.call.description:  # ``completed``, for what is called most
+            if record is not None and record[0] is self.call.description:  # ``completed``, inlined
                 record[COMPLETED] = time_ns()
             return True
         except Exception as error:
@@ -196,14 +196,14 @@ class Work(Generic[T]):
             if self.backend.broken is None:
                 self.backend.engine.unreported.append(self)
             return True
-        except BaseException as error:  # a Ctrl-C: the generator is over, but what it was doing is not
-            self.backend.engine.drop(self)
+        except BaseException as error:  # Ctrl-C has ended the generator amid the operation
+            self.backend.engine.remove(self)
             self._fail(Interrupted(f"{self.call}: interrupted by {type(error).__name__}"))
             raise
         return False
 
     def done(self) -> bool:
-        """Whether the operation is over; makes progress without waiting.
+        """Whether the operation is complete; makes progress without waiting.
 
         Raises if it failed; CollectiveTimeout if its timeout has passed since the first call of ``done``.
         """
@@ -230,9 +230,9 @@ class Work(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """Wait for the operation; returns its output array (None where this rank has none).
 
-        ``timeout`` in seconds, counted from this call; None is the operation's own.  Raises
-        CollectiveTimeout, CollectiveMismatch, RankLost, or CollectiveError for what the backend reports;
-        InvalidArgument for a timeout that is not positive.
+        ``timeout`` is in seconds from this call; None is the operation's own.  Raises CollectiveTimeout,
+        CollectiveMismatch, RankLost, or CollectiveError for other errors of the backend; InvalidArgument for a
+        timeout that is not positive.
         """
         if timeout is not None:
             timeout = check_timeout(timeout)
@@ -257,18 +257,18 @@ class Work(Generic[T]):
     def cancel(self, error: KosError) -> None:
         """End the operation; ``wait`` raises ``error``."""
         with self.backend.engine.lock:
-            self.backend.engine.drop(self)
+            self.backend.engine.remove(self)
             if self._steps is not None:
                 self._steps.close()
                 self._fail(error)
 
     def expire(self, seconds: float | None) -> None:
-        """End it because it took too long: ``wait`` raises CollectiveTimeout."""
+        """End the operation because its timeout has passed: ``wait`` raises CollectiveTimeout."""
         with self.backend.engine.lock:
             self.cancel(self.backend.timed_out(self.call, seconds))
 
     def _raise(self, error: KosError) -> NoReturn:
-        self.backend.engine.drop(self)
+        self.backend.engine.remove(self)
         raise error
 
     def _wait(self, timeout: float | None) -> None:

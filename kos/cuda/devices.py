@@ -1,7 +1,7 @@
-"""Discovery: the GPUs of this machine, their NVLinks, and which rank takes which GPU.
+"""Discovery: the GPUs of this machine, their NVLinks, and the assignment of GPUs to ranks.
 
-The driver lists the GPUs that CUDA_VISIBLE_DEVICES and MIG leave visible.  NUMA nodes are read from sysfs, NVLinks
-from NVML.
+The driver lists the GPUs that CUDA_VISIBLE_DEVICES and MIG make visible.  NUMA nodes come from sysfs, NVLinks from
+NVML.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeviceInfo:
 
     index: int  # CUDA's ordinal in this process
     name: str
-    uuid: str  # the same in every process, whatever is visible there
+    uuid: str  # the same in every process
     compute_capability: tuple[int, int]
     memory: int  # bytes
     multiprocessors: int
@@ -46,7 +46,7 @@ def arch_of(compute_capability: tuple[int, int]) -> str:
 
 @functools.cache
 def visible_devices() -> tuple[DeviceInfo, ...]:
-    """Every visible GPU by its ordinal; none where CUDA cannot be used (``driver.unavailable`` gives the reason)."""
+    """Every visible GPU by its ordinal; none if CUDA cannot be used (``driver.unavailable`` gives the reason)."""
     if driver.unavailable() is not None:
         return ()
     return tuple(_inspect(index) for index in range(call(cu.cuDeviceGetCount)))
@@ -86,7 +86,7 @@ def device_info(index: int) -> DeviceInfo:
 
 @functools.cache
 def nvlinks(index: int) -> int | None:
-    """How many NVLinks of this device were up when first asked; None if NVML did not say."""
+    """The number of active NVLinks of this device at the first call; None if NVML does not report it."""
     if driver.unavailable() is not None:
         return None
     from cuda.core import Device, system
@@ -101,7 +101,7 @@ def assign_devices(rank_nodes: Sequence[int | None], device_nodes: Sequence[int 
     """The device of each rank of one machine, from the NUMA nodes of ranks and devices.
 
     Ranks choose in order: the first free device on their own node, else the first free one.  More ranks
-    than devices share them evenly.  Every rank computes the same answer from the same two lists.
+    than devices share them evenly.  Every rank computes the same assignment from the same two lists.
     """
     if not device_nodes:
         raise BackendUnavailable(f"CUDA: expected a device for {len(rank_nodes)} ranks, got none")
@@ -117,7 +117,7 @@ def assign_devices(rank_nodes: Sequence[int | None], device_nodes: Sequence[int 
 
 
 def process_numa_node() -> int | None:
-    """The NUMA node that this process is bound to; None if its CPUs span several or the system does not say."""
+    """The NUMA node that this process is bound to; None if its CPUs span several or it is unknown."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     allowed = os.sched_getaffinity(0)

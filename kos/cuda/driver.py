@@ -16,7 +16,7 @@ from kos.errors import BackendUnavailable, CudaError, install
 
 
 class _Driver:
-    """``cuda.bindings.driver``, imported when the first name of it is used: it takes a tenth of a second."""
+    """``cuda.bindings.driver``, imported at its first use, since the import takes a tenth of a second."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -119,7 +119,7 @@ def is_current(device: int) -> bool:
 
 
 class on_device:
-    """Make ``device`` current on this thread in a ``with`` block, then restore the former one.  For one block each."""
+    """Make ``device`` current on this thread in a ``with`` block, then restore the former one.  Not reusable."""
 
     __slots__ = ("_device", "_pushed")
 

@@ -23,7 +23,7 @@ from kos.errors import InvalidArgument
 class Graph:
     """A captured sequence of device work and the operands it reads and writes.
 
-    CUDA's graphs hold bare addresses.  Memory that they use must outlive them: pass its owner to ``keep``.
+    CUDA graphs hold bare addresses.  Memory that they use must outlive them: pass its owner to ``keep``.
     """
 
     def __init__(self, device: int) -> None:
@@ -60,9 +60,9 @@ class Graph:
 def capture(stream: Any, *, keep: Iterable[Any] = ()) -> Iterator[Graph]:
     """Record the work queued on ``stream`` in a ``with`` block as a Graph, without running it.
 
-    Only calls of this thread are recorded, so other ranks in this process may go on.  An exception in the block
-    ends the capture and is raised as it is.  The garbage collector is off during a capture: it might free memory of a
-    library that knows nothing of captures.
+    Only calls of this thread are recorded, so other ranks in this process may continue.  An exception in the block
+    ends the capture and is re-raised.  The garbage collector is disabled during a capture: it might free memory of a
+    library that does not support captures.
     """
     handle = streams.handle(stream)
     if handle == streams.LEGACY:
@@ -121,7 +121,7 @@ class CapturedGraph:
 
 _SEMAPHORE_BYTES = 64  # a sem_t takes 32 on 64-bit Linux
 _captured: dict[int, CapturedGraph] = {}
-"""Graphs that were alive when last looked at, by the driver's number of their capture: their semaphores must stay."""
+"""Live graphs by the driver's number of their capture; the driver holds the addresses of their semaphores."""
 
 
 @functools.cache

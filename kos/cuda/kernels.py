@@ -1,4 +1,4 @@
-"""Kernels: ``.cu`` files compiled by NVRTC on first use, kept on disk for every later process.
+"""Kernels: ``.cu`` files compiled by NVRTC on first use, and cached on disk for later processes.
 
 One file is compiled once per (architecture, macros): ``-D`` macros choose dtype, operation and constants,
 ``#include "x.cuh"`` finds files beside the one that names them.  Kernels are ``extern "C"`` and use no
@@ -38,8 +38,8 @@ Define = str | int | bool
 class KernelCache:
     """Compiled kernels on disk, shared by all processes of the user.
 
-    An entry is written under another name, then renamed, and carries a checksum.  Processes that miss at the same
-    time compile at the same time.  A folder that cannot be used causes one warning and is then ignored.
+    Entries are written atomically and carry a checksum.  Processes that miss at the same time compile at the same
+    time.  An unusable folder causes one warning and is then ignored.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -47,7 +47,7 @@ class KernelCache:
         self._warned = False
 
     def get(self, key: str) -> bytes | None:
-        """The entry, or None where there is none or it is damaged."""
+        """The entry, or None if it is missing or damaged."""
         path = self.directory / f"{key}.cubin"
         try:
             data = path.read_bytes()
@@ -166,7 +166,7 @@ def _compile(
 
 
 def _compile_error(path: Path, places: Mapping[str, Path], text: str, options: list[str]) -> CompileError:
-    """Headed by the first error, which warnings may come before."""
+    """The error, headed by the compiler's first error; warnings may precede that in the log."""
     found, other = _ERROR.search(text), _TOOL_ERROR.search(text)
     where = f"{path}: " + (other[0] if other else text.partition("\n")[0])
     if found:
@@ -193,7 +193,7 @@ class Kernel:
                 if driver.broken():
                     raise driver.library_error(f"loading kernel {name!r}", error) from error
                 raise InvalidArgument(f"kernel {name!r} does not load on cuda:{device}: {error}") from error
-            # CUDA would load it at its first launch, and wait for running kernels, which may wait for this one.
+            # Load now: at the first launch CUDA would wait for running kernels, which may wait for this one.
             call(cu.cuFuncLoad, call(cu.cuKernelGetFunction, int(self.handle.handle)))
             self._function = cu.CUfunction(int(self.handle.handle))
         self.name = name
@@ -261,7 +261,7 @@ class Kernel:
         return driver.error_of(f"launch of {self.name}: cuLaunchKernelEx", status)
 
     def _allow(self, shared: int) -> None:
-        """Beyond 48 KB of shared memory a kernel must ask."""
+        """Request dynamic shared memory of more than 48 KB."""
         if shared > self._shared:
             limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             with driver.on_device(self.device):
@@ -270,7 +270,7 @@ class Kernel:
 
 
 def _parameters(arguments: Sequence[Any]) -> tuple[int, Any]:
-    """The address of the arguments' addresses, for cuLaunchKernelEx; and the object that holds both."""
+    """The address of the argument pointers, for cuLaunchKernelEx, and the object that holds the arguments."""
     count = len(arguments)
     words = (ctypes.c_uint64 * (2 * count))()  # the arguments, then their addresses
     first = ctypes.addressof(words)
@@ -307,7 +307,7 @@ def _three(sizes: Any) -> tuple[int, ...]:
 
 
 def load_kernel(path: str | Path, name: str, device: int, **defines: Define) -> Kernel:
-    """The kernel ``name`` of ``path`` for ``device``: compiled, loaded and kept on its first use."""
+    """The kernel ``name`` of ``path`` for ``device``: compiled, loaded and cached at its first use."""
     return _load(path, name, device, tuple(sorted(defines.items())))
 
 

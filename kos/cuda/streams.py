@@ -22,7 +22,7 @@ LEGACY = 1
 
 
 def create_stream(device: int, *, urgent: bool = False) -> Stream:
-    """A new non-blocking stream on ``device``; blocks of an ``urgent`` one's kernels begin before those of others."""
+    """A new non-blocking stream on ``device``; an ``urgent`` one has high priority."""
     driver.require()
     from cuda.core import Device, StreamOptions
 
@@ -56,9 +56,9 @@ def handle(stream: Any) -> int:
 
 
 def keeper(stream: Any) -> Any:
-    """The object that keeps ``stream`` alive; its handle where nothing is known to; None for the legacy stream.
+    """The object that keeps ``stream`` alive; its handle if none is known; None for the legacy stream.
 
-    A stream that torch or CuPy calls external belongs to another library, which may destroy it.
+    An external stream of torch or CuPy belongs to another library, which may destroy it.
     """
     number = handle(stream)
     if number == LEGACY:
@@ -68,7 +68,7 @@ def keeper(stream: Any) -> Any:
 
 
 def capture_of(stream: int) -> int:
-    """The number of the capture that records the stream of this handle; 0 where there is none."""
+    """The number of the capture that records the stream of this handle; 0 if there is none."""
     if stream <= LEGACY or not int(call(cu.cuStreamIsCapturing, stream)):
         return 0
     return int(call(cu.cuStreamGetCaptureInfo, stream)[1])
@@ -105,7 +105,7 @@ def synchronize(stream: Any, device: int) -> None:
 
 
 def milliseconds(run: Callable[[], object], stream: Any) -> float:
-    """How long the current device takes for the work that ``run`` queues on ``stream``; waits for it."""
+    """Milliseconds of the work that ``run`` queues on ``stream`` of the current device; waits for it."""
     begin, end = (call(cu.cuEventCreate, 0) for _ in range(2))
     call(cu.cuEventRecord, begin, handle(stream))
     run()

@@ -1,7 +1,7 @@
 """Reports what this machine and job can use, and why something is unavailable: python -m kos.doctor [--json]
 
-Start it as the job will be started (mpirun -n N, torchrun, srun), or alone.  Exit status: 0 where training across
-these ranks will work, 1 where it will not, 2 for wrong arguments.
+Start it as the job will be started (mpirun -n N, torchrun, srun), or alone.  Exit status: 0 if training across these
+ranks will work, 1 if it will not, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kos.errors import BackendUnavailable, in_words
 from kos.files import printing
 
 GRACE = 2.0
-"""Seconds between the limit of a stage and its alarm: a wait within the stage names its cause first."""
+"""Seconds between the limit of a stage and its alarm: a wait within the stage raises its own error first."""
 
 
 class Doctor:
@@ -74,7 +74,7 @@ class Doctor:
         return self.show()
 
     def together(self, rendezvous: Rendezvous, mine: list[Check]) -> None:
-        """The stages that all ranks take part in."""
+        """The stages that all ranks run together."""
         report, limit = self.report, self.options.timeout
         self.rank, report.size, report.checks = rendezvous.rank, rendezvous.size, {}
         self.add(rendezvous, mine)
@@ -98,7 +98,7 @@ class Doctor:
         """Move bytes between the GPUs of each host."""
         hosts = [each["host_id"] for each in self.report.facts]
         try:
-            device: int | None = device_of(rendezvous).index  # collective: asked on all ranks
+            device: int | None = device_of(rendezvous).index  # collective
         except BackendUnavailable:
             device = None
         color = None if device is None else hosts.index(hosts[rendezvous.rank])
@@ -120,7 +120,7 @@ class Doctor:
         return int(bool(self.report.bad))
 
     def fail(self, why: str) -> None:
-        """Record that the current stage failed; rank 0 may never get this report."""
+        """Record that the current stage failed; rank 0 may never receive this report."""
         self.report.add([[Check(self.stage, BAD, why)]], self.rank)
         if self.rank != 0:
             print(f"kos: error: rank {self.rank}: {self.stage}: {why}", file=sys.stderr, flush=True)
@@ -130,7 +130,7 @@ class Doctor:
         self.fail(f"no end within {self.limit:g} s")
         self.show()
         if self.rank:
-            time.sleep(GRACE / 2)  # mpirun ends the others with the first one: rank 0 has the report
+            time.sleep(GRACE / 2)  # mpirun ends all ranks with the first one, and rank 0 prints the report
         os._exit(1)
 
 

@@ -31,7 +31,7 @@ from kos.errors import in_words, install
 from kos.memory.ipc import Origin
 
 OK, NO, BAD = "ok", "no", "bad"
-"""Verdicts: it works; it does not, but training can do without it; training will not work."""
+"""Verdicts: it works; it does not, but training does not need it; training will not work."""
 
 CHECK_SECONDS = 30.0
 SMALL_SHM = 1 << 30
@@ -125,7 +125,7 @@ def packages() -> Iterator[Check]:
 
 
 def mpi() -> Iterator[Check]:
-    """Runs in its own process: an MPI that does not fit may end the process that loads it."""
+    """Runs in its own process: an incompatible MPI may end the process that loads it."""
     run = partial(subprocess.run, capture_output=True, text=True, timeout=CHECK_SECONDS)
     done = run([sys.executable, "-c", _MPI_PROBE])
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""Checks across ranks: whether they fit together, and whether bytes move between them."""
+"""Checks across ranks: whether their software and hosts are compatible, and whether bytes move between them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _LINK_DOES_NOT_WORK = (
 
 
 def start_mpi() -> None:
-    """Call MPI_Init as mpi4py would, but without Python's lock, so that the alarm can go off while it waits."""
-    with contextlib.suppress(ImportError, OSError):  # the rendezvous reports it better
+    """Call MPI_Init as mpi4py would, but without Python's lock, so that the alarm can run while it waits."""
+    with contextlib.suppress(ImportError, OSError):  # the rendezvous reports the error
         spec = importlib.util.find_spec("mpi4py.MPI")
         if spec is not None and spec.origin is not None and "mpiabi" not in spec.origin:
             multiple = 3  # MPI_THREAD_MULTIPLE in Open MPI and MPICH
@@ -39,7 +39,7 @@ def start_mpi() -> None:
 
 
 def compare(everybody: Sequence[Facts]) -> Iterator[Check]:
-    """Whether the ranks fit together, by the facts of each; the same on every rank."""
+    """Compare the facts of all ranks; the result is the same on every rank."""
 
     def grouped(what: str) -> dict[Any, list[int]]:
         groups: dict[Any, list[int]] = defaultdict(list)
@@ -89,7 +89,7 @@ def gpus_of_this_process(timeout: float) -> Check:
 
 
 def trial(comm: Communicator) -> Check:
-    """An all-reduce of an odd size, on the host and, where the ranks have them, on the GPUs; every element checked."""
+    """An all-reduce of an odd size, on the host and, if available, on the GPUs; every element is checked."""
     pattern = (np.arange(_COUNT) % 1013).astype(np.float32)
     expected = comm.size * pattern + comm.size * (comm.size - 1) / 2
     mine = pattern + np.float32(comm.rank)

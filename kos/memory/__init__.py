@@ -1,4 +1,4 @@
-"""Memory: what any array becomes (Buffer), and arrays on a GPU (Array)."""
+"""Memory: Buffer, the description of any array, and Array, an array on a GPU."""
 
 from kos.memory.array import Array
 from kos.memory.buffer import Buffer, as_buffer

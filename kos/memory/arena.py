@@ -18,7 +18,7 @@ import numpy as np
 from kos.dtypes import DType
 from kos.errors import InvalidArgument, OutOfMemory
 
-ALIGNMENT = 256  # bytes: what cuBLASLt asks for at most; several cache lines of a CPU
+ALIGNMENT = 256  # bytes: the most that cuBLASLt requires; several cache lines of a CPU
 
 
 def allocate_host(nbytes: int) -> np.ndarray:
@@ -36,8 +36,8 @@ def view_host(slab: np.ndarray, offset: int, shape: tuple[int, ...], dtype: Any)
 class Arena:
     """Stack allocator over memory of any kind: ``allocate(nbytes)`` makes a slab, ``view`` an array in it.
 
-    An array is uninitialised, and valid until a mark older than it is released.  ``capacity`` and ``peak`` are
-    the bytes of the slab and the most ever in use, ``in_use`` those taken and not released.
+    An array is uninitialised, and valid until an older mark is released.  ``capacity`` is the bytes of the slab,
+    ``in_use`` the bytes taken and not released, ``peak`` the maximum of ``in_use``.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Arena:
         return array
 
     def mark(self) -> int:
-        """Where the stack stands: give it to ``release``."""
+        """The position of the stack, for ``release``."""
         return self.in_use
 
     def release(self, mark: int) -> None:
-        """Give back everything that was taken since ``mark``."""
+        """Free everything taken since ``mark``."""
         if not 0 <= mark <= self.in_use:
             raise InvalidArgument(f"arena: expected a mark between 0 and {self.in_use}, got {mark}")
         self.in_use = mark
@@ -95,7 +95,7 @@ class Arena:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Everything taken inside is given back at the end."""
+        """Free everything taken inside at the end."""
         mark = self.in_use
         try:
             yield
@@ -111,7 +111,7 @@ class Arena:
             self._replace_slab()
 
     def fix(self) -> None:
-        """From here on the slab stays where it is, and outgrowing it is an error.  Needs an empty arena."""
+        """Fix the slab's address: outgrowing it is an error from now on.  Needs an empty arena."""
         if self.in_use:
             raise InvalidArgument(f"arena: expected an empty arena to fix, got {self.in_use} bytes in use")
         self._fixed = True

@@ -34,7 +34,7 @@ def as_dtype(dtype: Any) -> DType:
 
 
 class Array:
-    """Shape, dtype and address of device memory, and what keeps it alive.
+    """Shape, dtype and address of device memory, and the object that keeps it alive.
 
     The memory is used in the order of ``stream`` (None: the legacy default stream); other libraries wait for it.
     Copies are asynchronous, and the caller orders them against work on other streams.  The driver waits for copies
@@ -54,7 +54,7 @@ class Array:
         stream: Any = None,
         readonly: bool = False,
     ) -> None:
-        """Describe memory that exists; ``owner`` is kept alive as long as the array and its views."""
+        """Describe existing memory; the array and its views keep ``owner`` alive."""
         self.pointer, self.shape, self.dtype, self.device = pointer, shape, as_dtype(dtype), device
         self.owner, self.stream, self.readonly = owner, stream, readonly
         self.used = False  # by a communicator: later calls on the array are cached
@@ -177,7 +177,7 @@ class Array:
         return Array(pointer, shape, dtype, self.device, owner=self.owner, stream=self.stream, readonly=self.readonly)
 
     def copy_from(self, source: Any, stream: Any = None) -> Array:
-        """Queue a copy into this of ``source``: an Array on any device, or an ndarray; returns this."""
+        """Queue a copy of ``source``, an Array on any device or an ndarray, into this array; returns this array."""
         if self.readonly:
             raise InvalidArgument("copy_from: expected a writable array, got a read-only one")
         pointer = self._other(source, "copy_from")
@@ -185,7 +185,7 @@ class Array:
         return self
 
     def copy_to(self, target: np.ndarray[Any, Any], stream: Any = None) -> None:
-        """Queue a copy of this into ``target``; with pinned memory synchronise before reading it."""
+        """Queue a copy of this array into ``target``; with pinned memory, synchronise before reading it."""
         pointer = self._other(target, "copy_to")
         if not target.flags.writeable:
             raise InvalidArgument("copy_to: expected a writable ndarray, got a read-only one")
@@ -210,7 +210,7 @@ class Array:
                 call(cu.cuMemcpyAsync, target, source, self.nbytes, streams.handle(stream))
 
     def fill_bytes(self, value: int, stream: Any = None) -> None:
-        """Queue the writing of ``value`` (0..255) to every byte: 0 clears, 255 makes NaNs of floats."""
+        """Queue a fill of every byte with ``value`` (0..255): 0 clears, 255 turns floats into NaN."""
         if self.nbytes:
             with driver.on_device(self.device):
                 call(cu.cuMemsetD8Async, self.pointer, value, self.nbytes, streams.handle(stream))
@@ -228,7 +228,7 @@ class Array:
     def __dlpack__(
         self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None
     ) -> Any:
-        """A capsule that shares this memory; the consumer's ``stream`` waits for ours (-1: it does not)."""
+        """A capsule that shares this memory; the consumer's ``stream`` waits for this array's (-1: it does not)."""
         if dl_device not in (None, self.__dlpack_device__()) or copy:
             raise BufferError(f"Array can only share its memory on cuda:{self.device}")
         if stream != -1:
@@ -240,7 +240,7 @@ class Array:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """Version 3. Absent for bfloat16 and float8, which it cannot name: DLPack can."""
+        """Version 3.  Not available for bfloat16 and float8, which it cannot name; use DLPack."""
         if self.dtype.numpy.kind == "V" or self.dtype.numpy.char not in np.typecodes["All"]:
             raise AttributeError(f"__cuda_array_interface__ has no name for {self.dtype}; use DLPack")
         return {

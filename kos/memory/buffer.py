@@ -1,4 +1,4 @@
-"""Buffer: the one description of an array that backends get, on the host or on a GPU."""
+"""Buffer: the description of an array, on the host or on a GPU, that backends receive."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _IN_ORDER = -1  # DLPack's stream for memory that needs no waiting
 class Buffer:
     """A contiguous run of elements in host memory, or in the memory of one GPU.
 
-    ``array`` is the caller's array, which the caller gets back.  In host memory ``device`` is None and ``flat`` a 1-D
-    view.  On a GPU there is no view: ``pointer`` is the address, and ``stream`` the handle of the stream in whose order
-    the memory is used.
+    ``array`` is the caller's array, which the call returns.  In host memory ``device`` is None and ``flat`` a 1-D view.
+    On a GPU there is no view: ``pointer`` is the address, and ``stream`` the handle of the stream that orders the use
+    of the memory.
     """
 
     array: Any
@@ -36,12 +36,12 @@ class Buffer:
     device: int | None = None
     pointer: int = 0
     stream: int = streams.LEGACY
-    queue: Any = None  # the object that keeps that stream alive; its handle where nothing is known to
+    queue: Any = None  # the object that keeps that stream alive; the handle if none is known
     convert: Callable[[Any], Any] | None = None  # makes the result of ``array``, once the work is queued or done
 
     @property
     def result(self) -> Any:
-        """The array that the caller gets."""
+        """The array that the call returns."""
         return self.array if self.convert is None else self.convert(self.array)
 
     @property
@@ -75,17 +75,16 @@ class Buffer:
         return f"{self.dtype.name}{list(self.shape)}"
 
 
-_ON_DEVICE: Any = None  # ``flat`` of memory that the host cannot see
+_ON_DEVICE: Any = None  # ``flat`` of GPU memory
 
 
 def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
     """Take ``x`` as a Buffer without copying.
 
-    On the host: an ndarray, or CPU memory behind DLPack.  On a GPU: a ``kos.memory.Array``, or memory behind
-    DLPack or ``__cuda_array_interface__``, to be used in the order of ``stream`` where that is given, else of
-    the stream on which its library works now, else of the legacy default stream.  ``what`` names the argument
-    in errors.  Raises InvalidArgument if ``x`` is not an array, was freed, is not C-contiguous, has a dtype that
-    kos does not move, or must be written but is read-only.
+    On the host: an ndarray, or CPU memory with DLPack.  On a GPU: a ``kos.memory.Array``, or memory with DLPack or
+    ``__cuda_array_interface__``.  GPU memory is used in the order of ``stream``, else of its library's current stream,
+    else of the legacy default stream.  ``what`` names the argument in errors.  Raises InvalidArgument if ``x`` is not
+    an array, was freed, is not C-contiguous, has an unsupported dtype, or must be written but is read-only.
     """
     if type(x) is Array:
         return _of_device(x, x, what, writable, stream)
@@ -98,7 +97,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
             buffer.queue = buffer.stream  # an event must hold ``x``: its library does not know the stream
         return buffer
     if stream is not None:
-        raise InvalidArgument(f"stream: expected None, for {what} is in memory of the host, got {stream!r}")
+        raise InvalidArgument(f"stream: expected None, as {what} is in memory of the host, got {stream!r}")
     flags = array.flags
     if not flags.c_contiguous:
         raise InvalidArgument(
@@ -110,7 +109,7 @@ def as_buffer(x: Any, what: str, writable: bool, stream: Any = None) -> Buffer:
 
 
 def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any) -> Buffer:
-    """``given`` is the caller's array, ``array`` its memory."""
+    """The Buffer of ``given``, the caller's array, whose memory is ``array``."""
     if writable and array.readonly:
         raise InvalidArgument(f"{what}: expected a writable array, got a read-only {type(given).__name__}")
     if getattr(array.owner, "closed", False):
@@ -126,7 +125,7 @@ def _of_device(given: Any, array: Array, what: str, writable: bool, stream: Any)
 
 
 def _look_up(stream: Any) -> tuple[int, Any]:
-    """Handle and keeper of ``stream``, cached for the last one: calls in a row are mostly on one stream."""
+    """Handle and keeper of ``stream``; caches the last one, as consecutive calls mostly use one stream."""
     global _last_stream
     handle, queue = streams.handle(stream), streams.keeper(stream)
     _last_stream = stream, handle, queue
@@ -139,7 +138,7 @@ _last_stream: tuple[Any, int, Any] = None, streams.LEGACY, None
 def _shared_array(x: Any, what: str, stream: Any) -> Array:
     """GPU memory of another library as an Array on ``stream``, or that library's; ``x`` itself keeps the memory alive.
 
-    Nothing waits where the caller or the library names the stream, so that the work can be captured.
+    No stream waits if the caller or the library names the stream, so that the work can be captured.
     """
     own = current_stream(x)
     waits = own if stream is None or not immutable(x) else stream
@@ -159,7 +158,7 @@ def _shared_array(x: Any, what: str, stream: Any) -> Array:
 
 
 def _host_array(x: Any, what: str) -> np.ndarray[Any, Any] | None:
-    """The ndarray that ``x`` is on the host; None for memory on a GPU."""
+    """Host memory of ``x`` as an ndarray; None for memory on a GPU."""
     if isinstance(x, np.ndarray):
         if isinstance(x, np.ma.MaskedArray):
             raise InvalidArgument(f"{what}: expected an array without a mask, got {type(x).__name__}")

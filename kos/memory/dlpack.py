@@ -1,4 +1,4 @@
-"""DLPack capsules, written and read by hand: no array library needed, and every dtype of kos included.
+"""DLPack capsules, written and read without an array library, for every dtype of kos.
 
 Layout and protocol: dlpack.h 1.1 and the Python specification of DLPack (data-apis array API).
 """
@@ -80,7 +80,7 @@ def _release(address: int) -> None:
     _exported.pop(address, None)
 
 
-# A destructor gets the capsule while it dies: as an address, because a reference would revive it.
+# A destructor receives a dying capsule by address, because a reference would revive it.
 _raw = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
 _valid_raw, _pointer_raw = _raw(("PyCapsule_IsValid", _api)), _raw(("PyCapsule_GetPointer", _api))
 
@@ -153,10 +153,10 @@ class ImportedTensor:
 
 
 def import_capsule(capsule: Any, kinds: Sequence[int] = ON_GPU) -> ImportedTensor:
-    """Take over a DLPack capsule of contiguous memory of CUDA, or of devices of other ``kinds``.
+    """Take ownership of a DLPack capsule of contiguous memory on CUDA, or on devices of other ``kinds``.
 
-    Raises InvalidArgument for memory elsewhere, for strides that are not C-contiguous and for dtypes that
-    kos does not move; the capsule then stays with its producer.
+    Raises InvalidArgument for memory elsewhere, for strides that are not C-contiguous and for unsupported dtypes; the
+    producer then keeps the capsule.
     """
     versioned = bool(_is_valid(capsule, b"dltensor_versioned"))
     name, structure = (b"dltensor_versioned", _Versioned) if versioned else (b"dltensor", _Managed)
@@ -192,7 +192,7 @@ def request_capsule(source: Any, **options: Any) -> Any:
 def host_array(source: Any) -> np.ndarray[Any, Any]:
     """The memory of ``source``, on the host, as an ndarray.
 
-    Not by ``np.from_dlpack``, which refuses 16- and 8-bit floats and takes unversioned capsules for read-only.
+    ``np.from_dlpack`` refuses 16- and 8-bit floats, and treats unversioned capsules as read-only.
     """
     tensor = import_capsule(request_capsule(source), (CPU,))
     return np.asarray(tensor).view(tensor.dtype.numpy)

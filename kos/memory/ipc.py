@@ -58,9 +58,9 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a process runs, as far as sharing memory with it depends on it."""
+    """The host and the namespaces of a process, which decide whether it can share memory."""
 
-    boot: str  # identity of this boot of the kernel: tells machines of one name apart
+    boot: str  # identity of this boot of the kernel: distinguishes machines with the same name
     host: str
     pid_namespace: str
     ipc_namespace: str
@@ -71,7 +71,7 @@ class Origin:
         return _origin(os.getpid())
 
     def obstacle(self) -> str | None:
-        """Why a process here may be unable to map memory from there, or None if nothing speaks against it."""
+        """Why this process may be unable to map memory of that one, or None if no obstacle is known."""
         own = Origin.here()
         if self.boot != own.boot:
             return f"it is on another machine ({self.host}; this is {own.host})"
@@ -98,7 +98,7 @@ def _origin(pid: int) -> Origin:
 
 @dataclass(frozen=True)
 class IpcHandle:
-    """Names memory of one process to the others of its machine; ``to_bytes`` to send it."""
+    """A handle by which other processes of the machine map memory of this one; ``to_bytes`` to send it."""
 
     handle: bytes  # cudaIpcMemHandle_t of the allocation
     uuid: str  # of the GPU
@@ -121,7 +121,7 @@ class IpcHandle:
                 raise ValueError(f"a handle of {len(raw)} bytes")
             return IpcHandle(raw, uuid, offset, nbytes, pointer, Origin(*origin))
         except (TypeError, ValueError) as error:
-            raise InvalidArgument(f"IPC handle: expected what to_bytes gave, got {len(data)} bytes: {error}") from error
+            raise InvalidArgument(f"IPC handle: expected one of to_bytes, got {len(data)} bytes: {error}") from error
 
 
 def export(pointer: int, nbytes: int, device: int) -> IpcHandle:

@@ -1,6 +1,6 @@
-"""Other array libraries: the stream on which each works now, and new arrays of its own type.
+"""Other array libraries: their current stream, and new arrays of their type.
 
-Nothing is imported here: the program that passes an array has loaded its library.
+This file imports none of them: the program that passes an array has loaded its library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kos.dtypes import DTYPES, DType, dtype_of
 from kos.memory.array import Array
 
 _LIBRARIES = {"torch": "torch", "cupy": "cupy", "jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow"}
-_IMMUTABLE = ("jax", "tensorflow")  # their arrays never change, but DLPack capsules of them do not say so
+_IMMUTABLE = ("jax", "tensorflow")  # their arrays never change, but their DLPack capsules are not read-only
 
 
 @functools.lru_cache(maxsize=256)
@@ -33,7 +33,7 @@ def library_of(x: Any) -> str | None:
 
 
 def immutable(x: Any) -> bool:
-    """Whether the library of ``x`` takes for granted that its memory never changes."""
+    """Whether the library of ``x`` assumes that its memory never changes."""
     return (library_of(x) or "") in _IMMUTABLE
 
 
@@ -73,9 +73,9 @@ def _cupy_stream(device: int) -> Any:
 
 
 def current_stream(x: Any) -> Any:
-    """The stream on which the library of ``x`` queues work on its GPU now; None for the legacy default stream.
+    """The current stream of the library of ``x`` on its GPU; None for the legacy default stream.
 
-    torch and CuPy name it; JAX names none; for others ``__cuda_array_interface__`` may.
+    torch and CuPy report it, JAX does not; for other libraries ``__cuda_array_interface__`` may.
     """
     library = library_of(x)
     if library == "torch":
@@ -97,7 +97,7 @@ def _torch_dtype(dtype: Any) -> DType | None:
 def plain_array(x: Any) -> Array | None:
     """The GPU memory of a contiguous torch or CuPy array, on the current stream of its library.
 
-    None for every other array, which goes through DLPack and takes 20 us longer.
+    None for every other array, which uses DLPack and takes 20 us longer.
     """
     library = library_of(x)
     if library == "torch":
@@ -112,9 +112,9 @@ def plain_array(x: Any) -> Array | None:
 
 
 def empty_like(x: Any, shape: tuple[int, ...], stream: Any) -> Any:
-    """An uninitialised array of ``shape`` like ``x``, usable in the order of ``stream`` (None: that of its library).
+    """An uninitialised array of ``shape`` like ``x``, ordered on ``stream`` (None: that of its library).
 
-    None where the library of ``x`` is neither torch nor CuPy.
+    None if the library of ``x`` is neither torch nor CuPy.
     """
     library = library_of(x)
     if library == "torch":

@@ -46,7 +46,7 @@ class Allocation:
     def __init__(self, pool: MemoryPool, serial: int, pointer: int, nbytes: int, stream: Any) -> None:
         self._pool: MemoryPool | None = pool
         self._serial = serial
-        self.closed = False  # whether the memory was given back
+        self.closed = False  # whether the memory was freed
         self.pointer = pointer
         self.nbytes = nbytes
         self.stream = stream  # kept alive: the memory is freed in its order
@@ -73,7 +73,7 @@ class MemoryPool:
         self._pool = call(cu.cuMemPoolCreate, properties)
         kind = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
         call(cu.cuMemPoolSetAttribute, self._pool, kind, cu.cuuint64_t(2**64 - 1))
-        self._lock = threading.RLock()  # the collector may free while this thread allocates
+        self._lock = threading.RLock()  # reentrant: the garbage collector may free while this thread allocates
         self._serials = itertools.count()
         self._live: dict[int, tuple[int, str, bool]] = {}  # bytes, label, whether a graph allocates it
         self._deferred: list[tuple[int, Any]] = []  # closed while their streams were captured
@@ -82,8 +82,8 @@ class MemoryPool:
     def allocate(self, nbytes: int, stream: Any = None, *, label: str = "") -> Allocation:
         """``nbytes`` of device memory, usable in the order of ``stream``.
 
-        ``label`` names the holder in errors.  Raises OutOfMemory with what was asked, what is free and the largest
-        holders.
+        ``label`` names the holder in errors.  Raises OutOfMemory with the requested size, the free memory and the
+        largest holders.
         """
         if nbytes < 0:
             raise InvalidArgument(f"allocate: expected a size of 0 or more bytes, got {nbytes}")
@@ -115,7 +115,7 @@ class MemoryPool:
         with driver.on_device(self.device), relaxed_capture():
             if of_graph or not _is_captured(stream):
                 call(cu.cuMemFreeAsync, pointer, streams.handle(stream))
-            else:  # a graph frees nothing but what graphs allocate
+            else:  # a graph may free only memory that graphs allocated
                 with self._lock:
                     self._deferred.append((pointer, stream))
 
@@ -136,7 +136,7 @@ class MemoryPool:
             return PoolStatistics(self._current, self._peak, reserved, len(self._live))
 
     def trim(self) -> None:
-        """Give the memory that is free in the pool back to the device."""
+        """Return the free memory of the pool to the device."""
         self._free_deferred()
         driver.synchronize(self.device)
         call(cu.cuMemPoolTrimTo, self._pool, 0)

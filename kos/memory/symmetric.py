@@ -1,7 +1,7 @@
 """SymmetricMemory: one slab on each rank of a machine, mapped by all of them.
 
-Every rank has an address of its own for every slab: ``pointers[peer] + offset`` is ``offset`` in the slab of
-``peer``.  Ranks are processes (CUDA IPC) or threads of one process (plain pointers), with a GPU each or sharing one.
+Each rank maps a slab at its own address: ``pointers[peer] + offset`` is ``offset`` in the slab of ``peer``.  Ranks are
+processes (CUDA IPC) or threads of one process (plain pointers), with a GPU each or sharing one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TOKEN_BYTES = 16
 
 
 class Exchange(Protocol):
-    """The part of a rendezvous that is needed here: exchanging a few bytes."""
+    """The part of a rendezvous that is used here: exchanging a few bytes."""
 
     @property
     def rank(self) -> int: ...
@@ -59,7 +59,7 @@ class SymmetricMemory:
             raise
 
     def _create(self, asked: int) -> None:
-        """In few rounds of the exchange, each of which waits for the slowest rank."""
+        """Create the slabs in few exchanges, since each waits for the slowest rank."""
         rank, size = self.exchange.rank, self.exchange.size
         token, slot = os.urandom(_TOKEN_BYTES), bytearray(size * _TOKEN_BYTES)
 
@@ -80,7 +80,7 @@ class SymmetricMemory:
                 call(cu.cuMemcpyDtoH, slot, base, len(slot))
                 for writer in range(size):
                     if bytes(slot[writer * _TOKEN_BYTES : (writer + 1) * _TOKEN_BYTES]) != tokens[writer]:
-                        raise PeerMemoryError(f"what rank {writer} wrote to rank {peer} reads differently here")
+                        raise PeerMemoryError(f"the bytes that rank {writer} wrote to rank {peer} differ here")
 
         reports = self._on_all("allocate its slab", allocate)
         tokens = [data[:_TOKEN_BYTES] for data in reports]
@@ -99,7 +99,7 @@ class SymmetricMemory:
         driver.synchronize(self.device)
 
     def _on_all(self, what: str, step: Callable[[], bytes | None]) -> list[bytes]:
-        """Take a step that succeeds on all ranks or raises on all of them, naming the ranks that failed.
+        """Run a step that succeeds on all ranks or raises on all of them, naming the ranks that failed.
 
         Returns the result of each rank.
         """
@@ -147,10 +147,10 @@ class SymmetricMemory:
         driver.synchronize(self.device)
         self.exchange.barrier()
         self._unmap()
-        self.exchange.barrier()  # an exporter frees last
+        self.exchange.barrier()  # the exporting rank frees last
 
     def abort(self) -> None:
-        """Unmap and free without the other ranks: for when one of them is lost."""
+        """Unmap and free without the other ranks, if one of them is lost."""
         self._unmap()
         slab, self._slab = self._slab, None
         if slab is not None:

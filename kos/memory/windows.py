@@ -1,7 +1,7 @@
-"""Window: device memory that a communicator has registered with a library, given back with its last array.
+"""Window: device memory that a communicator has registered with a library, released with its last array.
 
-A graph that captured an operation on a window holds bare addresses of it, and may outlive its arrays: the memory
-knows such graphs, and is freed after they are gone.
+A graph that captured an operation on a window holds bare addresses, and may outlive the arrays.  The memory tracks such
+graphs, and is freed after they are destroyed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kos.cuda.streams import LEGACY
 
 
 class Registrar(Protocol):
-    """Who registered the memory."""
+    """The registrar of the memory."""
 
     def release(self, pointer: int, window: Any) -> None:
         """Undo the registration and free the memory."""
@@ -29,10 +29,10 @@ class Window:
 
     def __init__(self, registrar: Registrar, pointer: int, window: Any) -> None:
         self._registrar, self.pointer, self._window = registrar, pointer, window
-        self.closed = False  # whether the memory was given back
+        self.closed = False  # whether the memory was released
 
     def close(self) -> None:
-        """Give it back; nothing may be using it.  A second call does nothing."""
+        """Release the memory, which must be unused.  A second call does nothing."""
         pointer, self.pointer, self.closed = self.pointer, 0, True
         if pointer and not sys.is_finalizing():
             self._registrar.release(pointer, self._window)
@@ -52,22 +52,22 @@ class WindowMemory:
         _memories[pointer] = self
 
     def add(self, graph: CapturedGraph) -> None:
-        """``graph`` uses it."""
+        """Record that ``graph`` uses the memory."""
         if graph not in self._graphs:
             self._graphs.append(graph)
 
     def in_graphs(self) -> bool:
-        """Whether a graph that uses it is alive."""
+        """Whether a live graph uses the memory."""
         self._graphs = [graph for graph in self._graphs if graph.alive()]
         return bool(self._graphs)
 
     def forget(self) -> None:
-        """It is about to be freed."""
+        """Remove the memory from the table before it is freed."""
         _memories.pop(self.pointer, None)
 
 
 class InWindows:
-    """A launch on memory of windows, which outlives the graphs that capture it."""
+    """A launch on memory of windows; the memory outlives the graphs that capture the launch."""
 
     __slots__ = ("_memories", "launch")
 
@@ -85,6 +85,6 @@ _memories: dict[int, WindowMemory] = {}
 
 
 def in_windows(launch: Callable[[int], None], pointers: Iterable[int]) -> Callable[[int], None]:
-    """``launch`` itself where none of the addresses lies in a window that a communicator of this process made."""
+    """``launch`` as InWindows; ``launch`` itself if none of the addresses lies in a window of this process."""
     memories = [m for m in list(_memories.values()) if any(0 <= p - m.pointer < m.nbytes for p in pointers)]
     return InWindows(launch, memories) if memories else launch

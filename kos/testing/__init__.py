@@ -17,7 +17,7 @@ from kos.testing.watch import Deadlock, Watch
 
 __all__ = ["Deadlock", "Fault", "spawn"]
 
-LAST_WORDS_SECONDS = 2.0  # for ranks to raise what ended their waits
+ERROR_SECONDS = 2.0  # for ranks to raise the errors of their waits
 
 T = TypeVar("T")
 
@@ -43,18 +43,17 @@ def spawn(
 
     Programs that would fail elsewhere fail here too.  Each check can be switched off:
 
-    - ``buffer_bytes``: a larger message is complete when it is received, so two ranks that both send first wait for
-      each other.  The default is that of the strictest backend: on ``nccl`` the first message between two ranks waits
-      whatever its size.  ``mpi`` buffers about 4,000 bytes in shared memory, ``tcp`` 262,144; ``float("inf")`` buffers
-      every message.
-    - ``check_deadlock``: when every rank waits and none can go on, all raise ``Deadlock`` at once.  It names the rank
-      and the operation that each rank waits for.  Ranks that compute, sleep, or wait with their own timeout can go on,
-      and so can a program with threads that started after ``spawn``.
+    - ``buffer_bytes``: a larger message is complete when it is received, so two ranks that both send first deadlock.
+      The default is that of the strictest backend: on ``nccl`` the first message between two ranks waits for any size.
+      ``mpi`` buffers about 4,000 bytes in shared memory, ``tcp`` 262,144; ``float("inf")`` buffers every message.
+    - ``check_deadlock``: when every rank waits and none can continue, all raise ``Deadlock`` at once.  It names the
+      rank and the operation that each rank waits for.  Ranks that compute, sleep, or wait with their own timeout can
+      continue, and so can a program with threads that started after ``spawn``.
     - ``check_arrays``: an array of an operation with ``async_op=True`` that is written before the operation is
       complete makes it raise CollectiveError.
     - ``check_messages``: CollectiveError for messages that were never received, if no rank raised (without faults).
 
-    Raises InvalidArgument without ranks, and if a fault never happened: such a test shows nothing.
+    Raises InvalidArgument without ranks, and if a fault never happened.
     """
     if not callable(fn):
         raise InvalidArgument(f"fn: expected a function of a communicator, got {fn!r}")
@@ -66,7 +65,7 @@ def spawn(
     group = ThreadGroup(world_size, ThreadWorld(world_size, watch))
     results: list[Any] = [None] * world_size
     comms: dict[int, Communicator] = {}
-    errors: list[tuple[int, BaseException]] = []  # of which the first is raised
+    errors: list[tuple[int, BaseException]] = []  # the first is raised
 
     def run(rank: int) -> None:
         why = "its function returned"
@@ -87,7 +86,7 @@ def spawn(
             why = f"{type(error).__name__}: {error}"
             errors.append((rank, error))
         finally:
-            group.world.depart(rank, why)
+            group.world.end(rank, why)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     watch.threads, watch.deadline = threads, time.monotonic() + timeout
@@ -100,11 +99,11 @@ def spawn(
     with group.world.lock:
         group.world.notify(waiting)  # their own deadlines may be later
     for rank in waiting:
-        threads[rank].join(LAST_WORDS_SECONDS)
+        threads[rank].join(ERROR_SECONDS)
     running = [rank for rank in running if threads[rank].is_alive()]
     message = f"spawn: ranks {running} of {world_size} are still running after {timeout:g} s"
     for rank in running:
-        group.world.depart(rank, message)  # ends every wait for it, in groups split from this one too
+        group.world.end(rank, message)  # ends every wait for it, in groups split from this one too
     if running and not errors:
         raise CollectiveTimeout(message)
     if errors:
@@ -117,5 +116,5 @@ def spawn(
             f"{plan.operations} operations of the ranks (or nothing was sent in those)"
         )
     if plan is None and check_messages and (unreceived := watch.unreceived()):
-        raise CollectiveError(f"spawn: messages that nobody received: {'; '.join(unreceived[:8])}")
+        raise CollectiveError(f"spawn: messages that no rank received: {'; '.join(unreceived[:8])}")
     return results

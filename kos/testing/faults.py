@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from kos.comm.arguments import whole_number
+from kos.comm.arguments import check_int
 from kos.comm.operation import Call
 from kos.comm.rendezvous.threads import ThreadWorld
 from kos.errors import CollectiveError, InvalidArgument
@@ -16,18 +16,17 @@ KINDS = ("delay", "drop", "error", "stall", "crash")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong with operation ``operation`` (from 0) of rank ``rank``.
+    """A failure of operation ``operation`` (from 0) of rank ``rank``.
 
-    Operations are those that the rank starts, on whichever communicator: collectives and messages, in their
-    order.  ``kind`` is one of
+    Operations are all collectives and messages that the rank starts, on any communicator, in order.  ``kind`` is one of
 
-    - ``delay``: the rank begins that operation ``seconds`` later (0.02 unless given), which changes no result;
-    - ``drop``: no message that it sends in that operation arrives: the ranks that wait for one raise CollectiveTimeout;
-    - ``error``: the operation raises CollectiveError before it begins, and so do the others that take part in it;
-    - ``stall``: the rank stops before that operation for good: the others raise CollectiveTimeout that names it;
-    - ``crash``: the rank is gone before that operation, without notice: the others raise RankLost.
+    - ``delay``: the rank begins that operation ``seconds`` later (default 0.02), which changes no result;
+    - ``drop``: the messages that it sends in that operation are lost: ranks that wait for one raise CollectiveTimeout;
+    - ``error``: the operation raises CollectiveError before it begins, also on the other ranks that take part;
+    - ``stall``: the rank stops forever before that operation: the others raise a CollectiveTimeout that names it;
+    - ``crash``: the rank ends without a report before that operation: the others raise RankLost.
 
-    Raises InvalidArgument for a plan that makes no sense.
+    Raises InvalidArgument for an invalid plan.
     """
 
     kind: str
@@ -38,7 +37,7 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise InvalidArgument(f"fault: expected one of {', '.join(KINDS)}, got {self.kind!r}")
-        if whole_number("fault: rank", self.rank) < 0 or whole_number("fault: operation", self.operation) < 0:
+        if check_int("fault: rank", self.rank) < 0 or check_int("fault: operation", self.operation) < 0:
             raise InvalidArgument(f"fault: expected rank and operation from 0 on, got {self}")
         timed = self.kind == "delay" and isinstance(self.seconds, int | float) and self.seconds > 0
         if self.seconds is not None and not timed:
@@ -46,7 +45,7 @@ class Fault:
 
 
 class Crashed(BaseException):
-    """Ends the thread of a rank that a plan made crash or stall; not an Exception, so that no test keeps it."""
+    """Ends the thread of a rank that crashes or stalls; not an Exception, so that tests do not catch it."""
 
 
 class FaultPlan:
@@ -60,13 +59,13 @@ class FaultPlan:
             if fault.rank >= size:
                 raise InvalidArgument(f"faults: expected ranks below {size}, got {fault}")
         self.pending = set(self._faults)
-        self.operations = [0] * size  # that each rank started
+        self.operations = [0] * size  # started by each rank
         self._stalled = 0
 
-    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
-        """Apply the faults of the operation that world rank ``rank`` is about to start.
+    def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
+        """Apply the faults of the next operation of world rank ``rank``.
 
-        If its messages are to be lost, returns a function to call for each of them.
+        If its messages are dropped, returns a function to call for each of them.
         """
         number = self.operations[rank]
         self.operations[rank] += 1
@@ -90,10 +89,10 @@ class FaultPlan:
         return lost
 
     def _stall(self, world: ThreadWorld, rank: int, call: Call) -> None:
-        """Stay until all other ranks have ended or stalled too."""
+        """Wait until all other ranks have ended or stalled too."""
         with world.lock:
             self._stalled += 1
             world.notify(list(range(len(world.wakeup))))
-            while len(world.departed) + self._stalled < len(world.wakeup):
+            while len(world.ends) + self._stalled < len(world.wakeup):
                 world.wait(rank, None, lambda: [(f"stalled before {call.name}, as the test's plan says", [])])
         raise Crashed(f"it stalled before {call.name}")

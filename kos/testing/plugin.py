@@ -1,6 +1,6 @@
-"""A pytest plugin: ``pytest_plugins = ["kos.testing.plugin"]`` in a conftest.py brings the fixture ``spawn_ranks``.
+"""A pytest plugin: ``pytest_plugins = ["kos.testing.plugin"]`` in a conftest.py adds the fixture ``spawn_ranks``.
 
-Its use is shown in docs/communicator.md, "Testing your own code".
+docs/communicator.md, "Testing your own code", shows its use.
 """
 
 from __future__ import annotations

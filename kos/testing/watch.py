@@ -20,20 +20,20 @@ from kos.errors import CollectiveError, CollectiveTimeout
 from kos.memory import Buffer
 from kos.testing.faults import FaultPlan
 
-_LOOK = 0.05  # seconds between two looks at threads that may yet help ranks that wait
+_POLL_SECONDS = 0.05  # seconds between two checks for threads that may still help waiting ranks
 _SHOWN = 16  # ranks in a message
 
 
 class Deadlock(CollectiveTimeout):
-    """Every rank waits for another one: raised in all of them at once, with what each waits for."""
+    """Every rank waits for another one.  Raised on all ranks at once; names the ranks that each waits for."""
 
 
 class Watch:
     """The state of the ranks of one ``spawn``; ``world.watch`` of the mock backend.
 
-    A rank is stuck if its thread waits in kos, no event has come since the wait began, and its timeout is not before
-    the end of ``spawn``.  It is a deadlock if all ranks are stuck, unless a thread that started after ``spawn`` is
-    alive: it may compute, sleep, or serve a communicator.
+    A rank is stuck if its thread waits in kos, no event has occurred since the wait began, and its timeout is not
+    before the end of ``spawn``.  It is a deadlock if all ranks are stuck, unless a thread that started after ``spawn``
+    is alive: it may compute, sleep, or serve a communicator.
     """
 
     def __init__(self, size: int, plan: FaultPlan | None, buffer_bytes: float, deadlock: bool, arrays: bool) -> None:
@@ -46,30 +46,30 @@ class Watch:
         self._backends: list[tuple[ThreadGroup, MockBackend]] = []
         self._size = size
 
-    def strike(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
-        """See ``FaultPlan.strike``."""
-        return None if self.plan is None else self.plan.strike(world, rank, call)
+    def inject(self, world: ThreadWorld, rank: int, call: Call) -> Callable[[], None] | None:
+        """See ``FaultPlan.inject``."""
+        return None if self.plan is None else self.plan.inject(world, rank, call)
 
     def begin_wait(
         self, world: ThreadWorld, rank: int, seconds: float | None, waits_for: Callable[[], Waits]
     ) -> float | None:
-        """The calling thread is about to wait for ``rank``; returns the seconds until it must call this again."""
+        """Record that the calling thread, of ``rank``, waits; returns the seconds until it must call this again."""
         until = float("inf") if seconds is None else time.monotonic() + seconds
         self._waiting[threading.current_thread()] = rank, world.events[rank], until, waits_for
-        if not self._deadlock or len(self._waiting) + len(world.departed) < self._size:
+        if not self._deadlock or len(self._waiting) + len(world.ends) < self._size:
             return seconds
         stuck = {thread for thread, wait in self._waiting.items() if self._is_stuck(world, wait)}
-        ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.departed]
+        ranks = [thread for rank, thread in enumerate(self.threads) if rank not in world.ends]
         if not stuck.issuperset(ranks):
             return seconds
         idle = stuck | self._others | set(self.threads)
         if all(thread in idle or thread.name == "kos-watchdog" for thread in threading.enumerate()):
             world.fail(Deadlock, self._describe(world))
             return 0.0
-        return _LOOK if seconds is None else min(seconds, _LOOK)
+        return _POLL_SECONDS if seconds is None else min(seconds, _POLL_SECONDS)
 
     def end_wait(self) -> None:
-        """The calling thread has stopped waiting."""
+        """Record that the calling thread no longer waits."""
         self._waiting.pop(threading.current_thread(), None)
 
     def _is_stuck(self, world: ThreadWorld, wait: tuple[int, int, float, Callable[[], Waits]]) -> bool:
@@ -79,18 +79,18 @@ class Watch:
     def _describe(self, world: ThreadWorld) -> str:
         waits = {rank: waits_for() for rank, _, _, waits_for in self._waiting.values()}
         lines = []
-        for rank in sorted({*waits, *world.departed})[:_SHOWN]:
-            if rank in world.departed:
-                lines.append(f"rank {rank} has ended: {world.departed[rank]}")
+        for rank in sorted({*waits, *world.ends})[:_SHOWN]:
+            if rank in world.ends:
+                lines.append(f"rank {rank} has ended: {world.ends[rank]}")
             for what, peers in waits.get(rank, []):
                 named = f" waits for rank{'s' * (len(peers) > 1)} {', '.join(map(str, peers))} in" if peers else ":"
                 lines.append(f"rank {rank}{named} {what}")
         if cycle := _cycle(waits):
             lines.append("the cycle: " + " -> ".join(f"rank {rank}" for rank in cycle))
-        return "deadlock: every rank waits, and none can go on:\n  " + "\n  ".join(lines)
+        return "deadlock: every rank waits, and none can continue:\n  " + "\n  ".join(lines)
 
     def guard(self, call: Call, run: Callable[[Call], Steps]) -> Steps:
-        """Take the steps of ``call`` on copies of its arrays, and fail if the rank writes to the arrays meanwhile."""
+        """Run ``call`` on copies of its arrays, and fail if the rank writes to the arrays before it is complete."""
         o = call.operation
         if not self._arrays:
             yield from run(call)
@@ -110,11 +110,11 @@ class Watch:
             np.copyto(o.recv.flat, recv.flat)
 
     def opened(self, backend: MockBackend, group: ThreadGroup) -> None:
-        """A rank has joined a group."""
+        """Record that a rank has joined a group."""
         self._backends.append((group, backend))
 
     def unreceived(self) -> list[str]:
-        """Messages that were never received, of groups without a failure."""
+        """Messages that were never received, in groups without a failure."""
         groups: dict[ThreadGroup, MockBackend] = {}
         failed = {group for group, backend in self._backends if backend.broken is not None or group.failure is not None}
         for group, backend in self._backends:
@@ -124,21 +124,21 @@ class Watch:
 
 
 def _cycle(waits: dict[int, Waits]) -> list[int]:
-    """Ranks each of which waits for the next, the first once more at the end; none where there is no such cycle."""
+    """A cycle of ranks, each waiting for the next, with the first repeated at the end; empty if there is none."""
     peers = {rank: [peer for _, ranks in works for peer in ranks] for rank, works in waits.items()}
     seen: set[int] = set()
     for start in sorted(peers):
-        path, turns = [start], [iter(peers[start])]
+        path, iterators = [start], [iter(peers[start])]
         while path:
-            peer = next(turns[-1], None)
+            peer = next(iterators[-1], None)
             if peer in path:
                 return [*path[path.index(peer) :], peer]
             if peer is None:
                 seen.add(path.pop())
-                turns.pop()
+                iterators.pop()
             elif peer not in seen:
                 path.append(peer)
-                turns.append(iter(peers.get(peer, ())))
+                iterators.append(iter(peers.get(peer, ())))
     return []
 
 

@@ -1,1 +1,1 @@
-"""Measuring the tuning tables by which ``auto`` chooses a backend: ``python -m kos.tune``."""
+"""Measures the tuning tables by which ``auto`` chooses a backend: ``python -m kos.tune``."""

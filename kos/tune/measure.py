@@ -1,7 +1,7 @@
 """Measure the tuning table of this machine: mpirun -n N python -m kos.tune [--largest 1G] [--out FILE]
 
-One rank to a GPU.  Times ``peer`` and ``nccl`` for every operation and size, in graphs and launched one by one, and
-every kernel of peer's all-reduce; writes the table that ``auto`` uses from then on with so many ranks here.
+One rank per GPU.  Times ``peer`` and ``nccl`` for every operation and size, in graphs and as eager calls, and every
+kernel of peer's all-reduce.  Writes the table that ``auto`` then uses for this number of ranks on this machine.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
 SMALLEST = KB
 OTHERS = ("reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce", "gather", "scatter", "send_recv")
 _TIE, _NOISE = 1.02, 0.05
-"""A route that is slower at one size by at most this factor stays: routes that alternate with size are noise.  A route
-that is faster at the next size too is taken, if it is faster by more than this many microseconds."""
+"""A route is replaced if it is slower by more than the factor ``_TIE``, since smaller differences are noise; or if the
+other route is faster by more than ``_NOISE`` microseconds and also fastest at the next size."""
 _UNITS = {"K": KB, "M": MB, "G": GB}
 
 Times = dict[int, dict[str, float]]
-"""By bytes: microseconds by name."""
+"""Microseconds by number of bytes and name."""
 
 
 def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
@@ -62,7 +62,7 @@ def candidates(nbytes: int, symmetric: bool) -> Iterator[Launch]:
 
 
 def best_of(times: Times) -> list[tuple[int | None, str]]:
-    """(bytes up to which, name of the fastest), from the times at some sizes."""
+    """(largest number of bytes, name of the fastest), from the times at some sizes."""
     rows: list[tuple[int | None, str]] = []
     former, smaller = "", 0
     sizes = sorted(times)
@@ -70,8 +70,8 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
         here, next_ = times[size], times.get(larger, {})
         fastest = min(here, key=lambda name: here[name])
         lead = here.get(former, math.inf) - here[fastest]
-        goes_on = lead > _NOISE and fastest == min(next_, key=lambda name: next_[name], default=None)
-        if former and (goes_on or here[fastest] * (_TIE - 1) < lead):
+        lasts = lead > _NOISE and fastest == min(next_, key=lambda name: next_[name], default=None)
+        if former and (lasts or here[fastest] * (_TIE - 1) < lead):
             rows.append((crossing(times, smaller, size, former, fastest), former))
             former = fastest
         former, smaller = former or fastest, size
@@ -79,8 +79,8 @@ def best_of(times: Times) -> list[tuple[int | None, str]]:
 
 
 def crossing(times: Times, a: int, b: int, before: str, after: str) -> int:
-    """Bytes between sizes ``a`` and ``b`` where two lines of time cross; the geometric mean if that is not known."""
-    lead = math.log(times[a].get(after, math.nan) / times[a][before])  # of the one that is faster at a
+    """Bytes between sizes ``a`` and ``b`` where two time curves cross; the geometric mean if that is not known."""
+    lead = math.log(times[a].get(after, math.nan) / times[a][before])  # of the faster route at a
     lag = math.log(times[b].get(before, math.nan) / times[b][after])
     part = max(lead, 0.0) / (max(lead, 0.0) + max(lag, 0.0)) if lead + lag > 0 else 0.5
     return round(a * (b / a) ** part)
@@ -104,7 +104,7 @@ class Tuner:
         self.measured: list[dict[str, Any]] = []
 
     def buffers(self, dtype: str, symmetric: bool) -> list[Array]:
-        """Input and output, of as many elements as fit."""
+        """Input and output, with the largest number of elements that fits."""
         count = self.largest // as_dtype(dtype).itemsize
         both = self.symmetric if symmetric else self.ordinary
         return [Array(each.pointer, (count,), dtype, self.device, owner=each) for each in both]
@@ -129,26 +129,26 @@ class Tuner:
         return start
 
     def time(self, start: Callable[[], Any], nbytes: int, graph: bool) -> float:
-        """Microseconds of one of several in a row: the median, on the slowest rank."""
+        """Microseconds per call, of several in a row: the median, on the slowest rank."""
         depth = 50 if nbytes <= MB else 10 if nbytes <= 16 * MB else 3 if nbytes <= 256 * MB else 1
-        start()  # what happens once: connections, kernels
+        start()  # warm-up: connects ranks, loads kernels
         streams.synchronize(self.stream, self.device)
-        turns = 6 if nbytes <= 16 * MB else 4
-        seconds = [each / depth for each in (self._in_graph if graph else self._eager)(start, depth, turns)]
+        repeats = 6 if nbytes <= 16 * MB else 4
+        seconds = [each / depth for each in (self._in_graph if graph else self._eager)(start, depth, repeats)]
         everybody = self.peer.rendezvous.allgather(json.dumps(1e6 * median(seconds[1:])).encode())
         return max(map(json.loads, everybody))
 
-    def _in_graph(self, start: Callable[[], Any], depth: int, turns: int) -> Iterator[float]:
+    def _in_graph(self, start: Callable[[], Any], depth: int, repeats: int) -> Iterator[float]:
         with capture(self.stream) as graph:
             for _ in range(depth):
                 start()
-        for _ in range(turns):
+        for _ in range(repeats):
             self.peer.rendezvous.barrier()
             yield 1e-3 * streams.milliseconds(lambda: graph.replay(self.stream), self.stream)
         graph.close()
 
-    def _eager(self, start: Callable[[], Any], depth: int, turns: int) -> Iterator[float]:
-        for _ in range(turns):
+    def _eager(self, start: Callable[[], Any], depth: int, repeats: int) -> Iterator[float]:
+        for _ in range(repeats):
             self.peer.rendezvous.barrier()
             began = time.perf_counter()
             for _ in range(depth):
@@ -167,10 +167,10 @@ class Tuner:
                 start = self.bind(self.peer, "all_reduce", nbytes, "bfloat16", symmetric)
                 named[repr(launch)] = launch
                 times[nbytes][repr(launch)] = self.time(start, nbytes, graph=True)
-            self._keep(f"launches of {'symmetric' if symmetric else 'ordinary'}", nbytes, times[nbytes])
+            self._record(f"launches of {'symmetric' if symmetric else 'ordinary'}", nbytes, times[nbytes])
         return tuple((limit, named[name]) for limit, name in best_of(times))
 
-    def _keep(self, what: str, nbytes: int, times: Mapping[str, float]) -> None:
+    def _record(self, what: str, nbytes: int, times: Mapping[str, float]) -> None:
         us = {name: round(value, 2) for name, value in times.items()}
         self.measured.append({"route": what, "bytes": nbytes, **us})
 
@@ -180,7 +180,7 @@ class Tuner:
         return self.peer.backend
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
-        """Which backend is faster, by size."""
+        """The faster backend, by size."""
         times: Times = {}
         whole = operation in ("all_gather", "gather", "scatter")
         for nbytes in self.sizes:
@@ -190,11 +190,11 @@ class Tuner:
             for name, comm in (("peer", self.peer), ("nccl", self.nccl)):
                 start = self.bind(comm, operation, nbytes, "float32" if wide else "bfloat16", symmetric)
                 times[nbytes][name] = self.time(start, nbytes, graph)
-            self._keep(key(operation, wide, symmetric, graph), nbytes, times[nbytes])
+            self._record(key(operation, wide, symmetric, graph), nbytes, times[nbytes])
         return tuple(best_of(times))
 
     def table(self, say: Callable[[str], None]) -> Table:
-        """Measure all of it."""
+        """Measure the whole table."""
         launches = Launches(symmetric=self.launches(True), ordinary=self.launches(False))
         say(f"peer's all_reduce: {len(launches.symmetric)} and {len(launches.ordinary)} kinds of launches")
         self._peer.use(launches)
@@ -211,24 +211,24 @@ class Tuner:
 
 
 def simplified(routes: Mapping[str, Route], measured: Sequence[Mapping[str, Any]]) -> dict[str, Route]:
-    """Drop the route of eager calls where that of graphs is as fast for them: choosing between two costs time."""
-    kept = dict(routes)
+    """Remove an eager route if the graph route is as fast: choosing between two routes costs time."""
+    result = dict(routes)
     for name, route in routes.items():
         eager = name.replace(" graph", " eager")
         rows = [m for m in measured if m["route"] == eager]
         if eager != name and all(m[pick(route, m["bytes"])] <= _TIE * min(m["peer"], m["nccl"]) for m in rows):
-            kept.pop(eager, None)
-    return kept
+            result.pop(eager, None)
+    return result
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """The whole file or none; it must be readable as a table."""
+    """Write the file atomically, after checking that it is a valid table."""
     parse(data, str(path))
     replace_file(path, json.dumps(data, indent=1).encode())
 
 
 def check_place(out: Path | None) -> None:
-    """Raise InvalidArgument where the table could not be written, before minutes are spent on it."""
+    """Raise InvalidArgument, before the measurement, if the table could not be written."""
     if out is None:
         out = user_path("gpu", 2)
         try:
@@ -282,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
                 raise InvalidArgument(f"{path} was not written ({error}): the table is printed above") from error
             print(f"written: {path}")
     except KosError as error:
-        if launched_rank() == 0 or not isinstance(error, BackendUnavailable):  # which all ranks have agreed on
+        if launched_rank() == 0 or not isinstance(error, BackendUnavailable):  # all ranks raise BackendUnavailable
             print(f"kos: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -95,7 +95,7 @@ def time_is_up(monkeypatch: pytest.MonkeyPatch, state: Callable[[], bool]) -> No
 
     monkeypatch.setattr("kos.testing.time", SimpleNamespace(monotonic=monotonic))
     monkeypatch.setattr("kos.testing.init", patient)
-    monkeypatch.setattr("kos.testing.LAST_WORDS_SECONDS", TIMEOUT)
+    monkeypatch.setattr("kos.testing.ERROR_SECONDS", TIMEOUT)
 
 
 def time_out_beside_others(comm: kos.Communicator) -> None:

@@ -160,7 +160,7 @@ def test_rank_order_and_named_algorithms(fake: FakeNCCL) -> None:
         def way(**options: Any) -> str:
             x = zeros(1 << 20)
             o = Operation("all_reduce", comm.rank, Options(**options), comm_buffer(x), comm_buffer(x))
-            return backend.choose_part(o)[0].name
+            return backend.choose_backend(o)[0].name
 
         assert (way(), way(deterministic=True)) == ("nccl", "peer")
         assert way(algorithm="ring") == "peer"
@@ -201,7 +201,7 @@ def test_symmetric_buffers_and_graphs(fake: FakeNCCL, monkeypatch: pytest.Monkey
 
         def way(name: str, count: int) -> str:
             x = comm_buffer(zeros(count))
-            return backend.choose_part(Operation(name, 0, send=x, recv=x))[0].name
+            return backend.choose_backend(Operation(name, 0, send=x, recv=x))[0].name
 
         assert way("broadcast", 8) == "peer" and way("broadcast", 1 << 20) == "peer" and state.asked == 0
         assert way("broadcast", 1024) == "nccl"
@@ -351,11 +351,11 @@ def test_a_failure_of_one_part_is_the_end_of_all(fake: FakeNCCL, monkeypatch: py
         assert isinstance(backend, AutoBackend)
         part = next(gpu for gpu in backend.gpus if gpu.name == failing)
         call = Call(Operation("all_reduce", 0), sequence=7)
-        part.failed(call, CollectiveTimeout("all_reduce #7: rank 1 did not come"))
+        part.failed(call, CollectiveTimeout("all_reduce #7: rank 1 did not arrive"))
         # Ending nccl may wait for kernels of peer, and ending peer for all that the GPU does.
         assert ended == ["waits of nccl", "waits of peer", "nccl", "peer"]
         for x in (zeros(1), zeros(1 << 20), np.zeros(1)):
-            with pytest.raises(CollectiveError, match="failed before: all_reduce #7: rank 1 did not come"):
+            with pytest.raises(CollectiveError, match="failed before: all_reduce #7: rank 1 did not arrive"):
                 comm.all_reduce(x)
             with pytest.raises(CollectiveError, match="failed before"), comm.batch():
                 comm.all_reduce(x)
@@ -372,7 +372,7 @@ def test_the_ranks_that_are_left_keep_both(fake: FakeNCCL, monkeypatch: pytest.M
         comm.all_reduce(zeros(1))
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            comm.rendezvous.threads.world.depart(0, "it is dead")  # type: ignore[union-attr]
+            comm.rendezvous.threads.world.end(0, "it is dead")  # type: ignore[union-attr]
             return
         rest = comm.shrink()
         assert rest.backend_name == "nccl+peer+mock" and rest.size == 1
@@ -484,7 +484,7 @@ def test_ranks_that_route_differently_make_different_calls(fake: FakeNCCL) -> No
     ("routes", "broken", "taken", "why"),
     [
         (ROUTES, "", ["nccl", "peer"], "peer works"),
-        ({}, "", ["nccl"], "peer works; not in auto before it was measured here: python -m kos.tune"),
+        ({}, "", ["nccl"], "peer works; auto uses it once it was measured here: python -m kos.tune"),
         (ROUTES, "rank 1 reads other bytes than rank 0 wrote", ["nccl"], "rank 1 reads other bytes than rank 0 wrote"),
     ],
     ids=["measured", "not measured", "does not work"],

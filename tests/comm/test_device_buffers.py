@@ -61,7 +61,7 @@ def test_refused_before_anything_is_sent() -> None:
             x, described(shape=(4,), device=1)
         ),
         "out: expected dtype float32, got int8": lambda: comm.all_reduce(x, out=described(8192, (4,), np.int8)),
-        "out: expected memory apart from x": lambda: comm.all_reduce(x, out=described(4100, (4,))),
+        "out: expected memory that does not overlap x": lambda: comm.all_reduce(x, out=described(4100, (4,))),
         "op: expected one of SUM, .* for float32, got BAND": lambda: comm.all_reduce(x, ReduceOp.BAND),
         "x: expected memory of the host .backend mock., got Array in memory of cuda:0; nccl, peer and auto": lambda: (
             comm.all_reduce(x)

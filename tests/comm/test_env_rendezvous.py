@@ -272,7 +272,7 @@ def test_jobs_side_by_side() -> None:
             environment(rank, 2, port + job, TORCHELASTIC_USE_AGENT_STORE="True") for rank in (1, 0) for job in (0, 1)
         ]
         missing, lost = errors_of(0.3, jobs[2], jobs[1])
-        assert missing.startswith("rendezvous: ranks [1] of 2 did not come")
+        assert missing.startswith("rendezvous: ranks [1] of 2 did not arrive")
         assert lost.startswith("rendezvous: rank 1 did not reach rank 0")
         assert errors_of(30, *jobs) == [""] * 4
 
@@ -367,7 +367,7 @@ def test_missing_ranks_are_named_on_all_others(monkeypatch: pytest.MonkeyPatch) 
     others = [environment(rank, 5, port) for rank in (2, 4)]
     first, rest = run_threads(lambda: errors_of(0.5, environment(0, 5, port)), lambda: errors_of(30, *others))
     assert time.monotonic() - began >= 0.5
-    expected = f"rendezvous: ranks [1, 3] of 5 did not come within 0.5 s (rank 0 listens at 127.0.0.1:{port})"
+    expected = f"rendezvous: ranks [1, 3] of 5 did not arrive within 0.5 s (rank 0 listens at 127.0.0.1:{port})"
     assert first + rest == [expected] * 3
 
 
@@ -395,7 +395,7 @@ def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_rank_0_says_where_others_look_for_it() -> None:
     [error] = errors_of(0.3, environment(0, 2, free_port(), MASTER_ADDR="no-such-host.invalid"))
-    assert "for others to find by MASTER_ADDR=no-such-host.invalid)" in error
+    assert "which others find by MASTER_ADDR=no-such-host.invalid)" in error
 
 
 def test_a_master_that_cannot_be_reached() -> None:
@@ -411,7 +411,7 @@ def test_a_rank_that_comes_twice() -> None:
     port = free_port()
     errors = errors_of(30, *[environment(rank, 3, port) for rank in (0, 1, 1)])
     assert set(errors) == {
-        f"rendezvous: rank 1 came twice: expected one process of each rank (rank 0 listens at 127.0.0.1:{port})"
+        f"rendezvous: rank 1 joined twice: expected one process of each rank (rank 0 listens at 127.0.0.1:{port})"
     }
 
 
@@ -434,7 +434,7 @@ def test_another_world_size(size: int) -> None:
     port = free_port()
     ranks = [environment(rank, 3, port) for rank in (0, 2)]
     assert set(errors_of(30, *ranks, environment(1, size, port))) == {
-        f"rendezvous: rank 1 came with a world size of {size}, expected 3 as on rank 0 "
+        f"rendezvous: rank 1 joined with a world size of {size}, expected 3 as on rank 0 "
         f"(rank 0 listens at 127.0.0.1:{port})"
     }
 
@@ -506,7 +506,7 @@ def test_a_rank_that_stalls_is_named(late: int, monkeypatch: pytest.MonkeyPatch)
         began = time.monotonic()  # before any rank waits: the hub counts from the first
         met.wait(20)
         if rendezvous.rank != late:
-            with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of 3 did not come within 0.3 s"):
+            with pytest.raises(RendezvousError, match=rf"ranks \[{late}\] of 3 did not arrive within 0.3 s"):
                 rendezvous.allgather(b"")
             assert time.monotonic() - began >= 0.3
         named.wait(20)
@@ -524,7 +524,7 @@ def test_a_rank_that_stalls_within_a_message_is_named(monkeypatch: pytest.Monkey
             assert rendezvous._connection is not None
             rendezvous._connection.sock.send(b"\0")
         else:
-            with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not come within 0.3 s"):
+            with pytest.raises(RendezvousError, match=r"ranks \[1\] of 3 did not arrive within 0.3 s"):
                 rendezvous.allgather(b"")
         named.wait(20)
 

@@ -409,7 +409,7 @@ def test_what_is_queued_may_change_while_another_thread_reads_it() -> None:
 
 
 def test_a_missing_rank_at_init() -> None:
-    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not come within 0.2 s"):
+    with pytest.raises(RendezvousError, match=r"ranks \[1, 2\] did not arrive within 0.2 s"):
         kos.init("mock", rendezvous=ThreadRendezvous(ThreadGroup(3), 0, 0.2))
 
 
@@ -439,11 +439,11 @@ def test_a_device_without_a_backend_for_gpus(backend: str, error: type[Exception
     assert run_threads(lambda: ask(0), lambda: ask(1)) == [None, None]
 
 
-def test_ranks_that_ask_for_different_backends() -> None:
+def test_ranks_that_request_different_backends() -> None:
     group, names = ThreadGroup(2), ["mock", "auto"]
 
     def ask(rank: int) -> None:
-        message = f"init: rank {rank} asked for backend '{names[rank]}', rank {1 - rank} for '{names[1 - rank]}'"
+        message = f"init: rank {rank} requested backend '{names[rank]}', rank {1 - rank} '{names[1 - rank]}'"
         with pytest.raises(RendezvousError, match=f"^{message}$"):
             kos.init(names[rank], rendezvous=ThreadRendezvous(group, rank, TIMEOUT))
 
@@ -457,7 +457,7 @@ def test_nothing_is_kept_of_finished_operations() -> None:
             comm.all_gather_bytes(b"abc")
         comm.barrier()
         comm.rendezvous.barrier()
-        room = comm.backend._room
+        room = comm.backend._state
         assert (room.sent, room.posted, room.calls) == ({}, {}, {})
         assert comm.backend.engine.outstanding() == []
 

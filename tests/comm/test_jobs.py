@@ -142,7 +142,7 @@ with kos.init() as comm:
 with kos.init() as comm:
     if comm.rank == 0: sys.exit(7)
     {WAIT}
-""", 7, "rank 0 of 3 ends the job: it left its communicator by an exception and the others did not"),
+""", 7, "rank 0 of 3 ends the job: it aborted its communicator by an exception and the others did not"),
     "caught, then exit": (f"""
 try:
     with kos.init() as comm:
@@ -352,7 +352,7 @@ except kos.errors.RendezvousError as error:
     print(error)
 """
     done = start(sys.executable, program(tmp_path, text))
-    said = f"{size}: expected 3 ranks in MPI_COMM_WORLD, got 1: the launcher does not fit the MPI library in use (Open"
+    said = f"{size}: expected 3 ranks in MPI_COMM_WORLD, got 1: the launcher does not match the MPI library in use"
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(said) and ("srun --mpi=none" in done.stdout) == (size == "SLURM_NTASKS")
 

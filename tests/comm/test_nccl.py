@@ -522,7 +522,7 @@ def test_shrink(mpi_world: kos.Communicator, gpu_world: kos.Communicator, own: b
     if own and not nccl_binding.has("revoke"):
         pytest.skip("needs NCCL 2.28.7 or newer")
     comm = gpu_world.duplicate()
-    comm.backend._outlives = own
+    comm.backend._shrinkable = own
     comm.all_reduce(on_gpu(comm, np.ones(7, np.float32)))
     comm.synchronize()
     last = comm.size - 1

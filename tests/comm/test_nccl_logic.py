@@ -160,7 +160,7 @@ def test_calls_of_the_control_plane_that_differ(fake: FakeNCCL, mine: str, their
 def test_memory_of_a_gpu_twice_in_a_batch(fake: FakeNCCL) -> None:
     def body(gpu: Any) -> None:
         x = Array.zeros(8, np.float32, 0)
-        with pytest.raises(InvalidArgument, match="memory apart"), gpu.comm.batch():  # noqa: PT012
+        with pytest.raises(InvalidArgument, match="memory that another operation writes"), gpu.comm.batch():  # noqa: PT012
             gpu.comm.all_reduce(Array(x.pointer, (4,), np.float32, 0))
             gpu.comm.all_reduce(Array(x.pointer + 12, (4,), np.float32, 0))
         with gpu.comm.batch():
@@ -401,12 +401,12 @@ def test_ranks_that_are_left_go_on(fake: FakeNCCL, monkeypatch: pytest.MonkeyPat
         comm.rendezvous.barrier()
         if comm.rank == 1:
             comm.backend.unwatch()  # as its process is dead
-            comm.rendezvous.threads.world.depart(1, "it is dead")
+            comm.rendezvous.threads.world.end(1, "it is dead")
             whole.wait(20)
             comm._closed = True
             return
         if how == "one was aborted" and comm.rank == 2:
-            comm.backend._outlives = False
+            comm.backend._shrinkable = False
         rest = comm.shrink()
         assert rest.size == 2 and rest.rank == comm.rank // 2
         assert (rest.backend._comm.group is group.children.get("shrunk")) == (how == "by NCCL")

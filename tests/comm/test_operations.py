@@ -249,7 +249,7 @@ def test_memory_that_two_operations_of_a_batch_use() -> None:
         }
         for name, calls in clashes.items():
             for order in (calls, calls[::-1]):
-                expected = r"batch: expected memory apart.*got operation [12], .*, and operation [123], "
+                expected = r"batch: expected no memory that another.*got operation [12], .*, and operation [123], "
                 with pytest.raises(InvalidArgument, match=expected), comm.batch():  # noqa: PT012
                     comm.all_reduce(np.ones(3))
                     for call in order:
@@ -313,7 +313,7 @@ def test_bytes_take_their_own_timeout_where_only_the_rendezvous_carries_them(mon
             gpu.comm.abort()  # the group has failed: it cannot close together
             return
         try:
-            with pytest.raises(RendezvousError, match=r"ranks \[1\] did not come within 0.2 s"):
+            with pytest.raises(RendezvousError, match=r"ranks \[1\] did not arrive within 0.2 s"):
                 gpu.comm.all_gather_bytes(b"x", timeout=0.2)
             assert gpu.comm.rendezvous.timeout == gpu.comm.timeout > 1
         finally:
@@ -377,7 +377,7 @@ def test_errors_name_the_communicator(run: Callable[..., Any]) -> None:
             with pytest.raises(CollectiveTimeout, match=f"^{part.name}: all_reduce #2 of float64.*: not complete"):
                 part.all_reduce(np.ones(1), timeout=0.1)
             copy.timeout = 0.1
-            with pytest.raises(RendezvousError, match=rf"^{copy.name}: shrink: ranks \[1\] did not come"):
+            with pytest.raises(RendezvousError, match=rf"^{copy.name}: shrink: ranks \[1\] did not arrive"):
                 copy.shrink()
         comm.barrier()
         part.abort()

@@ -95,7 +95,7 @@ def test_a_rank_that_comes_after_the_others_gave_up(tmp_path: Path, capsys: pyte
 
     run_and_dump(tmp_path, 3, body)
     text = read(tmp_path, capsys, 1)
-    assert "all_reduce #0 of float64[8] by SUM: rank 0 came after the timeout of others; ranks 0, 1, 2 call" in text
+    assert "all_reduce #0 of float64[8] by SUM: rank 0 arrived after the timeout of others; ranks 0, 1, 2 call" in text
 
 
 def test_a_rank_that_calls_another_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +153,7 @@ def test_a_rank_without_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for rank in (0, 2):
         write(tmp_path, rank, 3, [crafted("barrier", 0), crafted("all_reduce", 1, "started")])
     text = read(tmp_path, capsys, 1)
-    assert "world: all_reduce #1 of float32[4]: rank 1 left no dump; ranks 0, 2 called it at train.py:11" in text
+    assert "world: all_reduce #1 of float32[4]: rank 1 wrote no dump; ranks 0, 2 called it at train.py:11" in text
     assert "2 dumps of 3 ranks" in text
 
 
@@ -185,7 +185,7 @@ def test_a_dump_from_before_what_the_others_did(tmp_path: Path, capsys: pytest.C
     came = "ranks 0, 2 called it at train.py:30; older than that: the dump of rank 1\n"
     assert f"\nworld: barrier #20 of float32[4]: rank 1 did not arrive; {came}" in text
     write(tmp_path, 0, 3, [crafted("recv 0<-1", 20, "failed", p2p=True, record_id=0)])
-    said = "recv 0<-1 #20 of float32[4] at train.py:30; what rank 1 did is not known: its dump is older\n"
+    said = "recv 0<-1 #20 of float32[4] at train.py:30; rank 1's call is not known: its dump is older\n"
     assert f"\nworld: rank 0 did not complete {said}" in read(tmp_path, capsys, 1)
 
 
@@ -207,7 +207,7 @@ def test_what_streams_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         ([crafted("send 1->0", 0, p2p=True, tag=3)], "rank 1 sent nothing for it"),
         ([crafted("send 1->0", 0, p2p=True, input_sizes=[[9]])], "rank 1 called send 1->0 #0 of float32[9]"),
         ([crafted("send 1->0", 7, p2p=True)], "is not known"),
-        (None, "rank 1 left no dump"),
+        (None, "rank 1 wrote no dump"),
     ],
 )
 def test_messages_that_do_not_meet(

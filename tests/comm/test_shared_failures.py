@@ -272,7 +272,7 @@ def test_a_rank_that_ends_for_a_dead_one_names_it(monkeypatch: pytest.MonkeyPatc
             host._report_ends()
         comm.rendezvous.barrier()
         if comm.rank == 0:
-            with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 left because of it"):
+            with pytest.raises(RankLost, match="rank 1 is gone: its process ended; rank 2 aborted because of it"):
                 comm.barrier()
 
     run(body, 3, close=False)
@@ -289,7 +289,7 @@ def test_a_rank_that_left_because_of_another_is_not_blamed_on_mock() -> None:
                 part.barrier()
             comm.abort(reason="it had enough")
             return ()
-        with pytest.raises(RankLost, match="rank 2 of world is gone: .*; rank 1 left because of it") as caught:
+        with pytest.raises(RankLost, match="rank 2 of world is gone: .*; rank 1 aborted because of it") as caught:
             comm.recv(F4(), 1)
         return caught.value.ranks
 

@@ -83,7 +83,7 @@ def test_a_rank_that_does_not_come_is_named() -> None:
         if comm.rank == 1:
             done.wait(20)
             return
-        with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not come within 0.2 s"):
+        with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.2 s"):
             comm.shrink()
         done.set()
 
@@ -113,10 +113,10 @@ def test_who_shrinks_is_not_who_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = SimpleNamespace(_calls=None, _comm=None, _messages=messages, ledger=ledger)
     failed = iter([[], [], [1]])
     monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: next(failed))
-    monkeypatch.setattr("kos.comm.host.mpi._NAMED", 1000.0)
+    monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 1000.0)
     assert next(MPIBackend.gone(backend)) == (1, "its process failed")
     monkeypatch.setattr(mpi_job, "failed_ranks", lambda comm: [])
-    monkeypatch.setattr("kos.comm.host.mpi._NAMED", 0.0)
+    monkeypatch.setattr("kos.comm.host.mpi._NAMING_SECONDS", 0.0)
     assert next(MPIBackend.gone(backend)) == (0, SHRINKS)
 
 

@@ -17,7 +17,7 @@ import pytest
 from kos.comm.rendezvous import wire as tcp
 from kos.comm.rendezvous.env import EnvRendezvous
 from kos.comm.rendezvous.secret import load_secret
-from kos.comm.rendezvous.wire import Connection, Network, Stranger, drive
+from kos.comm.rendezvous.wire import Connection, HandshakeError, Network, drive
 from kos.errors import RankLost, RendezvousError
 from tests.comm.tcp_ranks import environment, errors_of, free_port, run_ranks, run_threads
 
@@ -62,11 +62,11 @@ def test_strangers_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("reason", ["too slow", "too many"])
-def test_strangers_are_dismissed(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_callers_are_rejected(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who proves nothing is sent away after a while; of too many, the oldest go at once."""
     calls, dismissed = (2, 2) if reason == "too slow" else (5, 2)
     monkeypatch.setattr(tcp, "HANDSHAKE_SECONDS", 0.1 if reason == "too slow" else 60.0)
-    monkeypatch.setattr(tcp, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(tcp, "MAX_PENDING", 3)
     network = Network(b"s", "127.0.0.1", "", loopback=True)
     listener = network.listen()
     address = listener.getsockname()
@@ -103,9 +103,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return caller, answerer
 
 
-def introduce(caller: socket.socket) -> Connection:
+def authenticate(caller: socket.socket) -> Connection:
     greeting = drive(tcp.receive_greeting(caller), caller, soon())
-    return drive(tcp.introduce(caller, greeting, b"key", 5, 9), caller, soon())
+    return drive(tcp.authenticate(caller, greeting, b"key", 5, 9), caller, soon())
 
 
 def shake_hands(caller: socket.socket, answerer: socket.socket) -> tuple[Any, Any]:
@@ -114,12 +114,12 @@ def shake_hands(caller: socket.socket, answerer: socket.socket) -> tuple[Any, An
     def answer() -> tuple[int, int, Connection]:
         try:
             return drive(tcp.answer(answerer, b"key"), answerer, soon())
-        except Stranger:
+        except HandshakeError:
             answerer.close()
             raise
 
     called, answered = run_threads(
-        lambda: introduce(caller), answer
+        lambda: authenticate(caller), answer
     )
     return called, answered
 
@@ -161,7 +161,7 @@ def test_a_recorded_handshake_is_refused() -> None:
     assert len(wire.sent) == HELLO
     replayer, answerer = tcp_pair()
     replayer.send(wire.sent)
-    with pytest.raises(Stranger, match="expected a proof of the secret, got a wrong one"):
+    with pytest.raises(HandshakeError, match="expected a proof of the secret, got a wrong one"):
         drive(tcp.answer(answerer, b"key"), answerer, soon())
 
 
@@ -169,8 +169,8 @@ def test_a_listener_without_the_secret_is_refused() -> None:
     """Even one that passes on what it gets: it cannot answer."""
     caller, answerer = tcp_pair()
     answerer.send(b"kos/tcp2" + os.urandom(32) + os.urandom(32))
-    with pytest.raises(Stranger, match="expected the same secret"):
-        introduce(caller)
+    with pytest.raises(HandshakeError, match="expected the same secret"):
+        authenticate(caller)
 
 
 @pytest.mark.parametrize("byte", range(0, HELLO, 7))
@@ -184,14 +184,14 @@ def test_a_hello_that_was_changed_on_the_way_is_refused(byte: int) -> None:
             return self.sock.send(changed)
 
     called, answered = shake_hands(Changing(caller), answerer)  # type: ignore[arg-type]
-    assert isinstance(answered, Stranger), answered
-    assert isinstance(called, Stranger | OSError), called
+    assert isinstance(answered, HandshakeError), answered
+    assert isinstance(called, HandshakeError | OSError), called
 
 
 def test_nobody_learns_a_proof_by_calling() -> None:
     caller, answerer = tcp_pair()
     caller.send(b"kos/tcp2" + bytes(HELLO - 8))
-    with pytest.raises(Stranger):
+    with pytest.raises(HandshakeError):
         drive(tcp.answer(answerer, b"key"), answerer, soon())
     answerer.close()
     assert caller.recv(1000)[40:] == bytes(32)
@@ -209,17 +209,17 @@ def test_a_call_that_is_reset_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return sock
 
         monkeypatch.setattr(socket, "create_connection", reset)
-        with pytest.raises(ConnectionResetError, match="hung up at once"):
+        with pytest.raises(ConnectionResetError, match="closed the connection at once"):
             tcp.connect(*door.getsockname(), soon())
 
 
 def test_a_socket_that_called_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody listens, the kernel may give a caller the very port that it calls."""
+    """Where no process listens, the kernel may give a caller the very port that it calls."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.connect(sock.getsockname())
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: sock)
-    with pytest.raises(ConnectionRefusedError, match="nobody listens"):
+    with pytest.raises(ConnectionRefusedError, match="no process listens"):
         tcp.connect("127.0.0.1", 7, soon())
     assert sock.fileno() == -1
 

@@ -28,7 +28,7 @@ from tests.comm.test_conformance import (  # noqa: F401 -- collected here, to ru
     test_all_gather_v,
     test_all_to_all,
     test_all_to_all_v,
-    test_barrier_waits_for_everybody,
+    test_barrier_waits_for_all_ranks,
     test_broadcast,
     test_gather_and_scatter,
     test_large,
@@ -119,7 +119,7 @@ def test_messages_that_nobody_asked_for_yet(count: int) -> None:
         for work in works:
             work.wait()
         end = comm.backend.transport.peers[peer]
-        assert not (end._posted or end._arrived or end._announced or end._landing or end._outgoing)
+        assert not (end._posted or end._arrived or end._announced or end._incoming or end._outgoing)
 
     TCPRanks(2).run(body)
 
@@ -287,7 +287,7 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "CREDIT_BYTES", 1 << 20)
-    number = 3 * backend.CREDIT_BYTES // (count + backend.KEEPING_BYTES)
+    number = 3 * backend.CREDIT_BYTES // (count + backend.OVERHEAD_BYTES)
 
     def body(comm: kos.Communicator) -> None:
         peer = comm.backend.transport.peers[1 - comm.rank]
@@ -305,11 +305,11 @@ def test_a_sender_that_runs_ahead_does_not_fill_the_receivers_memory(
         else:
             comm.barrier()  # whatever can come has come
             assert number > len(kept()) > number // 4
-            assert sum(kept()) + len(kept()) * backend.KEEPING_BYTES <= backend.CREDIT_BYTES
+            assert sum(kept()) + len(kept()) * backend.OVERHEAD_BYTES <= backend.CREDIT_BYTES
             for i in range(number):
                 assert (comm.recv(np.zeros(count, np.uint8), 0, i % 3) == i % 251).all(), i
         comm.barrier()
-        assert not (peer._arrived or peer._announced or peer._landing or peer._outgoing)
+        assert not (peer._arrived or peer._announced or peer._incoming or peer._outgoing)
         known = json.dumps([peer._credits, peer._freed]).encode()
         window, _ = json.loads(comm.rendezvous.allgather(known)[comm.rank])
         _, taken = json.loads(comm.rendezvous.allgather(known)[1 - comm.rank])
@@ -351,7 +351,8 @@ def test_a_broken_communicator_that_is_closed_leaves_the_rendezvous() -> None:
             comm.close()
             assert comm.rendezvous._connection is None
         else:
-            with pytest.raises(CollectiveTimeout, match=r"barrier #0: not complete .*; rank [12] left because of it"):
+            expected = r"barrier #0: not complete .*; rank [12] aborted because of it"
+            with pytest.raises(CollectiveTimeout, match=expected):
                 comm.rendezvous.barrier()
             comm.abort()
 
@@ -707,5 +708,5 @@ def test_a_timeout_longer_than_poll_counts(timeout: str) -> None:
 
 
 def test_without_sockets_it_says_why() -> None:
-    with pytest.raises(BackendUnavailable, match="tcp: the ranks did not meet over TCP"):
+    with pytest.raises(BackendUnavailable, match="tcp: the ranks did not connect over TCP"):
         kos.init("tcp", rendezvous=SingleRendezvous())

@@ -14,9 +14,9 @@ from tests.comm.tcp_ranks import run_processes, run_ranks
 
 def die(rendezvous: EnvRendezvous) -> None:
     """What the others see of a process that is killed."""
-    assert rendezvous._connection is not None and rendezvous._door is not None
+    assert rendezvous._connection is not None and rendezvous._listener is not None
     rendezvous._connection.close()
-    rendezvous._door.close()
+    rendezvous._listener.close()
     rendezvous._connection = None
 
 
@@ -74,7 +74,7 @@ def test_a_rank_that_lives_and_does_not_come() -> None:
         rendezvous.barrier()
         rendezvous.timeout = 0.5
         if rendezvous.rank != 1:
-            with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not come within 0.5 s"):
+            with pytest.raises(RendezvousError, match=r"shrink: ranks \[1\] did not arrive within 0.5 s"):
                 rendezvous.shrink()
         refused.wait(20)
 
@@ -86,9 +86,9 @@ def test_a_rank_that_dies_while_the_others_wait_for_it(gone: int) -> None:
     def body(rendezvous: EnvRendezvous) -> int:
         rendezvous.barrier()
         if rendezvous.rank == gone:
-            assert rendezvous._door is not None
-            rendezvous._door.setblocking(True)
-            rendezvous._door.accept()  # another has seen that it was there
+            assert rendezvous._listener is not None
+            rendezvous._listener.setblocking(True)
+            rendezvous._listener.accept()  # another has seen that it was there
             die(rendezvous)
             return 0
         part = rendezvous.shrink()

@@ -174,4 +174,4 @@ def test_environment_without_a_secret(hosts: Hosts, tmp_path: Path) -> None:
     unset = ["env", "-u", "KOS_SECRET", f"XDG_CACHE_HOME={tmp_path}/"]
     here, there = hosts.start([0, 1], *unset, sys.executable, "-c", code)
     assert "expected the same secret (KOS_SECRET) on all ranks, got different ones" in there[1]
-    assert here[1].startswith("rendezvous: ranks [1] of 2 did not come within 5 s")
+    assert here[1].startswith("rendezvous: ranks [1] of 2 did not arrive within 5 s")

@@ -44,7 +44,7 @@ def test_records_survive_the_wire() -> None:
     ],
 )
 def test_other_bytes_are_no_handle(data: bytes) -> None:
-    with pytest.raises(InvalidArgument, match=f"IPC handle: expected what to_bytes gave, got {len(data)} bytes"):
+    with pytest.raises(InvalidArgument, match=f"IPC handle: expected one of to_bytes, got {len(data)} bytes"):
         IpcHandle.from_bytes(data)
 
 

@@ -1,7 +1,7 @@
-"""AutoBackend: what ``auto`` uses where ranks have GPUs: host arrays by one backend, arrays on a GPU by ``peer`` or
-``nccl``, whichever was measured to be faster for such a call (``kos.comm.tuning``).
+"""AutoBackend: the backend of ``auto`` for ranks with GPUs.  One backend carries host arrays; ``peer`` or ``nccl``,
+whichever was measured to be faster for such a call (``kos.comm.tuning``), carries arrays on a GPU.
 
-All ranks route a call alike: they have one table, and look only at what is the same on all of them.  The parts
+All ranks take the same route: they share one table, and route by arguments that are equal on all ranks.  The backends
 compare their calls in one place, overlap on one stream, and fail together.
 """
 
@@ -25,10 +25,10 @@ from kos.dtypes import DTYPES, DType
 from kos.errors import KosError
 
 _UNEVEN = frozenset({"all_to_all_v", "send", "recv", "send_recv"})
-"""Operations whose bytes differ between ranks: these all take one route, that of ``_UNEVEN_BYTES``."""
+"""Operations whose sizes differ between ranks: they all take the route of ``_UNEVEN_BYTES``."""
 _UNEVEN_BYTES = 1 << 20
 _BY_OUTPUT = frozenset({"scatter", "all_gather_v"})
-"""Operations whose outputs, not inputs, have one size on all ranks."""
+"""Operations whose outputs, not inputs, have the same size on all ranks."""
 
 Choice = DeviceBackend | dict[tuple[bool, bool], DeviceBackend]
 """A backend, or backends by (both buffers symmetric, within a graph)."""
@@ -38,7 +38,7 @@ class AutoBackend(Backend):
     """One backend for host memory and one or two for GPUs, over the same ranks."""
 
     def __init__(self, rendezvous: Rendezvous, host: Backend, gpus: Sequence[DeviceBackend]) -> None:
-        # nccl is ended first: peer, whose kernels have ended by then (``signal_abort``), waits for the whole GPU.
+        # nccl ends first: peer waits for the whole GPU, after its kernels have ended (``signal_abort``).
         self.host, self.gpus = host, tuple(sorted(gpus, key=lambda gpu: gpu.name))
         super().__init__(rendezvous, host.engine)
         self.name = "+".join(part.name for part in (*self.gpus, host))
@@ -46,13 +46,13 @@ class AutoBackend(Backend):
         self.table: Table | None = next((gpu.table for gpu in self.gpus if gpu.table is not None), None)
         self._only = self.gpus[0] if len(self.gpus) == 1 else None
         self._by_name = {gpu.name: gpu for gpu in self.gpus}
-        self._ordered = self._by_name.get("peer", self.gpus[0])  # whose sums are in rank order, without a detour
+        self._ordered = self._by_name.get("peer", self.gpus[0])  # the backend that adds in rank order in its kernels
         self._choices: dict[tuple[str, DType], tuple[list[int], list[Choice]]] = {}
         for gpu in self.gpus:
             gpu.cache = self.cache
             gpu.join(self.gpus)
         self._order = Order()
-        self._turn: tuple[DeviceBackend, Collection[int]] = (
+        self._last_queued: tuple[DeviceBackend, Collection[int]] = (
             self.gpus[0],
             (),
         )  # the backend that may queue there without ordering it again
@@ -60,20 +60,20 @@ class AutoBackend(Backend):
 
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
-        return Probe(False, "stands for several others")
+        return Probe(False, "combines several backends")
 
     @property
     def broken(self) -> KosError | None:
-        """The first failure of any."""
+        """The first failure of any backend."""
         return self.host.broken or self.gpus[0].broken or self.gpus[-1].broken
 
     @broken.setter
     def broken(self, failure: KosError | None) -> None:
-        pass  # each keeps its own
+        pass  # each backend holds its own failure
 
     @property
     def timeout(self) -> float:
-        """Of all."""
+        """The timeout of all backends, in seconds."""
         return self.host.timeout
 
     @timeout.setter
@@ -81,10 +81,10 @@ class AutoBackend(Backend):
         for part in (self.host, *self.gpus):
             part.timeout = seconds
 
-    def choose_part(self, o: Operation) -> tuple[Backend, bool]:
-        """The backend that carries this operation, and whether it is the same within a graph and outside of one.
+    def choose_backend(self, o: Operation) -> tuple[Backend, bool]:
+        """The backend of this operation, and whether it is the same inside and outside a graph.
 
-        A barrier goes by the GPUs if a stream is to wait.
+        A barrier runs on the GPUs if a stream is to wait.
         """
         buffer = o.send or o.recv
         if buffer is None:
@@ -97,7 +97,7 @@ class AutoBackend(Backend):
             return self._ordered, True
         if o.options.overlap and self._ordered.beside(o):
             return self._ordered, True
-        limits, choices = self._choices.get((o.name, buffer.dtype)) or self._learn(o.name, buffer.dtype)
+        limits, choices = self._choices.get((o.name, buffer.dtype)) or self._load_routes(o.name, buffer.dtype)
         if o.name in _BY_OUTPUT and o.recv is not None:
             buffer = o.recv
         choice = choices[bisect_left(limits, buffer.count)]
@@ -109,8 +109,8 @@ class AutoBackend(Backend):
         eager, graph = choice[symmetric, False], choice[symmetric, True]
         return eager if eager is graph or not is_captured(buffer.stream) else graph, eager is graph
 
-    def _learn(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
-        """Elements up to which, and the choice up to there; one more choice for all above."""
+    def _load_routes(self, operation: str, dtype: DType) -> tuple[list[int], list[Choice]]:
+        """Size limits in elements, and the choice up to each; one more choice for all larger sizes."""
         assert self.table is not None
         limits, routes = merged(self.table, operation, dtype.itemsize > 2)
         choices: list[Choice] = []
@@ -133,7 +133,7 @@ class AutoBackend(Backend):
         return self.host.idle()
 
     def prepare(self, call: Call) -> None:
-        part, fixed = self.choose_part(call.operation)
+        part, fixed = self.choose_backend(call.operation)
         call.route = self._by_host
         part.prepare(call)
         call.route.fixed = fixed
@@ -146,54 +146,54 @@ class AutoBackend(Backend):
             self.refuse(call)
         if part is not self.host:
             overlap = call.route.overlap  # type: ignore[union-attr]
-            stream, (former, last) = part.side if overlap else call.stream, self._turn
+            stream, (former, last) = part.side if overlap else call.stream, self._last_queued
             if (part is not former or stream not in last) and self._only is None:
-                self._take_turn(part, (call,), overlap)
+                self._order_backends(part, (call,), overlap)
         work: Work[Any] | None = part.start(call)
         return work
 
     def _compare(self, o: Call) -> None:
-        """Compare the calls on GPUs before one in host memory: of two ranks that differ the later one finds it."""
+        """Compare the calls on GPUs before one in host memory: the later of two ranks that differ finds it."""
         self.gpus[0].confirm(o)
 
-    def _take_turn(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
+    def _order_backends(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
         """Order the calls of the two GPU backends, one after the other.
 
-        Kernels of both may need a whole GPU and wait for other ranks, and each rank's GPU might begin with another one.
-        Each backend orders its own calls, those of a batch as it likes.
+        Kernels of both may need a whole GPU and wait for other ranks: without an order, GPUs might start different
+        kernels.  Each backend orders its own calls.
         """
         keepers = {part.side: part._side} if overlap else {call.stream: call.queue for call in calls}
         with driver.on_device(self.device):
             for stream, keeper in keepers.items():
                 part.streams.hold(stream, keeper)
             again = self._order.enter(part, keepers, part.streams)
-        self._turn = part, keepers if again else ()
+        self._last_queued = part, keepers if again else ()
 
     def queued(self, call: Call) -> Work[Any] | None:
-        part: Backend = _part(call)
+        part: Backend = _backend_of(call)
         return part.queued(call)
 
     def in_order(self, calls: Sequence[Call]) -> list[Call]:
-        """Part by part."""
+        """Grouped by backend."""
         parts = (*self.gpus, self.host)
-        return sorted(calls, key=lambda call: parts.index(_part(call)))
+        return sorted(calls, key=lambda call: parts.index(_backend_of(call)))
 
     def start_all(self, calls: Sequence[Call], overlap: bool) -> list[Work[Any]]:
         self.raise_failure(calls[0].name)
         works: dict[int, Work[Any]] = {}
-        for part, several in itertools.groupby(self.in_order(calls), _part):
+        for part, several in itertools.groupby(self.in_order(calls), _backend_of):
             mine = list(several)
             if part is self.host:
                 self._compare(mine[0])
             elif self._only is None:
-                self._take_turn(part, mine, overlap)
+                self._order_backends(part, mine, overlap)
             works.update(zip(map(id, mine), part.start_all(mine, overlap), strict=True))
         return [works[id(call)] for call in calls]
 
     def synchronize(
         self, timeout: float | None = None, stream: int | None = None, until: Callable[[], bool] | None = None
     ) -> None:
-        last, _ = self._turn  # first: a wait for what it has queued names that
+        last, _ = self._last_queued  # first, so that its timeout names its own call
         for gpu in sorted(self.gpus, key=lambda gpu: gpu is not last) if until is None else (last,):
             gpu.synchronize(timeout, stream, until)
 
@@ -212,24 +212,22 @@ class AutoBackend(Backend):
         return AutoBackend(rendezvous, host, [gpu.shrink(rendezvous, host) for gpu in self.gpus])
 
     def close(self) -> None:
-        with (
-            ExitStack() as parts
-        ):  # each, whatever fails of another; the host last, which reports it to the other ranks
+        with ExitStack() as parts:  # closes each even if another fails; the host last, which reports the end
             for part in (self.host, *reversed(self.gpus)):
                 parts.callback(part.close)
 
     def abort(self, reason: str) -> None:
-        self._leave(reason)
-        for part in (self.host, *self.gpus):  # the host first: it reports to the other ranks, and takes no time
+        self._signal_end(reason)
+        for part in (self.host, *self.gpus):  # the host first: it reports to the other ranks at once
             part.abort(reason)
 
     def revoke(self, reason: str) -> None:
-        self._leave(reason)
+        self._signal_end(reason)
         for part in (self.host, *self.gpus):
             part.revoke(reason)
 
-    def _leave(self, reason: str) -> None:
-        """Before the parts end: report to the other ranks, and let kernels that wait for them end."""
+    def _signal_end(self, reason: str) -> None:
+        """Report the end to the other ranks, and let waiting kernels end, before the backends end."""
         for gpu in self.gpus:
             gpu.unwatch()
         if self.gpus[0].streams.keepers:
@@ -240,7 +238,7 @@ class AutoBackend(Backend):
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
         part = self._only
         if part is None:
-            limits, choices = self._choices.get((name, DTYPES["float32"])) or self._learn(name, DTYPES["float32"])
+            limits, choices = self._choices.get((name, DTYPES["float32"])) or self._load_routes(name, DTYPES["float32"])
             choice = choices[bisect_left(limits, nbytes // 4)]
             part = choice[symmetric, graph] if isinstance(choice, dict) else choice
         return part.route_of(name, nbytes, symmetric, graph)
@@ -249,6 +247,6 @@ class AutoBackend(Backend):
         return super().routes(" on GPUs") + self.host.routes(" on hosts")
 
 
-def _part(call: Call) -> Any:
+def _backend_of(call: Call) -> Any:
     assert call.route is not None
     return call.route.backend

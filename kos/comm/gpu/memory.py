@@ -1,4 +1,4 @@
-"""Memory of a communicator on its GPU: pieces of arrays, scratch memory, and the windows that ``allocate`` makes."""
+"""Memory of a communicator on its GPU: pieces of arrays, scratch memory, and the windows of ``allocate``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def whole(buffer: Buffer | None) -> Piece:
 
 
 def exchange_of(o: Operation, rank: int, size: int) -> tuple[list[Piece], list[Piece]]:
-    """What an operation that only moves bytes sends to each rank, and receives from each."""
+    """The pieces that an operation without a reduction sends to each rank, and receives from each."""
     send, recv, root, message = whole(o.send), whole(o.recv), o.root, o.message
 
     def only(rank: int | None, piece: Piece) -> list[Piece]:
@@ -49,7 +49,7 @@ def exchange_of(o: Operation, rank: int, size: int) -> tuple[list[Piece], list[P
 
 
 def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> list[Piece]:
-    """A piece for each rank: of so many elements, or equal ones."""
+    """A piece for each rank, of ``counts`` elements or of equal sizes."""
     if buffer is None:
         return [NONE] * size
     parts, at = [], buffer.pointer
@@ -60,7 +60,7 @@ def _parts(buffer: Buffer | None, counts: Sequence[int] | None, size: int) -> li
 
 
 class Scratch:
-    """Memory of a GPU for a backend's own use, uninitialised; may be taken while a graph is captured."""
+    """Uninitialised GPU memory for a backend's own use; may be allocated while a graph is captured."""
 
     def __init__(self, nbytes: int, device: int) -> None:
         self.nbytes, self._device = nbytes, device
@@ -77,17 +77,17 @@ class Scratch:
 class ScratchPool:
     """Scratch memory that operations on one stream use one after another.
 
-    Outgrown pieces stay until ``trim``.  They double, so they add up to no more than the last.
+    Outgrown pieces stay until ``trim``.  Sizes double, so outgrown pieces are together no larger than the last.
     """
 
     def __init__(self, device: int) -> None:
         self._device = device
         self._pieces: dict[int, list[Scratch]] = {}  # by stream; the last of each is in use
-        self._captured: set[int] = set()  # addresses of those that graphs may use
+        self._captured: set[int] = set()  # addresses that graphs may use
         self._last = 0  # the stream of the last operation
 
     def address(self, nbytes: int, stream: int) -> int:
-        """Address of at least so many bytes for the next operation on ``stream``."""
+        """Address of at least ``nbytes`` for the next operation on ``stream``."""
         pieces = self._pieces.setdefault(stream, [])
         if not pieces or pieces[-1].nbytes < nbytes:
             size = max(nbytes, _LEAST_BYTES, 2 * pieces[-1].nbytes if pieces else 0)
@@ -98,7 +98,7 @@ class ScratchPool:
         return pieces[-1].pointer
 
     def trim(self) -> None:
-        """Free what neither graphs nor the next operation on the same stream use; all others have run."""
+        """Free pieces that neither graphs nor the next operation on the same stream use; other work has run."""
         for stream, pieces in list(self._pieces.items()):
             kept = [piece for piece in pieces if piece.pointer in self._captured]
             if stream == self._last and pieces[-1] not in kept:
@@ -119,10 +119,10 @@ class ScratchPool:
 
 
 class Windows:
-    """The windows of one communicator: memory that all its ranks registered, numbered alike on all of them.
+    """The windows of one communicator: memory registered by all its ranks, with the same numbers on all of them.
 
-    A window is freed when no rank has an array of it, nor a graph that captured an operation on it.  ``free`` frees the
-    memory of one.  ``ended`` says whether the communicator has ended, so that no rank can be asked any more.
+    A window is freed when no rank has an array in it, nor a graph that captured an operation on it.  ``free`` frees the
+    memory of one.  ``ended`` returns whether the communicator has ended, so that ranks no longer agree on windows.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class Windows:
     ) -> None:
         self._rendezvous, self._device, self._free, self._ended = rendezvous, device, free, ended
         self.memories: dict[int, WindowMemory] = {}
-        self._dropped: list[int] = []  # those without arrays on this rank
-        self._made = 0
+        self._dropped: list[int] = []  # windows without arrays on this rank
+        self._count = 0
 
     def add(self, pointer: int, nbytes: int, handle: Any, shape: tuple[int, ...], dtype: DType) -> Array:
-        """The array in a window that all ranks have made now; ``handle`` is what ``free`` needs."""
-        number, self._made = self._made, self._made + 1
+        """The array in a window that all ranks have registered; ``free`` uses ``handle``."""
+        number, self._count = self._count, self._count + 1
         self.memories[number] = WindowMemory(pointer, nbytes, handle)
         return Array(pointer, shape, dtype, self._device, owner=Window(self, pointer, number))
 
     def release(self, pointer: int, window: int) -> None:
-        """The last array of a window is gone, perhaps while a call on it is queued or a graph is being captured."""
+        """Record that a window has no arrays left; calls on it may be queued, and graphs may be captured."""
         self._dropped.append(window)
         if self._ended():
             self.free(self.unused())
@@ -156,7 +156,7 @@ class Windows:
         return sorted(set(unused[0]).intersection(*unused[1:]))
 
     def free(self, numbers: Iterable[int]) -> None:
-        """In the order in which they were made, which is one on all ranks."""
+        """Free windows in the order of their registration, the same on all ranks."""
         with driver.on_device(self._device), relaxed_capture():
             for number in sorted(numbers):
                 try:

@@ -1,13 +1,13 @@
 """The nccl backend: GPU memory by NCCL, through its raw binding on addresses that are resolved beforehand.
 
-What only moves travels as bytes, so any dtype does.  NCCL adds where that gives what every other backend gives:
-float32 and float64, integers, complex numbers by parts.  It adds 16-bit floats too, fast, but rounds to 16 bits
-at each rank on the way; ``deterministic=True`` adds them in fp32 and in rank order.  That and all that NCCL
-lacks (8-bit floats, int16, bit operations, minima that keep NaN) is done by a kernel of ours between two
-exchanges (``ordered_sum``).  Results are bit-identical on all ranks in each case.
+Data movement uses bytes and supports every dtype.  NCCL reduces where its results equal those of other backends:
+float32 and float64, integers, complex numbers as pairs.  It also adds 16-bit floats, fast, but rounds to 16 bits at
+each rank; ``deterministic=True`` adds them in fp32 and in rank order.  A kernel of kos between two exchanges
+(``ordered_sum``) does that, and the reductions that NCCL lacks: 8-bit floats, int16, bit operations, minima that keep
+NaN.  Results are bit-identical on all ranks in each case.
 
-The ranks join NCCL's communicator on a thread, which takes seconds: the first call that needs it waits for that,
-within the timeout, and raises what went wrong.
+The ranks join NCCL's communicator on a thread, which takes seconds.  The first call that needs it waits, within the
+timeout, and raises its error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from kos.memory.windows import InWindows, WindowMemory, in_windows
 log = logging.getLogger(__name__)
 
 _Kind = tuple[str, int, str]
-"""What decides whether NCCL must connect ranks first: the operation, its size, and how and with whom it goes."""
+"""The properties that decide whether NCCL must connect ranks first: operation, size, and function with its peers."""
 _ABORT_SECONDS = 20.0
 
 _OPS = {
@@ -62,7 +62,7 @@ _BYTES = {ReduceOp.MIN: MIN, ReduceOp.BAND: MIN, ReduceOp.MAX: MAX, ReduceOp.BOR
 
 
 class NCCLBackend(DeviceBackend):
-    """Carries a group whose ranks have a GPU each."""
+    """Serves a group whose ranks have a GPU each."""
 
     name = "nccl"
     marks = 16
@@ -72,13 +72,13 @@ class NCCLBackend(DeviceBackend):
     ) -> None:
         super().__init__(rendezvous, device, host)
         self._nccl = binding.library()
-        self._made = comm
+        self._handle = comm
         self._joining = self._join(rendezvous) if comm is None else None
         self._revoked: Any = None  # the communicator after a failure
-        self._outlives = _outlives_ranks(rendezvous)
-        self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # of batches: how many calls, and which
+        self._shrinkable = _can_shrink(rendezvous)
+        self._connected: set[_Kind | tuple[int, frozenset[_Kind]]] = set()  # for batches: number of calls, and kinds
         self._token = Scratch(4, self.device)
-        self._windows = Windows(rendezvous, self.device, self._free_window, lambda: self._made is None)
+        self._windows = Windows(rendezvous, self.device, self._free_window, lambda: self._handle is None)
         watchdog.add(self)
 
     @classmethod
@@ -95,30 +95,30 @@ class NCCLBackend(DeviceBackend):
         return Probe(True, about, claim=f"GPU {device.uuid}")
 
     def _join(self, rendezvous: Rendezvous) -> Callable[[float | None], Any]:
-        """Begin to make a communicator of all ranks: NCCL takes seconds, and may not be used so soon, or at all."""
+        """Start to create the communicator of all ranks on a thread, since that takes seconds."""
         identities = rendezvous.allgather(binding.unique_id() if self.rank == 0 else b"")
         join = partial(binding.join, self.size, identities[0], self.rank, "kos")
         return on_thread(join, "nccl: init", self.device, self.check_others)
 
     @property
     def _comm(self) -> Any:
-        """NCCL's communicator, once all ranks have joined it; None after it was ended."""
+        """NCCL's communicator, once all ranks have joined it; None after its end."""
         joining = self._joining
         if joining is not None:
             comm = self._named(lambda: self.finish(joining, self.timeout))
-            if self._joining is joining:  # else it was ended meanwhile
+            if self._joining is joining:  # else it has ended since
                 self._comm = comm
-        return self._made
+        return self._handle
 
     @_comm.setter
     def _comm(self, comm: Any) -> None:
-        self._made, self._joining = comm, None
+        self._handle, self._joining = comm, None
 
     def _bounded(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
         return self._named(lambda: self.bounded(function, self.timeout, what), what)
 
     def _named(self, function: Callable[[], Any], what: str = "nccl: init") -> Any:
-        """What ``function()`` returns; NCCL's errors become those of kos, which name ``what``."""
+        """The result of ``function()``; NCCL's errors become errors of kos that name ``what``."""
         try:
             return function()
         except Exception as error:
@@ -141,17 +141,17 @@ class NCCLBackend(DeviceBackend):
         super().abort(reason)
 
     def shrink(self, rendezvous: Rendezvous, host: Backend | None = None) -> NCCLBackend:
-        """By NCCL's own shrink where every remaining rank holds a revoked communicator; else they make a new one."""
+        """Use NCCL's own shrink if every surviving rank holds a revoked communicator; else create a new one."""
         revoked, self._revoked, comm = self._revoked, None, None
         mine = json.dumps([self.rank, revoked is not None])
-        left = [json.loads(theirs) for theirs in rendezvous.allgather(mine.encode())]
-        excluded = sorted(set(range(self.size)) - {rank for rank, _ in left})
-        if excluded and all(able for _, able in left):
+        survivors = [json.loads(theirs) for theirs in rendezvous.allgather(mine.encode())]
+        excluded = sorted(set(range(self.size)) - {rank for rank, _ in survivors})
+        if excluded and all(able for _, able in survivors):
             try:
                 comm = self._bounded(lambda: binding.shrink(revoked, excluded, "kos"))
             except KosError as error:
                 log.warning(
-                    "rank %d: NCCL did not shrink the group, which makes a new communicator: %s", self.rank, error
+                    "rank %d: NCCL could not shrink the group; creating a new communicator: %s", self.rank, error
                 )
         agreed = b"" not in rendezvous.allgather(b"" if comm is None else b"1")
         if revoked is not None:
@@ -167,7 +167,7 @@ class NCCLBackend(DeviceBackend):
         except KosError as error:  # no call has needed it
             log.warning("rank %d: %s", self.rank, error)
             comm = None
-        with ExitStack() as rest:  # whatever fails of it, the rest is done
+        with ExitStack() as rest:  # runs all steps even if one fails
             rest.callback(super().close)
             rest.callback(self._token.close)
             rest.callback(lambda: self._windows.free(self._windows.unused()))
@@ -177,11 +177,11 @@ class NCCLBackend(DeviceBackend):
             self._windows.free(self._windows.unused())
 
     def abort_device(self) -> None:
-        """Where ranks can be lost and the others go on, NCCL only revokes: ``shrink`` builds upon that."""
-        comm, self._comm = self._made, None
+        """Revoke the communicator if the group can shrink, so that ``shrink`` can use it; else abort it."""
+        comm, self._comm = self._handle, None
         if comm is None:
             return
-        if self._outlives and binding.has("revoke") and self._end(binding.revoke, comm):
+        if self._shrinkable and binding.has("revoke") and self._end(binding.revoke, comm):
             self._revoked = comm
         else:
             self._end(binding.abort, comm)
@@ -193,20 +193,20 @@ class NCCLBackend(DeviceBackend):
             self._end(binding.abort, revoked)
 
     def _end(self, function: Callable[[Any], None], comm: Any) -> bool:
-        """Whether ``function`` has ended what ``comm`` has in flight."""
+        """Whether ``function`` has ended the operations in flight on ``comm``."""
         try:
             self.bounded(lambda: function(comm), _ABORT_SECONDS, f"nccl: {function.__name__}")
         except CollectiveTimeout:
             log.error("rank %d: NCCL did not end its work within %g s", self.rank, _ABORT_SECONDS)
         except Exception as error:
-            if not isinstance(self.broken, CudaError):  # of which this follows
+            if not isinstance(self.broken, CudaError):  # else this error follows from that one
                 log.warning("rank %d: %s of NCCL: %s", self.rank, function.__name__, error)
         else:
             return True
         return False
 
     def inspect(self, o: Call) -> None:
-        problem = binding.async_error(self._made) if self._made is not None else None
+        problem = binding.async_error(self._handle) if self._handle is not None else None
         if problem is not None:
             error = EndedEarly(f"{o}: {problem}")  # mostly: another rank is gone
             error.unexplained = CollectiveError
@@ -215,12 +215,12 @@ class NCCLBackend(DeviceBackend):
     def failed(self, call: Call, error: Exception) -> KosError:
         return super().failed(call, binding.error_of(error, str(call)) or error)
 
-    # Memory that NCCL reaches best.
+    # Registered memory.
 
     def allocate(self, shape: Shape, dtype: Any) -> Array:
         """An array in a symmetric window: memory that all ranks map, for NCCL's fastest kernels.  Collective.
 
-        First frees the windows that no rank has arrays of or graphs on, after what is queued.
+        First frees the windows without arrays and graphs on any rank, after queued work has run.
         """
         shape, dtype = (shape,) if isinstance(shape, int) else tuple(shape), as_dtype(dtype)
         nbytes, comm = max(prod(shape) * dtype.itemsize, 1), self._comm
@@ -235,28 +235,28 @@ class NCCLBackend(DeviceBackend):
 
     def _free_window(self, memory: WindowMemory) -> None:
         try:
-            if self._made is not None:
-                self._named(partial(binding.deregister, self._made, memory.handle), "nccl: window")
+            if self._handle is not None:
+                self._named(partial(binding.deregister, self._handle, memory.handle), "nccl: window")
         finally:
             binding.free(memory.pointer)
 
-    # How operations are carried.
+    # The operations.
 
     def resolve(self, o: Operation, route: Route) -> bool:
         if o.options.algorithm != AUTO:
             raise InvalidArgument(f"algorithm: expected 'auto' for {o.name} on nccl, got {o.options.algorithm!r}")
         launch = self._reduction(o) if o.reduction is not None else self._movement(o)
         buffer, message = o.send or o.recv, o.message
-        # NCCL connects ranks when a kind of call first needs it: by size, for that decides how it goes, and by peer.
+        # NCCL connects ranks at the first call of a kind, which depends on size and peer.
         how = f"{type(launch).__name__} {o.root} {message.dst} {message.src}"
         launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
         kind = o.name, buffer.nbytes.bit_length() if buffer else 0, how
         connected = kind in self._connected
-        route.launch = launch if connected else _First(self, o, route, launch, kind)
+        route.launch = launch if connected else _FirstCall(self, o, route, launch, kind)
         return connected
 
     def queue(self, calls: Sequence[Call], stream: int | None) -> None:
-        """What NCCL does alone goes as one group; what our kernel takes part in follows, one by one."""
+        """Launch NCCL's own operations as one group; ordered reductions follow one by one."""
         alone = [c for c in calls if isinstance(_innermost(c.route), OrderedReduction)]
         together = [c for c in calls if c not in alone]
         if len(together) < 2:
@@ -271,7 +271,7 @@ class NCCLBackend(DeviceBackend):
                 self._nccl.group_end()
 
         launches = (c.route.launch for c in together if c.route is not None)
-        kinds = frozenset(launch.kind for launch in launches if isinstance(launch, _First))
+        kinds = frozenset(launch.kind for launch in launches if isinstance(launch, _FirstCall))
         if kinds and (len(together), kinds) not in self._connected:
             self.bounded(launch, together[0].operation.options.timeout, str(together[0]))
             self._connected.add((len(together), kinds))
@@ -286,13 +286,13 @@ class NCCLBackend(DeviceBackend):
         if o.options.deterministic and reduction.dtype.kind in ("float", "complex"):
             native = None
         if native is None:
-            kernel_types(reduction, self.device)  # refused here, before anything is sent
+            kernel_types(reduction, self.device)  # raises for an unsupported dtype, before anything is sent
             return OrderedReduction(self, o) if send.count else _nothing
         count = recv.count if o.name == "reduce_scatter" and recv is not None else send.count
         if count == 0:
             return _nothing
         function: Callable[..., None] = getattr(self._nccl, o.name)
-        code, op, per = native  # NCCL's dtype and op (-1: made at the call), and its elements in one of ours
+        code, op, per = native  # NCCL's dtype and op (-1: created at the call), and its elements per element
         ends = send.pointer, recv.pointer if recv is not None else 0, count * per
         root = () if o.root is None else (o.root,)
         if op < 0:
@@ -303,7 +303,7 @@ class NCCLBackend(DeviceBackend):
         self, function: Callable[..., None], ends: tuple[int, int, int], reduction: Reduction,
         root: tuple[int, ...], stream: int,
     ) -> None:  # fmt: skip
-        dtype = _part_of(reduction.dtype)
+        dtype = _real_type(reduction.dtype)
         op = binding.premultiplied_sum(self._comm, reduction.factor, dtype)
         try:
             function(*ends, CODE_OF[dtype], op, *root, self._comm, stream)
@@ -311,7 +311,7 @@ class NCCLBackend(DeviceBackend):
             self._nccl.red_op_destroy(op, self._comm)
 
     def _movement(self, o: Operation) -> Launch:
-        """Everything that adds nothing: bytes from here to there."""
+        """The launch of an operation without a reduction."""
         nccl, comm = self._nccl, self._comm
         (x, x_bytes), (out, out_bytes) = whole(o.send), whole(o.recv)
         launch: Launch | None = None
@@ -333,10 +333,10 @@ class NCCLBackend(DeviceBackend):
             return launch if nbytes else _nothing
         return partial(self.exchange, *exchange_of(o, self.rank, self.size))
 
-    # What OrderedReduction asks for.
+    # The interface for OrderedReduction.
 
     def exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], stream: int) -> None:
-        """Send piece j to rank j while receiving piece j from it, this rank's own included; none where empty."""
+        """Send piece j to rank j and receive piece j from it, including this rank; empty pieces are skipped."""
         nccl, comm = self._nccl, self._comm
         nccl.group_start()
         try:
@@ -352,13 +352,13 @@ class NCCLBackend(DeviceBackend):
         self._nccl.all_gather(send, recv, nbytes, BYTE, self._comm, stream)
 
 
-class _First:
-    """The first launch of its kind: NCCL may have to connect to the other ranks, and waits for them."""
+class _FirstCall:
+    """The first launch of its kind: NCCL may connect to the other ranks, and wait for them."""
 
     __slots__ = ("_backend", "_route", "_timeout", "kind", "launch")
 
     def __init__(self, backend: NCCLBackend, o: Operation, route: Route, launch: Launch, kind: _Kind) -> None:
-        # Weakly: the route refers to this object, and neither may wait for the collector.
+        # A weak reference avoids a cycle with the route.
         self._backend, self._route, self.launch, self.kind = backend, weakref.ref(route), launch, kind
         self._timeout = o.options.timeout
 
@@ -370,31 +370,31 @@ class _First:
         else:
             launch(stream)
         if route is not None:
-            route.launch = launch  # without this detour from now on
+            route.launch = launch  # later launches call NCCL directly
 
 
 @functools.cache
 def _native(op: ReduceOp, dtype: DType) -> tuple[int, int, int] | None:
-    """NCCL's dtype, NCCL's op (-1: made at the call) and elements per element; None for our own kernel."""
+    """NCCL's dtype, NCCL's op (-1: created at the call) and elements per element; None for kos's kernel."""
     if dtype.kind == "complex":
-        return None if op is ReduceOp.PROD else (CODE_OF[_part_of(dtype)], _OPS[op], 2)
+        return None if op is ReduceOp.PROD else (CODE_OF[_real_type(dtype)], _OPS[op], 2)
     if dtype.kind == "bool":
         return (BYTE, _BYTES[op], 1) if op in _BYTES else None
     if dtype not in CODE_OF or op not in _OPS:
         return None
     if dtype.is_float and op in (ReduceOp.MIN, ReduceOp.MAX):
-        return None  # NCCL's lose a NaN
+        return None  # NCCL's minimum and maximum ignore NaN
     if dtype in _NARROW and op is ReduceOp.PREMUL_SUM:
         return None  # NCCL's factor would be rounded to 16 bits
     return CODE_OF[dtype], _OPS[op], 1
 
 
-def _part_of(dtype: DType) -> DType:
-    """The type of a complex number's two parts; any other type itself."""
+def _real_type(dtype: DType) -> DType:
+    """The real type of a complex dtype; other dtypes themselves."""
     return DTYPES[f"float{4 * dtype.itemsize}"] if dtype.kind == "complex" else dtype
 
 
-def _outlives_ranks(rendezvous: Rendezvous) -> bool:
+def _can_shrink(rendezvous: Rendezvous) -> bool:
     try:
         rendezvous.check_shrink()
     except BackendUnavailable:
@@ -404,7 +404,7 @@ def _outlives_ranks(rendezvous: Rendezvous) -> bool:
 
 def _bare(route: Any) -> Any:
     launch = route.launch
-    return launch.launch if isinstance(launch, _First) else launch
+    return launch.launch if isinstance(launch, _FirstCall) else launch
 
 
 def _innermost(route: Any) -> Any:

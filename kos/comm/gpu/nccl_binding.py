@@ -1,7 +1,7 @@
-"""NCCL, raw: the one file that knows ``nccl.bindings``, whose functions take ints and change between versions.
+"""The raw binding of NCCL: the only file that uses ``nccl.bindings``, whose functions change between versions.
 
-The functions of the hot path are nccl4py's own (0.1 us a call); what only happens once is wrapped.  Errors of
-NCCL become errors of kos by ``error_of``.
+The functions of the hot path are nccl4py's own (0.1 us a call); others are wrapped.  ``error_of`` converts errors of
+NCCL to errors of kos.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _BLOCKING = 1
 _SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
 _HOST_IMMEDIATE = 1
 _REVOKE_LOOKS = 10_000
-"""A millisecond apart: less than callers wait for it."""
+"""Polls, a millisecond apart: less than the timeout of callers."""
 _VERSIONED_NAMES = {"revoke": 22807, "window": 22700}
-"""The version of NCCL, as 22809 for 2.28.9, that brought what older ones lack."""
+"""The version of NCCL that introduced a feature (22809 is 2.28.9)."""
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 BYTE = 1
-"""ncclUint8: what is only moved travels as bytes."""
+"""ncclUint8, the type of data movement."""
 CODES = {"ncclInt8": 0, "ncclUint8": 1, "ncclInt32": 2, "ncclUint32": 3, "ncclInt64": 4, "ncclUint64": 5,
          "ncclFloat16": 6, "ncclFloat32": 7, "ncclFloat64": 8, "ncclBfloat16": 9}  # fmt: skip
 CODE_OF: dict[DType, int] = {dtype: CODES[dtype.nccl] for dtype in DTYPES.values() if dtype.nccl in CODES}
@@ -39,7 +39,7 @@ CODE_OF: dict[DType, int] = {dtype: CODES[dtype.nccl] for dtype in DTYPES.values
 
 @functools.cache
 def library() -> Any:
-    """The module of the raw functions, with libnccl loaded.  Raises BackendUnavailable with what is missing."""
+    """The module of the raw functions, with libnccl loaded.  Raises BackendUnavailable, naming the missing package."""
     try:
         from nccl.bindings import nccl
     except ImportError as error:
@@ -71,53 +71,53 @@ def require(feature: str) -> None:
 
 
 def unique_id() -> bytes:
-    """What rank 0 makes and every rank needs to join one communicator."""
+    """The identity that rank 0 creates and every rank uses to join one communicator."""
     return bytes(library().get_unique_id())
 
 
 def join(size: int, identity: bytes, rank: int, name: str) -> Any:
-    """The communicator of ``size`` ranks that gave the same ``identity``.  Waits for all of them."""
+    """The communicator of ``size`` ranks with the same ``identity``.  Waits for all of them."""
     config = _config(name)
     return library().comm_init_rank_scalable(size, rank, 1, bytearray(identity), config.ptr)
 
 
 def split(comm: Any, color: int | None, key: int, name: str) -> Any:
-    """The communicator of the ranks of ``comm`` that gave this ``color``; None for color None.  Collective."""
+    """The communicator of the ranks of ``comm`` with this ``color``; None for color None.  Collective."""
     config = _config(name)
     part = library().comm_split(comm, _NO_COLOR if color is None else color, key, config.ptr)
     return None if color is None else part
 
 
 def revoke(comm: Any) -> None:
-    """End everything that ``comm`` has in flight; only ``shrink`` and ``abort`` come after it."""
+    """End all operations in flight on ``comm``; only ``shrink`` and ``abort`` may follow."""
     require("revoke")
     library().comm_revoke(comm, 0)
     for _ in range(_REVOKE_LOOKS):
         if int(library().comm_get_async_error(comm)) != _IN_PROGRESS:  # as nccl.h allows
             return
         time.sleep(0.001)
-    raise CollectiveError("revoke: still in progress")  # and ``comm`` may be aborted: nothing looks at it any more
+    raise CollectiveError("revoke: still in progress")  # ``comm`` may be aborted now
 
 
 def shrink(comm: Any, excluded: Sequence[int], name: str) -> Any:
-    """``comm``, which was revoked, without some of its ranks, which do not call this."""
+    """The communicator of the ranks of the revoked ``comm`` that are not ``excluded``; only these call it."""
     config = _config(name)
     return library().comm_shrink(comm, list(excluded), len(excluded), config.ptr, 0)
 
 
 def async_error(comm: Any) -> str | None:
-    """What went wrong in ``comm`` since it was made, or None."""
+    """The asynchronous error of ``comm``, or None."""
     code = int(library().comm_get_async_error(comm))
     return None if code in (0, _IN_PROGRESS) else f"NCCL: {library().get_error_string(code)}"
 
 
 def abort(comm: Any) -> None:
-    """End everything that ``comm`` has in flight, and ``comm`` itself."""
+    """End all operations in flight on ``comm``, and destroy it."""
     library().comm_abort(comm)
 
 
 def destroy(comm: Any) -> None:
-    """Destroy ``comm``; all its ranks do, and nothing is in flight."""
+    """Destroy ``comm``.  Collective; nothing may be in flight."""
     library().comm_destroy(comm)
 
 
@@ -130,18 +130,18 @@ def premultiplied_sum(comm: Any, factor: float, dtype: DType) -> int:
 
 
 def allocate(nbytes: int) -> int:
-    """Address of memory on the current device that windows can be made of."""
+    """Address of memory on the current device that can be registered as a window."""
     address: int = library().mem_alloc(nbytes)
     return address
 
 
 def free(address: int) -> None:
-    """Free memory from ``allocate``, but not its addresses: this process never uses them again.
+    """Free memory from ``allocate``, but keep its address range reserved: this process never uses it again.
 
-    NCCL finds a registration by its address alone, and keeps that of a captured call until a later call collects
-    graphs that were destroyed (one in eleven does; seen in 2.28.3 and 2.28.9, the same in the source of 2.30.7).
-    Until then it takes other memory at that address for the old one.  The ranks then go on writing to the old
-    memory: a broadcast in a new window, captured or not, reached no receiver, without an error.
+    NCCL finds a registration by its address alone.  It keeps that of a captured call until a later call collects
+    destroyed graphs (one in eleven does; seen in 2.28.3 and 2.28.9, the same in the source of 2.30.7).  Until then it
+    mistakes other memory at that address for the old memory, and ranks keep writing to that: a broadcast in a new
+    window reached no receiver, without an error.
     """
     status, handle = cu.cuMemRetainAllocationHandle(address)
     if status:  # not of cuMemCreate: NCCL_CUMEM_ENABLE=0
@@ -164,7 +164,7 @@ def deregister(comm: Any, window: Any) -> None:
 
 
 def error_of(error: Exception, what: str) -> KosError | None:
-    """An exception of the binding as one of kos; None if it is another's."""
+    """An exception of the binding as an error of kos; None for other exceptions."""
     status = getattr(error, "status", None)
     if type(error).__name__ != "NCCLError" or status is None:
         return None

@@ -1,7 +1,7 @@
-"""The streams of a communicator's callers: what keeps each, and how the work on one follows the work on another.
+"""The streams of a communicator's callers: the object that keeps each alive, and the order between their work.
 
-A caller may destroy a stream as soon as the call returns.  So what keeps the stream is held while kos may query
-it.  Where nothing is known to keep it, an event is recorded within the call and stands for it from then on.
+A caller may destroy a stream as soon as the call returns.  So the object that keeps the stream alive is held while kos
+may query it.  If no such object is known, an event is recorded within the call and replaces the stream.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from kos.cuda.streams import LEGACY, Event, capture_of, is_idle
 from kos.errors import InvalidArgument
 
 _MANY = 16
-"""Streams from which on those that are idle are looked for: a program may make one for each call."""
+"""Streams above which idle ones are removed: a program may create one for each call."""
 
 
 class Streams:
     """Streams with work that the host has not waited for, by handle."""
 
     NONE = object()
-    """The value of ``current`` that is no stream's keeper."""
+    """The value of ``current`` if there is none."""
 
     def __init__(self, device: int) -> None:
         self.current: Any = self.NONE
-        """The keeper of the stream that was held last: the next call there holds nothing anew."""
+        """The keeper of the last stream held: the next call on it need not hold it again."""
         self.keepers: dict[int, Any] = {}
-        """What keeps the stream: None for the legacy default stream, the handle itself where nothing is known to."""
+        """The object that keeps a stream alive: None for the legacy default stream, the handle if none is known."""
         self._device = device
-        self._ends: dict[tuple[int, int], Event] = {}  # of the last work, by capture (0: what runs) and stream
+        self._ends: dict[tuple[int, int], Event] = {}  # the end of the last work, by capture (0: none) and stream
         self._spare: list[Event] = []
         self._event = Event(device)
 
     def hold(self, stream: int, keeper: Any) -> None:
-        """Work is about to be queued on ``stream``."""
+        """Hold ``keeper`` before work is queued on ``stream``."""
         self.current = self.NONE
         if stream not in self.keepers:
             if len(self.keepers) >= _MANY:
-                self._forget_idle()
+                self._remove_idle()
         elif not self.is_kept(stream) and keeper is not self.keepers[stream] and not capture_of(stream):
             end = self._ends.get((0, stream))
-            if end is not None:  # of another stream that had this handle, perhaps
+            if end is not None:  # perhaps another stream had this handle
                 end.hold(stream)
         self.keepers[stream] = keeper
 
@@ -52,7 +52,7 @@ class Streams:
         return stream <= LEGACY or type(self.keepers.get(stream, 0)) is not int
 
     def mark(self, stream: int) -> None:
-        """Record where the work on ``stream`` ends now, if it is not kept."""
+        """Record the end of the work on ``stream``, if the stream is not kept."""
         if not self.is_kept(stream):
             place = capture_of(stream), stream
             end = self._ends.get(place)
@@ -61,18 +61,18 @@ class Streams:
             end.record(stream)
 
     def over(self, stream: int, keeper: Any) -> bool:
-        """Whether all work that was queued on ``stream`` has run."""
+        """Whether all work queued on ``stream`` has run."""
         if stream > LEGACY and type(keeper) is int:
             end = self._ends.get((0, stream))
             return end is None or end.done()
         return self._waited_if_closed(stream, keeper) or is_idle(stream)
 
     def follow(self, stream: int, before: int, capture: int) -> None:
-        """Let ``stream`` wait for what was queued on ``before``, both in ``capture``."""
+        """Make ``stream`` wait for the work queued on ``before``, both in ``capture``."""
         if before not in self.keepers:  # the host has waited for it
             return
         if (end := self._ends.get((capture, before))) is not None:
-            end.hold(stream)  # also where ``stream`` is another one that has this handle now
+            end.hold(stream)  # even if the handles are equal: ``stream`` may be a new stream with this handle
         if before == stream or not self.is_kept(before) or self._waited_if_closed(before, self.keepers[before]):
             return
         if capture_of(before) != capture:
@@ -84,20 +84,20 @@ class Streams:
         self._event.hold(stream)
 
     def _waited_if_closed(self, stream: int, keeper: Any) -> bool:
-        """Whether the owner of ``stream`` has closed it, which waits for nothing: then the host does."""
+        """Whether the owner of ``stream`` has closed it; then waits on the host, since closing does not."""
         closed = hasattr(keeper, "__cuda_stream__") and streams.handle(keeper) != stream
         if closed:
             driver.synchronize(self._device)
         return closed
 
-    def _forget_idle(self) -> None:
+    def _remove_idle(self) -> None:
         with relaxed_capture():
             for stream, keeper in list(self.keepers.items()):
                 if not (self.is_kept(stream) and capture_of(stream)) and self.over(stream, keeper):
                     self.forget(stream)
 
     def forget(self, stream: int) -> None:
-        """The host has waited for what was queued on ``stream``."""
+        """Remove ``stream``, after the host has waited for its work."""
         self.current = self.NONE
         self.keepers.pop(stream, None)
         for place in [place for place in self._ends if place[1] == stream]:
@@ -105,19 +105,19 @@ class Streams:
 
 
 class Order:
-    """Lets work follow work that another party has queued, on whatever streams.
+    """Orders work after work that another party has queued, on any streams.
 
-    What a graph captures and what runs cannot wait for each other.  So each capture has an order of its own, and what
-    runs follows what ran last, whatever was captured in between.
+    Captured work and eager work cannot wait for each other.  So each capture has an order of its own, and eager work
+    follows the last eager work, regardless of captures in between.
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[Any, Collection[int], Streams]] = {}  # who queued last, and where, by capture
+        self._last: dict[int, tuple[Any, Collection[int], Streams]] = {}  # by capture: the last party and its streams
 
     def enter(self, party: Any, mine: Collection[int], held: Streams) -> bool:
-        """``party`` is about to queue work on the streams ``mine``, which are held in ``held``.
+        """Order the next work of ``party``, on the streams ``mine``, which are held in ``held``.
 
-        Returns whether it may queue more there without asking again, as long as no other party does.
+        Returns whether it may queue more there without another call, until another party enters.
         """
         captures: dict[int, list[int]] = {}
         for stream in mine:
@@ -128,14 +128,14 @@ class Order:
                 for stream, before in product(here, last):
                     holding.follow(stream, before, capture)
             if capture and capture not in self._last:
-                self._follow_what_went_on(here, capture)
+                self._follow_started_capture(here, capture)
             self._last[capture] = party, here, held
         for ended in sorted(each for each in self._last if each)[:-_MANY]:
             del self._last[ended]
         return captures.keys() == {0} and all(map(held.is_kept, mine))
 
-    def _follow_what_went_on(self, here: Collection[int], capture: int) -> None:
-        """A party that does not enter again may have queued work on a stream that has begun to capture since."""
+    def _follow_started_capture(self, here: Collection[int], capture: int) -> None:
+        """Follow work queued without a new ``enter`` on a stream that is being captured now."""
         if 0 not in self._last:
             return
         _, last, holding = self._last[0]

@@ -1,8 +1,8 @@
-"""Reductions that add in rank order: an exchange, a kernel of ours, and what brings the result home.
+"""Reductions that add in rank order: an exchange, a kernel of kos, and a second exchange that distributes the result.
 
-The vector is cut into a part for each rank.  Every rank sends part r of its contribution to rank r, which adds
-what it gets in rank order (fp32 for floats of 16 and 8 bits) and rounds once.  As many bytes travel as by a
-ring.  Small vectors go whole to everybody, and every rank adds all of them.
+The vector is split into a part for each rank.  Every rank sends part r of its contribution to rank r, which adds
+the contributions in rank order (fp32 for floats of 16 and 8 bits) and rounds once.  The bytes sent are those of a
+ring.  Small vectors are gathered whole on every rank, and every rank adds all of them.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Run = Callable[[Any], None]
 KERNELS = Path(__file__).with_name("kernels") / "reduce_ordered.cu"
 
 _ONE_SHOT_BYTES = 1 << 20
-"""All ranks' vectors together, up to which every rank gets them all: one exchange instead of two."""
+"""The largest total of all ranks' vectors that is gathered on every rank: one exchange instead of two."""
 THREADS = 256
 _ALIGNMENT = 16  # elements: parts begin at multiples of it
 _BOUND = 16
-"""Pieces of scratch memory, one for each stream, for which launches are kept."""
+"""Pieces of scratch memory, one for each stream, whose launches are cached."""
 _FLOAT8 = (8, 9)  # the compute capability that converts 8-bit floats
 
 
 def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
-    """Element type and operation as the kernels name them, and elements per element (complex numbers' parts: 2).
+    """Element type and operation as the kernels name them, and elements per element (complex numbers: 2).
 
-    Raises InvalidArgument, naming both, for what the kernels of this device cannot add.
+    Raises InvalidArgument, naming both, for a dtype that the kernels of this device cannot reduce.
     """
     dtype, op = reduction.dtype, reduction.op
     if dtype.kind == "complex" and op is not ReduceOp.PROD:
@@ -50,7 +50,7 @@ def kernel_types(reduction: Reduction, device: int) -> tuple[str, str, int]:
 
 
 class Carrier(Protocol):
-    """The backend that carries the parts; addresses and bytes are of this rank's GPU."""
+    """The backend that exchanges the parts; addresses are those of this rank's GPU."""
 
     rank: int
     size: int
@@ -92,7 +92,7 @@ class OrderedReduction:
         self._counts = counts
         self._starts = [sum(counts[:r]) for r in range(size)]
         self._mine = self._count if self._whole else counts[rank]
-        self._bound: dict[int, list[Run]] = {}  # what is queued one after another, by the scratch memory that it uses
+        self._bound: dict[int, list[Run]] = {}  # the launches in order, by the address of their scratch memory
 
     def _load(self, kernel: str, **macros: str) -> Kernel:
         with relaxed_capture():
@@ -113,7 +113,7 @@ class OrderedReduction:
                 run(stream)
 
     def _bind(self, scaled: int, gathered: int, target: int) -> list[Run]:
-        """Scale, exchange, add, bring home; in scratch memory the scaled input, what is gathered, and the result."""
+        """Scale, exchange, add, distribute; scratch memory holds the scaled input, gathered parts, and the result."""
         runs, source = list[Run](), self._send
         if self._scale is not None:
             factor = np.float64(self._factor)
@@ -127,7 +127,7 @@ class OrderedReduction:
         if self._mine:
             runs.append(self._reduce.bind(blocks(self._mine), THREADS, gathered, self._mine, target, self._mine))
         if not self._whole and self._name in ("all_reduce", "reduce"):
-            runs.append(self._bring_home(target))
+            runs.append(self._distribute(target))
         return runs
 
     def _exchange(self, source: int, gathered: int) -> Run:
@@ -140,8 +140,8 @@ class OrderedReduction:
         recvs = [(gathered + r * nbytes, nbytes) for r in range(backend.size)]
         return partial(backend.exchange, sends, recvs)
 
-    def _bring_home(self, target: int) -> Run:
-        """The parts of an all_reduce go to all ranks, those of a reduce to the root."""
+    def _distribute(self, target: int) -> Run:
+        """Send the parts of an all_reduce to all ranks, those of a reduce to the root."""
         backend, size = self._backend, self._result
         if self._name == "all_reduce" and self._count % backend.size == 0:
             return partial(backend.collect, target, self._recv, self._mine * size)
@@ -151,7 +151,7 @@ class OrderedReduction:
             parts = zip(self._starts, self._counts, strict=True)
             recvs = [(self._recv + start * size, count * size) for start, count in parts]
         sends = [mine if self._root in (None, r) else none for r in range(backend.size)]
-        sends[backend.rank] = recvs[backend.rank] = none  # it lies there
+        sends[backend.rank] = recvs[backend.rank] = none  # already in place
         return partial(backend.exchange, sends, recvs)
 
 

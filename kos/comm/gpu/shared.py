@@ -14,7 +14,7 @@ from kos.comm.backend import Backend
 from kos.comm.failures import EndedEarly, Ledger, again
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import LEFT, Calls, open_segment
+from kos.comm.host.shared import ABORTED, Calls, open_segment
 from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveTimeout, KosError, RankLost
@@ -160,7 +160,7 @@ class Shared:
         """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
         if self.calls is not None and self._owns_calls:
             self.post_end(reason)
-            self.calls.leave(LEFT)
+            self.calls.mark_closed(ABORTED)
 
     def close(self) -> None:
         """Leave the segment."""

@@ -1,8 +1,7 @@
-"""HostBackend: what backends whose ranks are processes have in common on one host.
+"""HostBackend: the base of backends whose ranks are processes.
 
-Where ranks share memory their calls are compared, their absence and death is seen, and if the whole group
-is on one host its collectives go through that memory.  A group that spans hosts keeps the first two for the
-ranks of each host; between hosts the transport compares calls and reports failures.
+Ranks that share memory compare their calls in it, and detect missing and dead ranks.  If the whole group is on one
+host, its collectives run through that memory.  Between hosts the transport compares calls and reports failures.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kos.comm.backend import ends_group
-from kos.comm.host.shared import LEFT, Calls, SharedCollectives, open_segment
+from kos.comm.host.shared import ABORTED, Calls, SharedCollectives, open_segment
 from kos.comm.operation import Call, Message
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.mpi_job import Backoff
@@ -24,14 +23,14 @@ from kos.errors import CollectiveError, CollectiveTimeout, KosError, RankLost
 
 
 class MessagingBackend(ScheduledBackend):
-    """Names the ranks that a call waits for, by what its transport and its ranks know."""
+    """Names the ranks that a call waits for."""
 
     def absent(self, call: Call) -> list[int]:
         """The ranks that are known not to have begun a collective."""
         return []
 
     def behind(self) -> list[int]:
-        """The ranks that the collective which uses the shared slots waits for."""
+        """The ranks that the current collective in shared memory waits for."""
         return []
 
     def awaited(self, call: Call) -> list[int]:
@@ -39,11 +38,11 @@ class MessagingBackend(ScheduledBackend):
         return []
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        """Whether a message of that tag from or to that rank is in flight or posted."""
+        """Whether a message with that tag from or to that rank is in flight or posted."""
         return True
 
     def late(self, call: Call) -> tuple[list[int], str | None]:
-        """The ranks that ``call`` waits for, as far as known, and the words for an error."""
+        """The ranks that ``call`` waits for, as far as known, and the text for an error."""
         if not call.collective:
             return self._late_in_message(call.operation.message)
         if late := self.absent(call):
@@ -83,7 +82,7 @@ class HostBackend(MessagingBackend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        self._segment, self.shared_memory = None, "a group of one"  # what there is, or why there is none
+        self._segment, self.shared_memory = None, "a group of one"  # the segment, and its description or why it is None
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
@@ -100,7 +99,7 @@ class HostBackend(MessagingBackend):
 
     @property
     def calls(self) -> Calls | None:
-        """Where the ranks of this host compare their calls; a backend for GPUs of the same communicator joins in."""
+        """The comparison of calls between the ranks of this host, shared with GPU backends of the communicator."""
         return self._calls
 
     @property
@@ -112,7 +111,7 @@ class HostBackend(MessagingBackend):
         return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]
 
     def idle(self) -> Idle:
-        """Neither shared memory nor MPI has events: waiting is polling."""
+        """Shared memory and MPI have no events: a wait polls."""
         return Backoff(self.crowded)
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
@@ -138,38 +137,38 @@ class HostBackend(MessagingBackend):
         if call.collective and self._calls is not None and isinstance(error, KosError) and not self.lost(error):
             try:
                 self._calls.check(call)
-            except KosError as known:  # the ranks of the host know the cause better
-                error, known.__context__ = known.with_traceback(None), None  # which says the same, less well
+            except KosError as known:  # the failure recorded in shared memory names the cause
+                error, known.__context__ = known.with_traceback(None), None
         failure = super().failed(call, error)
         sequence = call.sequence if call.collective else self.begun
         shared = self.ledger.shared(failure, self.lost(failure))
         if self._calls is not None:
             self._calls.fail(shared, sequence)
-        if self._reported is None or sequence < self._reported:  # ranks that know of a later one may wait in an earlier
+        if self._reported is None or sequence < self._reported:  # other ranks may wait in an earlier collective
             self._reported = sequence
             self.report_failure(shared, sequence)
         return failure
 
     def lost(self, error: KosError) -> bool:
-        """Whether ``error`` is that this rank's device is of no more use."""
+        """Whether ``error`` makes this rank's device unusable."""
         return False
 
     def report_failure(self, failure: KosError, sequence: int) -> None:
-        """Make the ranks of other hosts raise it, too, from collective ``sequence`` on."""
+        """Make the ranks of other hosts raise the failure from collective ``sequence`` on."""
 
     @property
     def begun(self) -> int:
-        """Collectives that this rank has begun: the sequence number of its next one."""
+        """The number of collectives begun on this rank, which is the sequence number of the next."""
         return self._begun if self._calls is None else self._calls.begun
 
     def report_end(self, reason: str) -> None:
-        """Report to the other ranks that this one begins nothing more, and why."""
+        """Report to the other ranks that this one begins no more operations, and why."""
         if self._calls is not None:
             self._calls.fail(self.ledger.end(reason, self.cause()), self.stops_at())
-            self._calls.leave(LEFT)
+            self._calls.mark_closed(ABORTED)
 
     def cause(self) -> KosError | None:
-        """The failure because of which this rank ends: one of this group, else of any."""
+        """The failure because of which this rank ends, of this group or of any other."""
         return self.ledger.cause(self.broken, self._calls.killed() if self._calls is not None else None)
 
     def stops_at(self) -> int:
@@ -180,7 +179,7 @@ class HostBackend(MessagingBackend):
     def abort(self, reason: str) -> None:
         self.report_end(reason)
         self.broken = self.broken or CollectiveError(reason)
-        self._reported = -1  # what is cancelled next is not reported
+        self._reported = -1  # operations cancelled from now on are not reported
         self._free()
 
     def close(self) -> None:
@@ -200,22 +199,22 @@ class Ending(Protocol):
 
 
 _open: weakref.WeakSet[Ending] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_open.clear)  # its end is not that of the rank
+os.register_at_fork(after_in_child=_open.clear)  # the end of a forked process is not that of the rank
 
 
 def at_exit(backend: Ending) -> None:
-    """Have ``backend`` report it when the process ends before the backend is closed."""
+    """Make ``backend`` report the end of the process if it is still open then."""
     if not _open:
-        atexit.register(_report_ends)  # now, so that it runs before the hook of ``mpi_job``, which waits
+        atexit.register(_report_ends)  # registered late, to run before the hook of ``mpi_job``, which waits
     _open.add(backend)
 
 
 def closed(backend: Ending) -> None:
-    """``backend`` has nothing more to report."""
+    """Undo ``at_exit``: ``backend`` is closed."""
     _open.discard(backend)
 
 
 def _report_ends() -> None:
-    """The process of a rank ends: report it to the ranks of all groups that it has not closed."""
+    """Report the end of this process to the ranks of all groups that it has not closed."""
     for backend in list(_open):
         backend.report_end("its process ended")

@@ -1,6 +1,6 @@
-"""Fingerprints of calls: numbers that are equal on two ranks exactly if their calls belong together.
+"""Fingerprints of calls: numbers that are equal on two ranks exactly if their calls match.
 
-And the description of a call, for a rank whose call is not the same.
+A description of the call goes with each, for the error of a rank whose call differs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def dtype_of_code(code: int) -> np.dtype[Any]:
 
 
 class Fingerprints:
-    """Of one rank's calls, each kind of which is looked into once."""
+    """The fingerprints of one rank's calls, cached by their arguments."""
 
     def __init__(self) -> None:
         self._known: dict[Any, int] = {}
         self.texts: dict[int, bytes] = {}  # the descriptions of the last calls, by fingerprint
 
     def mark(self, call: Call) -> int:
-        """The fingerprint of ``call``, which it keeps."""
+        """The fingerprint of ``call``, also stored in ``call.mark``."""
         o, options, route = call.operation, call.operation.options, call.route
         buffer, reduction, counts = o.send or o.recv, o.reduction, o.send_counts or o.recv_counts
         key = (
@@ -42,11 +42,11 @@ class Fingerprints:
             options.algorithm, options.deterministic, options.purpose, route and route.backend, route and route.kernel,
             counts and (tuple(o.send_counts or ()), tuple(o.recv_counts or ())),
         )  # fmt: skip
-        call.mark = self._known.get(key) or self._learn(key, call)
+        call.mark = self._known.get(key) or self._add(key, call)
         return call.mark
 
-    def _learn(self, key: Any, call: Call) -> int:
-        """The fingerprint of a call not seen before, which is described."""
+    def _add(self, key: Any, call: Call) -> int:
+        """The fingerprint of a new kind of call; publishes its description."""
         print_ = call.fingerprint()
         exact = json.dumps(print_, sort_keys=True).encode()
         fingerprint = int.from_bytes(blake2b(exact, digest_size=7).digest(), "little") + 1
@@ -61,22 +61,22 @@ class Fingerprints:
         return fingerprint
 
     def _publish(self, index: int, text: bytes) -> None:
-        """Make a description known to other ranks at once."""
+        """Publish a description to other ranks."""
 
 
 def described(text: bytes, sequence: int, fingerprint: int | None = None) -> tuple[str, dict[str, Any]]:
-    """The call that a rank described, as text and as what must be equal.
+    """The call that a rank described, as text and as fingerprint values.
 
-    Raises KeyError if it was one of another ``fingerprint``, ValueError for what is not whole.
+    Raises KeyError if it has another ``fingerprint``, ValueError if it is incomplete.
     """
-    known, said, call = json.loads(text)
+    known, arguments, call = json.loads(text)
     if fingerprint not in (None, known):
         raise KeyError(fingerprint)
-    return f"{call['operation']} #{sequence}{said}", call
+    return f"{call['operation']} #{sequence}{arguments}", call
 
 
 def _brief(value: Any) -> Any:
-    """A value of a fingerprint, short enough to be kept: long lists by their head and their digest."""
+    """A value of a fingerprint, with long lists shortened to their head and a digest."""
     if isinstance(value, list) and len(value) > 16:
         digest = blake2b(json.dumps(value).encode(), digest_size=4).hexdigest()
         return f"[{', '.join(map(str, value[:8]))}, ... {len(value)} in all, digest {digest}]"

@@ -1,8 +1,8 @@
 """The mock backend: ranks are threads of one process, with real results and the checks of every backend.
 
-Messages are copied into mailboxes, one per (source, destination, tag), in order.  The ranks of a group hold
-their state in common, so here every check is exact: calls that do not belong together are found when the
-second of them starts, a collective ends only when every rank has come, and a rank that is gone is known.
+Messages are copied into mailboxes, one per (source, destination, tag), in order.  The ranks of a group share their
+state, so every check is exact: the second of two mismatched calls raises at once, a collective ends only when every
+rank has arrived, and lost ranks are always known.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kos.comm.host.backend import MessagingBackend
 from kos.comm.operation import COLLECTIVE_TAGS, Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.threads import ThreadGroup
-from kos.comm.scheduled import drop, take, wrong_message
+from kos.comm.scheduled import remove, take, wrong_message
 from kos.comm.schedules.execute import Request
 from kos.comm.work import Engine, Idle, Steps, Work
 from kos.errors import CollectiveError, CollectiveMismatch, KosError
@@ -28,8 +28,8 @@ Array = np.ndarray[Any, Any]
 Key = tuple[int, int, int]  # source, destination, tag
 
 
-class _Room:
-    """What the ranks of one group share; guarded by the lock of their world."""
+class _State:
+    """The state that the ranks of one group share, guarded by the lock of their world."""
 
     def __init__(self) -> None:
         self.sent: dict[Key, deque[_Message]] = {}
@@ -38,7 +38,7 @@ class _Room:
 
 
 class MockBackend(MessagingBackend):
-    """Carries a group whose ranks are threads of this process, or a group of one."""
+    """Serves a group whose ranks are threads of this process, or a group of one."""
 
     name = "mock"
 
@@ -46,8 +46,8 @@ class MockBackend(MessagingBackend):
         super().__init__(rendezvous, engine)
         assert rendezvous.threads is not None
         self._group = rendezvous.threads
-        self._room = self._group.shared("mock", _Room)
-        self._mailboxes = _Mailboxes(self._group, self._room, self.rank, self.ledger)
+        self._state = self._group.shared("mock", _State)
+        self._mailboxes = _Mailboxes(self._group, self._state, self.rank, self.ledger)
         self.transport = self._mailboxes
         self._idle = _WakeUp(self._group, self.rank, self.engine)
         self._watch = self._group.world.watch
@@ -66,10 +66,10 @@ class MockBackend(MessagingBackend):
     def start(self, call: Call) -> Work[Any] | None:
         if self._watch is not None and self.broken is None and call.name not in ("split", "duplicate"):
             try:
-                lost = self._watch.strike(self._group.world, self._group.members[self.rank], call)
+                on_discard = self._watch.inject(self._group.world, self._group.members[self.rank], call)
             except CollectiveError as error:
                 raise self.failed(call, error) from None
-            self._mailboxes.lose(self._tag(call) if call.collective else call.operation.message.tag, lost)
+            self._mailboxes.discard(self._tag(call) if call.collective else call.operation.message.tag, on_discard)
         return super().start(call)
 
     def _steps(self, call: Call) -> Steps:
@@ -78,28 +78,28 @@ class MockBackend(MessagingBackend):
         return super()._steps(call)
 
     def waits_for(self, call: Call) -> list[int]:
-        """The world ranks without which an operation in flight does not go on."""
+        """The world ranks that an operation in flight waits for."""
         return [self._group.members[rank] for rank in self.late(call)[0]]
 
     def absent(self, call: Call) -> list[int]:
         with self._group.world.lock:
-            calls = self._room.calls.get(call.sequence)
+            calls = self._state.calls.get(call.sequence)
             return [rank for rank in range(self.size) if rank not in calls] if calls else []
 
     def awaited(self, call: Call) -> list[int]:
         tag = self._tag(call)
         with self._group.world.lock:
-            return sorted({src for src, dst, t in self._room.posted if (dst, t) == (self.rank, tag)})
+            return sorted({src for src, dst, t in self._state.posted if (dst, t) == (self.rank, tag)})
 
     def in_flight(self, rank: int, tag: int, receives: bool) -> bool:
-        room, me = self._room, self.rank
-        return (rank, me, tag) in room.posted if receives else (me, rank, tag) in room.sent
+        state, me = self._state, self.rank
+        return (rank, me, tag) in state.posted if receives else (me, rank, tag) in state.sent
 
     def unreceived(self) -> list[str]:
-        """The messages that no rank of the group has received."""
+        """The messages that were sent and not received."""
         return [
             f"rank {src} sent {message.dtype}[{message.size}] to rank {dst} with tag {tag}"
-            for (src, dst, tag), messages in self._room.sent.items()
+            for (src, dst, tag), messages in self._state.sent.items()
             for message in (m.array for m in messages)
             if tag < COLLECTIVE_TAGS
         ]
@@ -108,7 +108,7 @@ class MockBackend(MessagingBackend):
         self._group.close(self.rank, "it closed its communicator", 0.0)
 
     def abort(self, reason: str) -> None:
-        self.broken = self.broken or CollectiveError(reason)  # what is cancelled next is not reported
+        self.broken = self.broken or CollectiveError(reason)  # operations cancelled from now on are not reported
         self._group.close(self.rank, reason)
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
@@ -118,7 +118,7 @@ class MockBackend(MessagingBackend):
         mine = call.text, call.fingerprint()
         with group.world.lock:
             group.raise_failure()
-            calls = self._room.calls.setdefault(call.sequence, {})
+            calls = self._state.calls.setdefault(call.sequence, {})
             if calls:
                 peer, theirs = next(iter(calls.items()))
                 if theirs[1] != mine[1]:
@@ -126,20 +126,20 @@ class MockBackend(MessagingBackend):
                     group.raise_failure()
             calls[rank] = mine
             if len(calls) == self.size:
-                del self._room.calls[call.sequence]
+                del self._state.calls[call.sequence]
                 group.notify_all()
 
-        def everybody_came() -> bool:
+        def all_arrived() -> bool:
             with group.world.lock:
                 if len(calls) == self.size:
                     return True
                 group.raise_failure()
                 for peer in set(range(self.size)) - set(calls):
-                    if (end := group.departed(peer)) is not None:
+                    if (end := group.end_of(peer)) is not None:
                         raise self.ledger.lost(peer, end[0], call, None, end[1])
             return False
 
-        return everybody_came
+        return all_arrived
 
     def failed(self, call: Call, error: Exception) -> KosError:
         first, failure = self.broken is None, super().failed(call, error)
@@ -149,34 +149,34 @@ class MockBackend(MessagingBackend):
 
 
 class _Mailboxes:
-    """The transport: messages of a pair and tag meet their receives in order.
+    """The transport: messages of a pair and tag match their receives in order.
 
-    A message is copied and complete at once, unless it is one of the program's and larger than ``buffer_bytes`` of
-    ``kos.testing.spawn``: that is complete when it is received, as on other backends.
+    A message is copied and complete at once.  A user's message larger than ``buffer_bytes`` of ``kos.testing.spawn``
+    is complete when it is received, as on other backends.
     """
 
-    def __init__(self, group: ThreadGroup, room: _Room, rank: int, ledger: Ledger) -> None:
-        self._group, self._room, self._rank, self._ledger = group, room, rank, ledger
+    def __init__(self, group: ThreadGroup, state: _State, rank: int, ledger: Ledger) -> None:
+        self._group, self._state, self._rank, self._ledger = group, state, rank, ledger
         watch = group.world.watch
         self._buffer_bytes = float("inf") if watch is None else watch.buffer_bytes
-        self._lost: dict[int, Callable[[], None]] = {}  # by tag, of messages that do not arrive
+        self._discarded: dict[int, Callable[[], None]] = {}  # tags whose messages are discarded -> callback
 
     def isend(self, array: Array, peer: int, tag: int) -> Request:
         group, key = self._group, (self._rank, peer, tag)
         message = _Message(group, key, array, peer, self._ledger)
         with group.world.lock:
             group.raise_failure()
-            if lost := self._lost.get(tag):
-                lost()
+            if on_discard := self._discarded.get(tag):
+                on_discard()
                 message.complete = True
                 return message
-            receive = take(self._room.posted, key)
+            receive = take(self._state.posted, key)
             if receive is not None:
                 receive.take(message)
             else:
                 if tag >= COLLECTIVE_TAGS or array.nbytes <= self._buffer_bytes:
                     message.array, message.complete = array.copy(), True
-                self._room.sent.setdefault(key, deque()).append(message)
+                self._state.sent.setdefault(key, deque()).append(message)
             group.world.notify([group.members[peer]])
         return message
 
@@ -184,24 +184,24 @@ class _Mailboxes:
         key = (peer, self._rank, tag)
         receive = _Message(self._group, key, array, peer, self._ledger)
         with self._group.world.lock:
-            message = take(self._room.sent, key)
+            message = take(self._state.sent, key)
             if message is not None:
                 receive.take(message)
                 self._group.world.notify([self._group.members[peer]])
             else:
-                self._room.posted.setdefault(key, deque()).append(receive)
+                self._state.posted.setdefault(key, deque()).append(receive)
         return receive
 
-    def lose(self, tag: int, lost: Callable[[], None] | None) -> None:
-        """Have no message with that tag arrive from now on, and ``lost`` called for each; or have them arrive."""
-        self._lost.pop(tag, None)
-        if lost is not None:
-            self._lost[tag] = lost
+    def discard(self, tag: int, on_discard: Callable[[], None] | None) -> None:
+        """Discard messages with that tag from now on, and call ``on_discard`` for each; None: deliver them again."""
+        self._discarded.pop(tag, None)
+        if on_discard is not None:
+            self._discarded[tag] = on_discard
 
     def cancel(self, cancelled: Callable[[Any], bool]) -> None:
         with self._group.world.lock:
-            drop(self._room.posted, lambda receive: receive.dst == self._rank and cancelled(receive))
-            drop(self._room.sent, lambda m: m.src == self._rank and not m.complete and cancelled(m))
+            remove(self._state.posted, lambda receive: receive.dst == self._rank and cancelled(receive))
+            remove(self._state.sent, lambda m: m.src == self._rank and not m.complete and cancelled(m))
 
 
 class _Message:
@@ -221,7 +221,7 @@ class _Message:
         if sent.dtype != array.dtype or sent.size != array.size:
             expected, got = ((each.nbytes, each.dtype) for each in (array, sent))
             self.error = str(wrong_message(self.dst, expected, self.src, got))
-            return  # the receiver raises: the sender is done with its message
+            return  # only the receiver raises
         np.copyto(array, sent)
         self.complete = True
 
@@ -235,13 +235,13 @@ class _Message:
             if self.error:
                 raise CollectiveMismatch(self.error)
             group.raise_failure()
-            if (end := group.departed(self.other)) is not None:
+            if (end := group.end_of(self.other)) is not None:
                 raise self._ledger.lost(self.other, end[0], None, None, end[1])
         return False
 
 
 class _WakeUp:
-    """Waits on the condition of this rank, which every message and every change of the group notifies."""
+    """Waits on this rank's condition, which every message and every change of the group notifies."""
 
     def __init__(self, group: ThreadGroup, rank: int, engine: Engine) -> None:
         self._world, self._me, self._engine = group.world, group.members[rank], engine
@@ -251,10 +251,10 @@ class _WakeUp:
 
     def pause(self, mark: int, seconds: float | None) -> None:
         world = self._world
-        flying = self._engine.outstanding() if world.watch is not None else []
+        active = self._engine.outstanding() if world.watch is not None else []
         with world.lock:
             if world.events[self._me] == mark:
-                world.wait(self._me, seconds, lambda: [_waits_for(work) for work in flying])
+                world.wait(self._me, seconds, lambda: [_waits_for(work) for work in active])
 
 
 def _waits_for(work: Work[Any]) -> tuple[str, list[int]]:

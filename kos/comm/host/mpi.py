@@ -1,9 +1,9 @@
 """The mpi backend: host memory by mpi4py's upper-case calls.
 
 Every call is non-blocking and polled, so that every wait can time out and all operations in flight progress
-together.  MPI reduces what it has types for; what only moves travels as bytes, so any dtype does.  Where its
-reductions would differ from other backends' or between ranks, schedules run: MPI_MAX of a NaN, for one,
-depends on the order of its arguments.
+together.  MPI reduces the dtypes that it has types for.  Data movement uses bytes and supports every dtype.  Schedules
+run where MPI's reduction would differ from other backends or between ranks: MPI_MAX of a NaN depends on the order of
+its arguments.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from kos.errors import BackendUnavailable, CollectiveError, CollectiveMismatch, 
 
 Array = np.ndarray[Any, Any]
 
-# Above it our ring, whose additions overlap its messages, beats MPI_Iallreduce: 2 ranks on one host, Open MPI
+# Above this size kos's ring, whose additions overlap its messages, beats MPI_Iallreduce.  2 ranks on one host, Open MPI
 # 5.0.11, November 2026: 256 KB 43 against 58 us, 4 MB 0.37 against 0.64 ms, 64 MB 18 against 90 ms (best of 40).
 _NATIVE_BYTES = 128 * 1024
 
-_NAMED = 1.0  # seconds in which a rank that MPI says is lost is named
+_NAMING_SECONDS = 1.0  # seconds of waiting for the name of a rank that MPI reports as lost
 
-_SUMS = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)  # which scale before or after; MPI's others are named as ours
+_SUMS = (ReduceOp.AVG, ReduceOp.PREMUL_SUM)  # kos scales before or after; other operations have the same name in MPI
 
 
 class MPIBackend(HostBackend):
-    """Carries a group whose ranks are processes of an MPI communicator."""
+    """Serves a group whose ranks are processes of an MPI communicator."""
 
     name = "mpi"
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
         self._MPI = mpi_job.load_mpi()
-        # A communicator of our own: our tags and our order of collectives never meet anybody else's.
+        # A private communicator: its tags and its order of collectives are separate from those of the program.
         self._comm = self._dup(rendezvous)
-        self._asked = self._agreed = 0  # collectives that are compared, and those known to be alike
+        self._compared = self._agreed = 0  # collectives that are compared, and those known to be alike
         self._comms, notices = [self._comm], None
         if not self.one_host:
-            self._comms.append(self._dup(rendezvous))  # where calls are compared: before what they do, or after
+            self._comms.append(self._dup(rendezvous))  # for the comparison of calls
             notices = rendezvous.notices = rendezvous.notices or Notices(self._MPI, self._dup(rendezvous))
-        # All have them from here on: Open MPI 5.0.11 crashes by MPI_Comm_revoke of one that this rank still makes.
+        # A barrier: Open MPI 5.0.11 crashes by MPI_Comm_revoke of a communicator that this rank still creates.
         name = rendezvous.allgather(os.urandom(8))[0].hex()
         self._messages = self.transport = Messages(self._MPI, self._comm, self._calls, notices, name, self.ledger)
         self._fingerprints = self._calls or Fingerprints()
@@ -70,7 +70,7 @@ class MPIBackend(HostBackend):
         MPI = mpi_job.load_mpi()
         if MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) < TAGS:
             return Probe(False, f"the MPI library has fewer than {TAGS} tags")
-        alone = "" if mpi_job.under_mpirun() else "; a group of one, for it was not started by mpirun"
+        alone = "" if mpi_job.under_mpirun() else "; a group of one, as it was not started by mpirun"
         return Probe(True, MPI.Get_library_version().split(",")[0].strip() + alone)
 
     def check_threads(self) -> None:
@@ -95,7 +95,7 @@ class MPIBackend(HostBackend):
     def report_end(self, reason: str) -> None:
         super().report_end(reason)
         with contextlib.suppress(self._MPI.Exception):  # the communicator may be revoked
-            if self.ledger.failure is not None:  # which this rank may have received alone
+            if self.ledger.failure is not None:  # perhaps only this rank has received it
                 self._messages.send_failure(*self.ledger.failure)
             self._messages.send_end(self.stops_at(), reason, self.cause())
 
@@ -103,33 +103,33 @@ class MPIBackend(HostBackend):
         super().abort((UNSENT if self._messages.sending() else "") + reason)
         if mpi_job.fault_tolerant() and not self._MPI.Is_finalized():
             for comm in self._comms:
-                comm.Revoke()  # which ends the waits of ranks on other hosts
+                comm.Revoke()  # ends the waits of ranks on other hosts
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
-        """Where the group spans hosts, an MPI_Allreduce of fingerprints compares them, and says that all have come."""
-        here = super().agree(call)
+        """Between hosts, an MPI_Iallreduce of the fingerprints compares them and tells when all ranks have arrived."""
+        local_poll = super().agree(call)
         if self.one_host:
-            return here
-        turn, self._asked = self._asked, self._asked + 1
+            return local_poll
+        number, self._compared = self._compared, self._compared + 1
         MPI, messages, prints = self._MPI, self._messages, self._fingerprints
         mark, agreed, described = prints.mark(call), False, False
         text = prints.texts[mark]
-        ends = np.array([mark, ~mark], np.int64)  # after it, the greatest and the complement of the least
+        ends = np.array([mark, ~mark], np.int64)  # reduced to the maximum and the complement of the minimum
         request = self._comms[-1].Iallreduce(MPI.IN_PLACE, [ends, MPI.INT64_T], MPI.MAX)
         self._requests[call.sequence] = request
 
-        def everybody_came() -> bool:
+        def all_arrived() -> bool:
             nonlocal agreed, described
-            if here is not None:
-                here()
-            if time.monotonic() >= messages.look_at:
+            if local_poll is not None:
+                local_poll()
+            if time.monotonic() >= messages.next_check:
                 messages.receive_notices()
             self.ledger.check(call.sequence, call)
             if agreed or not request.Test():
                 return agreed
             if ends[0] == ~ends[1]:
-                if self._agreed == turn:  # in the order of their calls: MPI's collectives come next
-                    agreed, self._agreed = True, turn + 1
+                if self._agreed == number:  # in the order of the calls, as MPI's collectives follow
+                    agreed, self._agreed = True, number + 1
                     del self._requests[call.sequence]
                 return agreed
             if not described:
@@ -138,11 +138,11 @@ class MPIBackend(HostBackend):
             messages.compare(call, text)
             return False
 
-        return everybody_came
+        return all_arrived
 
     def native(self, call: Call, spaces: Mapping[str, Array], collective: str) -> Steps | None:
         if collective == "barrier":
-            return _nothing()  # all ranks agreed on it
+            return _nothing()  # ``agree`` was the barrier
         operation = call.operation
         if operation.options.deterministic or operation.options.algorithm != AUTO:
             return None
@@ -188,16 +188,16 @@ class MPIBackend(HostBackend):
         return self._messages.awaited(self._tag(call))
 
     def gone(self) -> Iterator[tuple[int, str]]:
-        """The ranks known to be gone, and how: by ULFM and by notices, which may come after the error."""
+        """The ranks known to be lost, and why: by shared memory, ULFM, and notices that may follow the error."""
         if self._calls is not None:
             yield from self._calls.gone()
-        deadline, late = time.monotonic() + _NAMED, False
+        deadline, late = time.monotonic() + _NAMING_SECONDS, False
         while not late:
             late = time.monotonic() > deadline
             yield from ((rank, "its process failed") for rank in mpi_job.failed_ranks(self._comm))
-            self._messages.receive_notices()  # a rank that shrinks has learned of another that failed
-            departed = self.ledger.departed.items()
-            yield from ((rank, why) for rank, (_, why, _) in departed if late or why != SHRINKS)
+            self._messages.receive_notices()  # a rank that shrinks is not the lost one: wait for another name
+            ends = self.ledger.ends.items()
+            yield from ((rank, why) for rank, (_, why, _) in ends if late or why != SHRINKS)
             time.sleep(0.001)
 
     def failed(self, call: Call, error: Exception) -> KosError:
@@ -209,7 +209,7 @@ class MPIBackend(HostBackend):
             if error.Get_error_class() == MPI.ERR_TRUNCATE:
                 named = CollectiveMismatch(str(named))
             elif error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED) or (
-                mpi_job.fault_tolerant() and any(self.gone())  # midway in a collective Open MPI says ERR_OTHER
+                mpi_job.fault_tolerant() and any(self.gone())  # amid a collective Open MPI returns ERR_OTHER
             ):
                 rank, why = next(self.gone(), (None, ""))
                 if rank is None and (suspects := self.ledger.suspects()):
@@ -230,7 +230,7 @@ class MPIBackend(HostBackend):
 
 
 def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> bool:
-    """Whether MPI has it, for this dtype and reduce operation, and is not slower than our schedule."""
+    """Whether MPI supports this dtype and reduce operation and is not slower than kos's schedule."""
     if nbytes > (_NATIVE_BYTES if collective == "all_reduce" else LARGEST):
         return False
     if reduction is None:
@@ -239,7 +239,7 @@ def _is_native(collective: str, reduction: Reduction | None, nbytes: int) -> boo
 
 
 def _same_everywhere(dtype: DType, op: ReduceOp) -> bool:
-    """Whether MPI's own reduction gives what every other backend gives, and the same bits on all ranks."""
+    """Whether MPI's own reduction equals that of every other backend, with the same bits on all ranks."""
     if not dtype.mpi:
         return False
     if op in (ReduceOp.MIN, ReduceOp.MAX):

@@ -1,7 +1,7 @@
 """The tcp backend: host memory over sockets, for jobs that no MPI started.
 
-What does not go through shared memory runs as schedules over ``tcp_messages``.  Between hosts a rank sends a
-description of its call to the others when it meets another call, or waits for long.
+Operations that do not use shared memory run as schedules over ``tcp_messages``.  Between hosts a rank sends a
+description of its call to the others when it finds another call, or has waited for long.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kos.errors import KosError
 
 Array = np.ndarray[Any, Any]
 
-_RECENT = 1024  # collectives of which a rank knows what it called
-_PATIENCE = 0.05  # seconds of waiting in a collective before a rank describes its call
-_NAP_SECONDS = 0.05  # another thread may have taken the event that a waiting one is looking for
-_CLOSE_SECONDS = 0.2  # in which what is queued is sent before connections are closed
+_RECENT = 1024  # collectives whose descriptions a rank keeps
+_DESCRIBE_SECONDS = 0.05  # seconds of waiting in a collective before a rank describes its call
+_SLEEP_SECONDS = 0.05  # the longest poll: another thread may have consumed the awaited event
+_CLOSE_SECONDS = 0.2  # limit for sending queued messages before connections are closed
 
 
 class TCPBackend(HostBackend):
-    """Carries a group whose ranks found each other over TCP."""
+    """Serves a group whose ranks found each other over TCP."""
 
     name = "tcp"
 
@@ -51,7 +51,8 @@ class TCPBackend(HostBackend):
     @classmethod
     def probe(cls, rendezvous: Rendezvous) -> Probe:
         if rendezvous.connect is None:
-            return Probe(False, "the ranks did not meet over TCP (start with torchrun, srun, or RANK, WORLD_SIZE, …)")
+            how = "start with torchrun, srun, or RANK, WORLD_SIZE, …"
+            return Probe(False, f"the ranks did not connect over TCP ({how})")
         return Probe(True, "sockets between the ranks")
 
     def idle(self) -> Idle:
@@ -62,9 +63,9 @@ class TCPBackend(HostBackend):
 
     def close(self) -> None:
         super().close()
-        self._poller.progress()  # a rank that waits in another call has described it
+        self._poller.progress()  # reads the descriptions of ranks that wait in another call
         self._mesh.close(CLOSE, "it closed its communicator", None)
-        if self._mesh.disputed and self.ledger.failure is not None:  # of calls that were complete here
+        if self._mesh.mismatched and self.ledger.failure is not None:  # of a call that was complete on this rank
             raise again(self.ledger.failure[1])
 
     def report_end(self, reason: str) -> None:
@@ -76,17 +77,17 @@ class TCPBackend(HostBackend):
         super().abort(reason)
 
     def _tag(self, call: Call) -> int:
-        return COLLECTIVE_TAGS + call.sequence  # which need not go round, as those of MPI
+        return COLLECTIVE_TAGS + call.sequence  # needs no wrap-around, unlike MPI's tags
 
     def agree(self, call: Call) -> Callable[[], bool] | None:
-        """Between hosts ranks do not wait for that: messages and descriptions of another call raise."""
-        here, mesh = super().agree(call), self._mesh
+        """Between hosts ranks do not wait to agree: messages and descriptions of another call raise."""
+        local_poll, mesh = super().agree(call), self._mesh
         if self.one_host:
-            return here
-        tag, describe_at = self._tag(call), time.monotonic() + _PATIENCE
+            return local_poll
+        tag, describe_at = self._tag(call), time.monotonic() + _DESCRIBE_SECONDS
         mesh.begin(call, tag, self._fingerprints)
 
-        def go_on() -> bool:
+        def all_arrived() -> bool:
             nonlocal describe_at
             if time.monotonic() > describe_at:
                 describe_at = math.inf
@@ -94,9 +95,9 @@ class TCPBackend(HostBackend):
                     mesh.describe(rank, tag)
             if mesh.ledger.failure is not None:
                 mesh.ledger.check(call.sequence)
-            return here is None or here()
+            return local_poll is None or local_poll()
 
-        return go_on
+        return all_arrived
 
     def awaited(self, call: Call) -> list[int]:
         tag = self._tag(call)
@@ -110,11 +111,11 @@ class TCPBackend(HostBackend):
 
 
 class Poller:
-    """All connections of this rank, of a communicator and its splits: a wait for one sees them all."""
+    """All connections of this rank, over a communicator and its splits; a wait polls all of them."""
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        # Weakly: a communicator that is dropped takes its connections with it, and epoll forgets what is closed.
+        # Weak: connections end with their communicator, and epoll removes closed sockets.
         self._peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()
 
     def add(self, peer: Peer) -> None:
@@ -129,7 +130,7 @@ class Poller:
         self._epoll.unregister(peer.sock)
 
     def progress(self) -> None:
-        """Read and write whatever is ready; never waits."""
+        """Read and write without waiting."""
         for descriptor, _ in self._epoll.poll(0):
             if (peer := self._peers.get(descriptor)) is not None:
                 peer.progress()
@@ -138,19 +139,19 @@ class Poller:
         return 0
 
     def pause(self, mark: int = 0, seconds: float | None = None) -> None:
-        # What is ready stays ready until it is read, so nothing that came since ``mark`` is missed.
-        self._epoll.poll(_NAP_SECONDS if seconds is None else min(seconds, _NAP_SECONDS))
+        # Level-triggered: sockets stay ready until they are read, so no event since ``mark`` is missed.
+        self._epoll.poll(_SLEEP_SECONDS if seconds is None else min(seconds, _SLEEP_SECONDS))
 
 
 class Mesh:
-    """The transport: the connections of one group, and the descriptions of its collectives, by their tags."""
+    """The transport: the connections of one group, and the descriptions of its collectives by tag."""
 
     def __init__(self, rendezvous: Rendezvous, poller: Poller) -> None:
         self.rank, self.poller, self.ledger = rendezvous.rank, poller, rendezvous.ledger
-        self.lost: Peer | None = None  # the first rank that is gone without CLOSE
-        self.disputed = False  # another rank's call differs from this one's, and one of the two will report it
-        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's last: fingerprint and description
-        self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # others', by rank, ahead of its own
+        self.lost: Peer | None = None  # the first rank lost without CLOSE
+        self.mismatched = False  # another rank's call differs from this one's; one of the two will report it
+        self._calls: dict[int, tuple[int, bytes]] = {}  # this rank's calls by tag: fingerprint and description
+        self._described: dict[int, dict[int, tuple[int, bytes]]] = {}  # later calls of other ranks, by tag and rank
         self._group = ""
         assert rendezvous.connect is not None
         self.peers = {rank: Peer(rank, self, connection.sock) for rank, connection in rendezvous.connect().items()}
@@ -168,7 +169,7 @@ class Mesh:
             peer.cancel(cancelled)
 
     def begin(self, o: Call, tag: int, fingerprints: Fingerprints) -> None:
-        """Compare ``o`` with what other ranks called as their collective of that tag."""
+        """Compare ``o`` with the other ranks' collectives of that tag."""
         mark, self._group = fingerprints.mark(o), o.group
         self._calls[tag] = mark, fingerprints.texts[mark]
         self._calls.pop(tag - _RECENT, None)
@@ -176,23 +177,23 @@ class Mesh:
             self.compare(tag, rank, *call)
 
     def called(self, tag: int) -> tuple[int, bytes]:
-        """What this rank called as its collective of that tag."""
+        """Fingerprint and description of this rank's collective of that tag."""
         return self._calls.get(tag, (0, b""))
 
     def describe(self, rank: int, tag: int) -> None:
-        """Send that rank what this one called as its collective of that tag."""
+        """Send that rank the description of this rank's collective of that tag."""
         mark, text = self.called(tag)
         self.peers[rank].send_control(CALL, tag, text, mark)
 
     def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None:
-        """Make all ranks raise what differs between that rank's call and this one's, of the same tag.
+        """Make all ranks raise if that rank's call differs from this rank's call of the same tag.
 
-        Without its ``text`` this rank describes its own call, and that rank reports the mismatch.
+        Without ``text`` this rank sends its own description, and the other rank reports the mismatch.
         """
         mine, mine_text = self.called(tag)
         if mine == mark:
             return
-        self.disputed = self.disputed or bool(mine)
+        self.mismatched = self.mismatched or bool(mine)
         if mine and not text:
             self.describe(rank, tag)
         elif mine:
@@ -205,16 +206,16 @@ class Mesh:
                 others[rank] = mark, text
 
     def fail(self, tag: int, failure: KosError) -> None:
-        """Make all ranks that are or come to be in that collective, or a later one, raise the same error."""
+        """Make all ranks raise the same error in that collective and later ones."""
         self.ledger.record(tag - COLLECTIVE_TAGS, failure)
         data = to_bytes(failure)
         for peer in self.peers.values():
             peer.send_control(FAILED, tag, data)
 
     def close(self, kind: int, why: str, cause: KosError | None) -> None:
-        """Close all connections, after a report of why."""
-        self._linger(lambda: self.disputed and self.ledger.failure is None)
-        if (failure := self.ledger.failure) is not None:  # which this rank may have received alone
+        """Report why, and close all connections."""
+        self._linger(lambda: self.mismatched and self.ledger.failure is None)
+        if (failure := self.ledger.failure) is not None:  # perhaps only this rank has received it
             self.fail(COLLECTIVE_TAGS + failure[0], failure[1])
         data = json.dumps([why[:REASON_LENGTH], None if cause is None else json.loads(to_bytes(cause))]).encode()
         for peer in self.peers.values():

@@ -1,13 +1,12 @@
 """Messages of the tcp backend: one authenticated connection between every two ranks of a group.
 
-Short messages are eager: they are sent at once and, if no receive is posted yet, kept by the receiver.  A sender
-has ``CREDIT_BYTES`` of credits for them.  Long messages, and short ones beyond the credits, take the rendezvous
-protocol: the sender announces them (RTS), and sends the data when the receiver says so (CTS), straight into its
-memory.  A CTS also returns credits.  So no order of sends and receives can block a connection, and no sender can
-fill a receiver's memory.
+Short messages are eager: they are sent at once, and the receiver buffers them if no receive is posted yet.  A sender
+has ``CREDIT_BYTES`` of credits for them.  Long messages, and short ones beyond the credits, use the rendezvous
+protocol: the sender announces them (RTS), and sends the data after the receiver's CTS, straight into the receiver's
+array.  A CTS also returns credits.  So no order of sends and receives can block a connection, and no sender can fill a
+receiver's memory.
 
-With a message goes what it belongs to: its dtype, or the fingerprint of the collective where ranks do not compare
-their calls in shared memory.
+A message carries its dtype, or the fingerprint of its collective where ranks do not compare calls in shared memory.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from kos.comm.failures import ABRUPT_SECONDS, Ledger, from_record, to_record
 from kos.comm.host.fingerprints import DTYPE_CODES, dtype_of_code
 from kos.comm.operation import COLLECTIVE_TAGS
 from kos.comm.rendezvous.wire import Waiting, fill
-from kos.comm.scheduled import drop, take, wrong_message
+from kos.comm.scheduled import remove, take, wrong_message
 from kos.errors import KosError, RendezvousError
 
 Array = np.ndarray[Any, Any]
 
 EAGER_BYTES = 256 << 10  # the longest eager message: a segment of a schedule
-CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are on their way or kept
-KEEPING_BYTES = 256  # what keeping a message costs beside its own bytes
-CONTROL_BYTES = 20_000  # of a control message, at most
+CREDIT_BYTES = 4 << 20  # of short messages between two ranks that are in flight or buffered
+OVERHEAD_BYTES = 256  # memory that a buffered message takes beside its own bytes
+CONTROL_BYTES = 20_000  # the longest control message
 REASON_LENGTH = 1000  # characters of a reason or an error
 
-HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, what it belongs to
+HEADER = struct.Struct("!B3xQIQQ")  # kind, tag, number of the long message, bytes, dtype or fingerprint
 EAGER, RTS, CTS, REFUSE, DATA, CALL, FAILED, ABORT, CLOSE = range(1, 10)
 
 
 class Poller(Protocol):
-    """What waits for all connections of a rank."""
+    """The poller of all connections of a rank."""
 
     def progress(self) -> None: ...
 
@@ -52,7 +51,7 @@ class Poller(Protocol):
 
 
 class Mesh(Protocol):
-    """The connections of a group, of which a ``Peer`` is one."""
+    """The connections of a group; a ``Peer`` is one of them."""
 
     rank: int
     lost: Peer | None
@@ -66,7 +65,7 @@ class Mesh(Protocol):
     def compare(self, tag: int, rank: int, mark: int, text: bytes = b"") -> None: ...
 
 class _Message:
-    """A message in flight, of one or the other end."""
+    """One end of a message in flight."""
 
     __slots__ = ("call", "complete", "dtype", "error", "peer", "tag", "view")
 
@@ -88,7 +87,7 @@ class _Message:
 
 
 class _Arrival(NamedTuple):
-    """A message that came: its bytes, or the number of one that waits for a CTS."""
+    """A message that arrived: its bytes, or its number if it waits for a CTS."""
 
     nbytes: int
     call: int
@@ -97,7 +96,7 @@ class _Arrival(NamedTuple):
 
 
 class _Outgoing:
-    """Bytes to be sent: a header, and what it announces if that goes with it."""
+    """Bytes to be sent: a header, and its data if that follows at once."""
 
     __slots__ = ("begun", "kind", "message", "views")
 
@@ -106,7 +105,7 @@ class _Outgoing:
         self.begun = False
 
     def advance(self, sent: int) -> int:
-        """Take note that up to ``sent`` bytes are sent; how many of them were of this item."""
+        """Record that up to ``sent`` bytes are sent; returns how many of them belong to this item."""
         self.begun, used = True, 0
         while self.views and used < sent:
             part = min(sent - used, len(self.views[0]))
@@ -124,14 +123,14 @@ class Peer:
 
     def __init__(self, rank: int, mesh: Mesh, sock: socket.socket) -> None:
         self.rank, self.mesh, self.sock = rank, mesh, sock
-        self.gone: str | None = None  # why, once it is gone
+        self.gone: str | None = None  # the reason, once the rank has closed or is lost
         self._cause: KosError | None = None  # the failure that made it abort
-        self._cause_window: float | None = ABRUPT_SECONDS  # of a failure that may be the cause
+        self._cause_window: float | None = ABRUPT_SECONDS  # maximum age of a failure that may be the cause
         self._posted: dict[int, deque[_Message]] = {}  # receives, by tag
         self._arrived: dict[int, deque[_Arrival]] = {}  # messages without a receive, by tag
         self._outgoing: deque[_Outgoing] = deque()
         self._announced: dict[int, _Message] = {}  # sends that wait for a CTS, by number
-        self._landing: dict[int, _Message] = {}  # receives of those on their way, by number; 0: of a short one
+        self._incoming: dict[int, _Message] = {}  # receives whose data is in flight, by number; 0: of a short message
         self._credits = CREDIT_BYTES  # bytes of eager messages that may still be sent
         self._freed = 0  # credits to be returned to the peer
         self._count = 0
@@ -142,10 +141,10 @@ class Peer:
         self.sock.close()
 
     def check(self, tag: int) -> None:
-        """Raise if what is not complete by now cannot become so."""
+        """Raise if an incomplete message with that tag can no longer complete."""
         mesh, ledger = self.mesh, self.mesh.ledger
         ledger.check(tag - COLLECTIVE_TAGS if tag >= COLLECTIVE_TAGS else None)
-        # A rank that aborted because of a later collective has done its part of this one, or ranks that wait report it.
+        # A rank that aborted in a later collective has completed this one, or the ranks that wait for it report it.
         later = ledger.failure is not None and tag >= COLLECTIVE_TAGS
         lost = self if self.gone is not None else None if later else mesh.lost
         if lost is not None and lost.gone is not None:
@@ -156,8 +155,8 @@ class Peer:
         self.check(tag)
         message = _Message(self, tag, array)
         nbytes = len(message.view)
-        if nbytes <= EAGER_BYTES and nbytes + KEEPING_BYTES <= self._credits:
-            self._credits -= nbytes + KEEPING_BYTES
+        if nbytes <= EAGER_BYTES and nbytes + OVERHEAD_BYTES <= self._credits:
+            self._credits -= nbytes + OVERHEAD_BYTES
             self._queue(EAGER, tag, 0, nbytes, message.call, message.view, message)
         else:
             self._count = self._count % 0xFFFFFFFF + 1
@@ -171,43 +170,43 @@ class Peer:
         if arrival is None:
             self._posted.setdefault(tag, deque()).append(message)
         else:
-            self._settle(message, arrival)
+            self._match(message, arrival)
         return message
 
     def send_control(self, kind: int, tag: int, data: bytes, call: int = 0) -> None:
-        """Queue a control message about the group, and send it if there is room."""
+        """Queue a control message about the group, and send it if the socket allows."""
         self._queue(kind, tag, 0, len(data), call, memoryview(data))
 
     def in_flight(self, tag: int, receives: bool) -> bool:
-        """Whether a message of that tag is still to be received, or sent."""
+        """Whether a message with that tag is still to be received, or sent."""
         if receives:
-            return tag in self._posted or any(message.tag == tag for message in self._landing.values())
+            return tag in self._posted or any(message.tag == tag for message in self._incoming.values())
         queued = (item.message for item in self._outgoing if item.message is not None)
         return any(message.tag == tag for message in (*self._announced.values(), *queued))
 
     def awaits(self, tag: int) -> bool:
-        under_way = [*self._landing.values(), *self._announced.values()]
+        under_way = [*self._incoming.values(), *self._announced.values()]
         return tag in self._posted or any(message.tag == tag for message in under_way)
 
     def cancel(self, cancelled: Callable[[_Message], bool]) -> None:
-        """These messages are no longer waited for, and their memory is free."""
-        drop(self._posted, cancelled)
+        """Cancel messages; their memory is free afterwards."""
+        remove(self._posted, cancelled)
         self._announced = {number: message for number, message in self._announced.items() if not cancelled(message)}
-        for message in self._landing.values():
+        for message in self._incoming.values():
             if cancelled(message):
                 message.view = memoryview(bytearray(len(message.view)))
         for item in list(self._outgoing):
             if item.message is None or not cancelled(item.message):
                 continue
-            if item.begun or item.kind == DATA:  # the other side counts on it
+            if item.begun or item.kind == DATA:  # the receiver expects these bytes
                 item.views = [memoryview(bytes(view)) for view in item.views]
                 continue
             self._outgoing.remove(item)
             if item.kind == EAGER:
-                self._credits += len(item.message.view) + KEEPING_BYTES
+                self._credits += len(item.message.view) + OVERHEAD_BYTES
 
     def progress(self) -> None:
-        """Read and send as much as goes without waiting."""
+        """Read and send without waiting."""
         try:
             next(self._reader)
             self._flush()
@@ -217,13 +216,13 @@ class Peer:
             self._lose("its connection was closed")
         except (RendezvousError, ValueError) as error:
             self._lose(str(error))
-        except BaseException:  # a Ctrl-C, of whatever communicator's wait: at an unknown place in a message
+        except BaseException:  # Ctrl-C at an unknown position in a message
             self._lose("reading from it was interrupted")
             raise
 
     @property
     def busy(self) -> bool:
-        """Whether something is still to be sent, to a peer that is there."""
+        """Whether messages to a live peer are still queued."""
         return self.gone is None and bool(self._outgoing)
 
     def close(self) -> None:
@@ -241,7 +240,7 @@ class Peer:
         self, kind: int, tag: int, number: int, nbytes: int, call: int, data: memoryview | None = None,
         message: _Message | None = None,
     ) -> None:  # fmt: skip
-        """Send a header, and the ``data`` behind it, as soon as there is room; to a rank that is gone, nothing."""
+        """Queue a header and its ``data``, and send them if the socket allows; does nothing for a lost rank."""
         if self.gone is not None:
             return
         header = memoryview(HEADER.pack(kind, tag, number, nbytes, call))
@@ -254,7 +253,7 @@ class Peer:
             views = [view for item in islice(self._outgoing, 8) for view in item.views]
             try:
                 sent = self.sock.sendmsg(views)
-            except OSError:  # no room; or broken, which shows when it is read, after what it still brings
+            except OSError:  # full, or broken: then the read raises, after the last messages
                 break
             while sent:
                 sent -= self._outgoing[0].advance(sent)
@@ -265,7 +264,7 @@ class Peer:
             self.mesh.poller.want_write(self, self._wants_write)
 
     def _read(self) -> Waiting[str]:
-        """All that the peer sends, until it closes; yields when there is nothing to read."""
+        """Read all messages until the peer closes; yields when there is nothing to read."""
         header = memoryview(bytearray(HEADER.size))
         while True:
             yield from fill(self.sock, lambda: header)
@@ -273,13 +272,13 @@ class Peer:
             if kind == EAGER and nbytes <= EAGER_BYTES:
                 posted = self._posted.get(tag)
                 if posted is not None and len(posted[0].view) == nbytes and posted[0].call == call:
-                    self._landing[0] = posted[0]
+                    self._incoming[0] = posted[0]
                     take(self._posted, tag)
-                    yield from self._land(0)
-                    self._freed += nbytes + KEEPING_BYTES
+                    yield from self._read_into(0)
+                    self._freed += nbytes + OVERHEAD_BYTES
                 else:
-                    kept = yield from self._bytes(nbytes)  # until the next: else its pages go back to the system
-                    self._arrive(tag, _Arrival(nbytes, call, kept))
+                    buffered = yield from self._bytes(nbytes)  # held until the next: freed pages return to the system
+                    self._arrive(tag, _Arrival(nbytes, call, buffered))
             elif kind == RTS:
                 self._arrive(tag, _Arrival(nbytes, call, None, number))
             elif kind == CTS:
@@ -291,8 +290,8 @@ class Peer:
                     expected = nbytes, dtype_of_code(call) if tag < COLLECTIVE_TAGS else message.dtype
                     got = len(message.view), message.dtype
                     message.error = wrong_message(self.rank, expected, self.mesh.rank, got)
-            elif kind == DATA and number in self._landing and len(self._landing[number].view) == nbytes:
-                yield from self._land(number)
+            elif kind == DATA and number in self._incoming and len(self._incoming[number].view) == nbytes:
+                yield from self._read_into(number)
             elif kind in (CALL, FAILED, ABORT, CLOSE) and nbytes <= CONTROL_BYTES:
                 data = bytes((yield from self._bytes(nbytes)))
                 if kind == CALL:
@@ -311,10 +310,10 @@ class Peer:
             else:
                 raise RendezvousError(f"expected the header of a message, got kind {kind} of {nbytes} bytes")
 
-    def _land(self, number: int) -> Waiting[None]:
-        message = self._landing[number]
+    def _read_into(self, number: int) -> Waiting[None]:
+        message = self._incoming[number]
         yield from fill(self.sock, lambda: message.view)
-        del self._landing[number]
+        del self._incoming[number]
         message.complete = True
 
     def _bytes(self, nbytes: int) -> Waiting[memoryview]:
@@ -329,24 +328,24 @@ class Peer:
         if message is None:
             self._arrived.setdefault(tag, deque()).append(arrival)
         else:
-            self._settle(message, arrival)
+            self._match(message, arrival)
 
-    def _settle(self, message: _Message, arrival: _Arrival) -> None:
-        """A receive meets the message that it is for."""
+    def _match(self, message: _Message, arrival: _Arrival) -> None:
+        """Match a receive with its message."""
         collective, expected, got = message.tag >= COLLECTIVE_TAGS, len(message.view), arrival.nbytes
         fits = expected == got and message.call == arrival.call
-        if not fits and not (collective and message.call != arrival.call):  # which all ranks raise as a mismatch
+        if not fits and not (collective and message.call != arrival.call):  # all ranks raise that mismatch
             dtype = message.dtype if collective else dtype_of_code(arrival.call)
             message.error = wrong_message(self.mesh.rank, (expected, message.dtype), self.rank, (got, dtype))
         if arrival.data is not None:
             if fits:
                 message.view[:] = arrival.data
                 message.complete = True
-            self._freed += got + KEEPING_BYTES
+            self._freed += got + OVERHEAD_BYTES
         elif fits:
-            self._landing[arrival.number] = message
-            # Credits are returned only with a CTS: a sender that does not wait for one may have closed, and TCP would
-            # throw away what it has sent.
+            self._incoming[arrival.number] = message
+            # Credits return only with a CTS: a sender that waits for none may have closed, and writing to it would make
+            # TCP discard its last messages.
             self._queue(CTS, message.tag, arrival.number, self._freed, message.call)
             self._freed = 0
         elif message.error is not None:

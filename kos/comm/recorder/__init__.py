@@ -1,7 +1,7 @@
-"""The flight recorder: the last operations of a rank, always recorded, and dumped when something goes wrong.
+"""The flight recorder: always records the last operations of a rank, and dumps them after a failure.
 
-A call costs one short list, in a ring of 1,024, that names what the operation looked like, never its arrays; all
-formatting waits for the dump.  Dumps are JSON with the keys of PyTorch's flight recorder (version 2:
+A call writes one entry of a ring of 1,024: a description of the operation, never its arrays.  Entries are formatted at
+the dump.  Dumps are JSON with the keys of PyTorch's flight recorder (version 2:
 torch/csrc/distributed/c10d/FlightRecorder.hpp), one file per rank.  ``python -m kos.comm.recorder`` reads them.
 """
 
@@ -28,13 +28,13 @@ log = logging.getLogger(__name__)
 
 VERSION = "2.10"  # of PyTorch's format
 SLOTS = 1024  # a power of two
-"""Operations that a rank remembers."""
+"""Operations kept per rank."""
 
 _LAST = SLOTS - 1
 COMPLETED, _ERROR = -2, -1  # of an _Entry
 
 class _Description(NamedTuple):
-    """What is the same in all records of a call, however often that is launched."""
+    """The properties shared by all records of a call."""
 
     group: Group
     message: Message | None
@@ -48,14 +48,14 @@ class _Description(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What a slot holds, in its order; the last two change when the operation ends."""
+    """The fields of a slot, in order; the last two change when the operation ends."""
 
     description: tuple[Any, ...]
     created: int  # nanoseconds since 1970
     code: CodeType  # with ``instruction``: the call site
     instruction: int
     sequence: int
-    completed: int | None  # nanoseconds since 1970; 0: under way
+    completed: int | None  # nanoseconds since 1970; 0: in progress
     error: str | None
 
 
@@ -67,7 +67,7 @@ class Group:
         self.number = recorder.add(self)
 
     def note(self, call: Call, depth: int) -> None:
-        """Note that ``call`` is launched now, by the caller ``depth`` frames up."""
+        """Record that the caller ``depth`` frames up launches ``call`` now."""
         description = call.description
         if description is None:
             o = call.operation
@@ -79,12 +79,12 @@ class Group:
             )  # fmt: skip
         try:
             frame = _getframe(depth)
-        except ValueError:  # C called us
+        except ValueError:  # called from C
             frame = _getframe(depth - 1)
         recorder = self.recorder
         count = recorder.count
         call.record = record = recorder.slots[count & _LAST]  # a new list would be one more cache miss
-        record[0] = None  # a record that is half written is none
+        record[0] = None  # invalidates the record while it is written
         record[1] = time_ns()
         record[2] = frame.f_code
         record[3] = frame.f_lasti
@@ -100,7 +100,7 @@ class Recorder:
     def __init__(self, rank: int, size: int, job: str = "") -> None:
         self.rank, self.size, self.job = rank, size, job
         self.slots: list[list[Any]] = [[None] * len(_Entry._fields) for _ in range(SLOTS)]
-        self.count = 0  # of the operations that were noted
+        self.count = 0  # recorded operations
         self._groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._numbers = itertools.count()
         self._open: set[int] = set()
@@ -109,29 +109,29 @@ class Recorder:
         recorders.add(self)
 
     def add(self, group: Group) -> int:
-        """Take notice of a group, for as long as it is in use; returns its number on this rank."""
+        """Add a group, held weakly; returns its number on this rank."""
         number = next(self._numbers)
         self._groups[number] = group
         self._open.add(number)
         return number
 
     def close(self, group: Group, reason: str = "closed") -> None:
-        """The communicator of that group is closed; with the last one, signals concern this recorder no more."""
-        self.leave_dump(reason)
+        """Close a group; after the last one, signals no longer dump this recorder."""
+        self.try_dump(reason)
         self._open.discard(group.number)
         if not self._open:
             recorders.discard(self)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The operations, the oldest first, with the keys of PyTorch's entries and a few more.
+        """The operations, oldest first, with the keys of PyTorch's entries and four more.
 
-        ``send_recv`` becomes two entries.  The additional keys: ``reduce_op``, ``root``, ``tag``, ``error``.
+        These are ``reduce_op``, ``root``, ``tag`` and ``error``.  ``send_recv`` becomes two entries.
         """
-        kept = [(n, tuple(self.slots[n & _LAST])) for n in range(max(0, self.count - SLOTS), self.count)]  # as of now
-        return [entry for number, slot in kept if slot[0] for entry in _describe(number, _Entry(*slot))]
+        copied = [(n, tuple(self.slots[n & _LAST])) for n in range(max(0, self.count - SLOTS), self.count)]
+        return [entry for number, slot in copied if slot[0] for entry in _describe(number, _Entry(*slot))]
 
     def to_dict(self, reason: str = "") -> dict[str, Any]:
-        """Everything a dump holds; ``reason`` is why it was made."""
+        """The contents of a dump; ``reason`` is why it is written."""
         entries = self.entries()
         groups = [group for _, group in sorted(self._groups.items())]
         return {
@@ -149,10 +149,10 @@ class Recorder:
         }
 
     def dump(self, path: str | Path | None = None, reason: str = "requested") -> Path:
-        """Write the record as JSON, whole or not at all; returns the file.
+        """Write the record as JSON, atomically; returns the file.
 
-        Without ``path`` it is ``<job>/rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, else ``rank_<rank>.json``
-        in the working folder.  Raises OSError where it cannot be written.
+        The default is ``<job>/rank_<rank>.json`` in the folder of KOS_RECORDER_DIR, else ``rank_<rank>.json``
+        in the working folder.  Raises OSError if it cannot be written.
         """
         folder = Path(self._directory, self.job) if self._directory else Path()
         path = Path(path or folder / f"rank_{self.rank}.json")
@@ -160,8 +160,8 @@ class Recorder:
         replace_file(path, json.dumps(self.to_dict(reason)).encode())
         return path
 
-    def leave_dump(self, reason: str, *, always: bool = False) -> None:
-        """Dump, only if KOS_RECORDER_DIR names a folder unless ``always``; what goes wrong is logged."""
+    def try_dump(self, reason: str, *, always: bool = False) -> None:
+        """Dump if KOS_RECORDER_DIR names a folder, or ``always``; errors are logged."""
         if self._directory is not None or always:
             try:
                 self.dump(reason=reason)
@@ -169,30 +169,30 @@ class Recorder:
                 log.warning("rank %d: the flight record could not be written: %s", self.rank, error)
 
     def fail(self, error: Exception) -> None:
-        """An operation failed: the first failure of a rank leaves a dump."""
+        """Dump at the first failure of a rank."""
         if not self._failed:
             self._failed = True
-            self.leave_dump(f"{type(error).__name__}: {error}")
+            self.try_dump(f"{type(error).__name__}: {error}")
 
 
 recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-"""Those of this process that a signal concerns."""
+"""The open recorders of this process; a signal dumps them."""
 
 
 def started(call: Call) -> None:
-    """The call is under way and has to wait."""
+    """Record that the call is in progress and has to wait."""
     completed(call, 0)
 
 
 def completed(call: Call, when: int) -> None:
-    """Note when it was complete (0: under way), unless its slot is another's by now."""
+    """Record when the call was complete (0: in progress), unless its slot was reused."""
     record = call.record
     if record is not None and record[0] is call.description:
         record[COMPLETED] = when
 
 
 def failed(call: Call, error: Exception) -> None:
-    """The call failed; leaves a dump where one is wanted."""
+    """Record that the call failed; dumps if dumps are enabled."""
     record, description = call.record, call.description
     if record is not None and description is not None and (record[0] is not description or record[_ERROR] is None):
         if record[0] is description:
@@ -249,7 +249,7 @@ def _frame(code: CodeType, instruction: int) -> dict[str, Any]:
 
 
 def _status(group: Group, entries: list[dict[str, Any]]) -> dict[str, int]:
-    """The last collectives of a group, by sequence number; -1 for none among those remembered."""
+    """The last recorded collectives of a group, by sequence number; -1 for none."""
     mine = [e for e in entries if e["pg_id"] == group.number and not e["is_p2p"]]
     reached = {"enqueued": ("scheduled", "started", "completed", "failed"), "started": ("started", "completed"),
                "completed": ("completed",)}  # fmt: skip

@@ -1,9 +1,9 @@
 """Read flight records: python -m kos.comm.recorder DUMP… [--trace OUT.json]
 
-Joins the dumps of a job's ranks (files, or folders of them) and reports which rank did not arrive at which
-operation, which ranks called different operations, and where each rank stands.  Exit status: 0 where all
-ranks agree and nothing is left undone, 1 where something was found, 2 for dumps that cannot be read.
-The trace is for Perfetto and chrome://tracing: one track per rank.
+Joins the dumps of a job's ranks (files, or folders of them).  Reports which rank did not arrive at which operation,
+which ranks called different operations, and the last operation of each rank.  Exit status: 0 if all ranks agree and
+all operations are complete, 1 if a problem was found, 2 for dumps that cannot be read.  The trace is for Perfetto and
+chrome://tracing: one track per rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kos.comm.recorder.analysis import Dump, absent, analyze, counted, load
+from kos.comm.recorder.analysis import Dump, absent, analyze, load, plural
 from kos.errors import DataError
 from kos.files import printing
 
@@ -36,20 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     alike, findings = analyze(dumps)
-    of = f"{counted(len(dumps), 'dump')} of {counted(dumps[0].size, 'rank')}"
+    of = f"{plural(len(dumps), 'dump')} of {plural(dumps[0].size, 'rank')}"
     missing = f" in these; no dump of {missing}" if (missing := absent(dumps)) else ""
     wrong = "where each rank stands:" if findings else f"nothing is wrong{missing}; the last operation of each rank:"
     with printing():
-        print(f"{of}; {counted(alike, 'collective')} that all ranks made alike")
-        print(*findings, wrong, *(f"  {dump.standing()}" for dump in dumps), sep="\n")
+        print(f"{of}; {plural(alike, 'collective')} that all ranks made alike")
+        print(*findings, wrong, *(f"  {dump.last_operation()}" for dump in dumps), sep="\n")
     return 1 if findings else 0
 
 
 def to_trace(dumps: list[Dump]) -> dict[str, Any]:
     """Complete events of the "Trace Event Format", in microseconds.
 
-    Operations of a rank that overlap in time lie in lanes below each other; one that was not completed lasts
-    until the dump.
+    Operations of a rank that overlap in time have separate lanes.  An incomplete operation lasts until the dump.
     """
     start = min((call.created for dump in dumps for call in dump.calls), default=0)
     events: list[dict[str, Any]] = []

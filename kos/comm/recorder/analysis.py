@@ -1,4 +1,4 @@
-"""What the dumps of a job's ranks show together: ranks that did not arrive, and ranks that made another call."""
+"""Analysis of the dumps of a job's ranks: finds ranks that did not arrive, and ranks that made another call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kos.errors import DataError
 
 # An operation on a stream of a GPU stays "scheduled" until the host has waited for it.
 _UNDONE = ("started", "failed")
-_LONG_SCHEDULED = 1e9  # nanoseconds after which a stream that has not moved on is taken to wait
+_LONG_SCHEDULED = 1e9  # nanoseconds after which a "scheduled" operation is assumed to wait
 _COMPARED = ("operation", "dtype", "elements", "op", "root")
 
 
 class Call:
-    """One entry of a dump, as far as it is looked at."""
+    """One entry of a dump."""
 
     def __init__(self, entry: Mapping[str, Any]) -> None:
-        """Raises KeyError, TypeError or ValueError for what is no entry."""
+        """Raises KeyError, TypeError or ValueError for an invalid entry."""
         self.entry = entry
         self.group, _ = entry["process_group"]
         self.operation: str = entry["profiling_name"].partition(":")[2]  # all_reduce, or send 0->1
@@ -35,13 +35,13 @@ class Call:
         self.where = "".join(f" at {frame['filename']}:{frame['line']}" for frame in (entry.get("frames") or [])[:1])
         shapes, dtypes = (entry[f"input_{what}"] or entry[f"output_{what}"] for what in ("sizes", "dtypes"))
         self.dtype, self.shape = dtypes[0] if dtypes else None, shapes[0] if shapes else None
-        # Elements that all ranks have in common: those that each contributes, or gets.
+        # The element count that is equal on all ranks.
         common = entry["output_sizes"] if self.operation in ("scatter", "reduce_scatter") else shapes
         self.elements = math.prod(common[0]) if common and not self.operation.endswith("_v") else None
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks, in the order of ``_COMPARED``."""
+        """The values that must be equal on all ranks, in the order of ``_COMPARED``."""
         return self.operation, self.dtype, self.elements, self.entry.get("reduce_op"), self.entry.get("root")
 
     def end(self, rank: int) -> tuple[str, int, int, Any]:
@@ -73,8 +73,8 @@ class Dump:
         """Whether other ranks may wait for that call of this rank."""
         return call.state in _UNDONE or (call.state == "scheduled" and self.time - call.created > _LONG_SCHEDULED)
 
-    def standing(self) -> str:
-        """The rank's last operation, or the first that it did not complete: one that failed before one under way."""
+    def last_operation(self) -> str:
+        """The rank's last operation, or the first that it did not complete: failed ones before those in progress."""
         if not self.calls:
             return f"rank {self.rank}: no operation"
         call = min((call for call in self.calls if call.state in _UNDONE), key=lambda call: call.state,
@@ -84,10 +84,10 @@ class Dump:
 
 
 def load(paths: Iterable[str | Path]) -> list[Dump]:
-    """Read dumps, in the order of their ranks; a folder stands for the ``*.json`` in it, else in its last job
+    """Read dumps, in rank order; a folder stands for its ``*.json`` files, else for those of its last job.
 
-    Raises DataError for a file that cannot be read or is no flight record, for two of the same rank, and for
-    one of another job, as far as its groups tell, where another tool wrote it.
+    Raises DataError for a file that cannot be read or is no flight record, for two dumps of one rank, and for a dump
+    of another job.  Dumps of other tools carry no job: their groups are compared.
     """
     dumps: dict[int, Dump] = {}
     for given in map(Path, paths):
@@ -119,12 +119,12 @@ def _load(file: Path) -> Dump:
         calls = [Call(entry) for entry in data["entries"]]
         rank, size, job = int(data["rank"]), int(data["world_size"]), str(data.get("job", ""))
         return Dump(rank, size, job, groups, calls, int(data.get("time_dumped_ns", 0)))
-    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:  # no file, no JSON, or of another kind
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         got = f"one without {error}" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         raise DataError(f"{file}: expected a flight record of version 2, got {got}") from error
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """``1 dump``, ``2 dumps``."""
     return f"{number} {what}{'s' * (number != 1)}"
 
@@ -136,9 +136,9 @@ def absent(dumps: list[Dump]) -> str:
 
 
 def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
-    """Join the dumps: (collectives that all ranks made alike, what was found).
+    """Join the dumps: (number of collectives that agree on all ranks, findings).
 
-    Of each group it reports the first collective that went wrong, and each rank's first message: the rest follows.
+    For each group it reports the first wrong collective, and each rank's first incomplete message.
     """
     alike, findings = 0, []
     groups: dict[str, list[int]] = {}
@@ -150,18 +150,18 @@ def analyze(dumps: list[Dump]) -> tuple[int, list[str]]:
         findings += [finding] if finding else []
         findings += _messages(name, ranks, dumps)
     if findings and (missing := absent(dumps)):
-        findings.append(f"no dump of {missing}: lost, killed, or stuck since before the others' timeout")
+        findings.append(f"no dump of {missing}: lost, killed, or stuck")
     return alike, findings
 
 
 def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, str | None]:
-    """(collectives before it, the first one of a group that not all its ranks made alike and completed)."""
+    """(number of agreeing collectives before it, the first collective that differs or is incomplete)."""
     mine = {dump.rank: dump for dump in dumps if dump.rank in ranks}
     calls = {rank: {call.number: call for call in dump.calls if call.group == name and not call.is_message}
              for rank, dump in mine.items()}  # fmt: skip
     without_dump = [rank for rank in ranks if rank not in calls]
     made = [numbers for numbers in calls.values() if numbers]
-    # Older ones may have left the ring of one rank or another.
+    # Rings may have overwritten earlier collectives.
     first, last = max(map(min, made), default=0), max(map(max, made), default=-1)
     anybody_waits = any(mine[rank].waits(call) for rank, numbers in calls.items() for call in numbers.values())
     alike = 0
@@ -169,7 +169,7 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
         here = {rank: numbers[number] for rank, numbers in calls.items() if number in numbers}
         if len({call.signature for call in here.values()}) > 1:
             return alike, _differ(name, here)
-        # Dumps may be from different times: a record that only ends earlier is no fault while nobody waits.
+        # Dumps may be from different times: a record that ends earlier is no fault while no rank waits.
         began = min((call.created for call in here.values()), default=0)
         late = [rank for rank in calls if rank not in here] if here and anybody_waits else []
         older = [rank for rank in late if 0 < mine[rank].time < began]  # they may have called it since
@@ -180,8 +180,8 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
         too_late = [rank for rank, call in here.items() if call.created > timed_out]
         problem = (
             f"{_ranks(late)} did not arrive" if late
-            else f"{_ranks(too_late)} came after the timeout of others" if too_late
-            else f"{_ranks(without_dump)} left no dump" if undone and without_dump
+            else f"{_ranks(too_late)} arrived after the timeout of others" if too_late
+            else f"{_ranks(without_dump)} wrote no dump" if undone and without_dump
             else f"all ranks arrived, {_ranks(undone)} did not complete it" if undone
             else None
         )  # fmt: skip
@@ -189,15 +189,15 @@ def _first_wrong(name: str, ranks: list[int], dumps: list[Dump]) -> tuple[int, s
             sites = defaultdict(list)
             for rank, call in here.items():
                 sites[call.where].append(rank)
-            came = ", ".join(f"{_ranks(ranks)} called it{site}" for site, ranks in sites.items())
+            callers = ", ".join(f"{_ranks(ranks)} called it{site}" for site, ranks in sites.items())
             age = f"; older than that: the dump of {_ranks(older)}" if older else ""
-            return alike, f"{name}: {next(iter(here.values()))}: {problem}; {came}{age}"
+            return alike, f"{name}: {next(iter(here.values()))}: {problem}; {callers}{age}"
         alike += len(here) == len(ranks)
     return alike, None
 
 
 def _differ(name: str, here: dict[int, Call]) -> str:
-    """Who called something else: the many, then the few."""
+    """A text of the differing calls, the most frequent first."""
     kinds = Counter(call.signature for call in here.values())
     parts = []
     for kind, _ in kinds.most_common():
@@ -205,12 +205,12 @@ def _differ(name: str, here: dict[int, Call]) -> str:
         parts.append(f"{_ranks(ranks)} called {here[ranks[0]]}{here[ranks[0]].where}")
     pairs = zip(_COMPARED, zip(*kinds, strict=True), strict=True)
     differences = [what for what, values in pairs if len(set(values)) > 1]
-    differences = differences[:1] if "operation" in differences else differences  # the rest follows from that
+    differences = differences[:1] if "operation" in differences else differences  # other differences follow from it
     return f"{name}: {' but '.join(parts)}: they differ in {', '.join(differences)}"
 
 
 def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
-    """The first message of each rank that was not completed, and what its other end did."""
+    """The first incomplete message of each rank, and the matching call of its peer."""
     ends: dict[tuple[Any, ...], list[Call]] = defaultdict(list)
     mine = {dump.rank: [call for call in dump.calls if call.group == name and call.is_message] for dump in dumps}
     for rank, calls in mine.items():
@@ -225,18 +225,18 @@ def _messages(name: str, ranks: list[int], dumps: list[Dump]) -> list[str]:
         kind, src, dst, tag = end = undone.end(ranks.index(rank))
         peer = ranks[src if kind == "recv" else dst]
         theirs = ends["send" if kind == "recv" else "recv", src, dst, tag]
-        turn = ends[end].index(undone)  # messages of one pair and tag match in their order
+        position = ends[end].index(undone)  # messages of one pair and tag match in their order
         other = ""
         if peer not in mine:
-            other = f"; rank {peer} left no dump"
+            other = f"; rank {peer} wrote no dump"
         elif any(known[each].calls and known[each].calls[0].entry["record_id"] for each in (rank, peer)):
-            other = f"; what rank {peer} did is not known: older messages have left its record or this one"
-        elif turn >= len(theirs) and 0 < known[peer].time < undone.created:
-            other = f"; what rank {peer} did is not known: its dump is older"
-        elif turn >= len(theirs):
+            other = f"; rank {peer}'s call is not known: one of the two records has overwritten earlier messages"
+        elif position >= len(theirs) and 0 < known[peer].time < undone.created:
+            other = f"; rank {peer}'s call is not known: its dump is older"
+        elif position >= len(theirs):
             other = f"; rank {peer} {'sent nothing for it' if kind == 'recv' else 'did not receive it'}"
-        elif theirs[turn].elements != undone.elements:
-            other = f"; rank {peer} called {theirs[turn]}{theirs[turn].where}"
+        elif theirs[position].elements != undone.elements:
+            other = f"; rank {peer} called {theirs[position]}{theirs[position].where}"
         findings.append(f"{name}: rank {rank} did not complete {undone}{undone.where}{other}")
     return findings
 

@@ -15,11 +15,10 @@ _previous: dict[int, Any] = {}
 
 
 def dump_on_signal(number: int) -> None:
-    """Dump every recorder of this process when signal ``number`` arrives; a handler it had is called after it.
+    """Dump every recorder of this process when signal ``number`` arrives, then call the previous handler.
 
-    To be called from the main thread.  ``kos.init`` does it for the signal that KOS_RECORDER_SIGNAL names
-    (``USR2`` or ``12``).  Python runs handlers between two of its own instructions: a rank that is stuck
-    inside a C function does not answer.
+    Call it from the main thread.  ``kos.init`` calls it for the signal of KOS_RECORDER_SIGNAL (``USR2`` or ``12``).
+    Python runs handlers between its own instructions: a rank that is stuck inside a C function writes no dump.
     """
     previous = signal.getsignal(number)
     if previous is not _on_signal:
@@ -29,13 +28,13 @@ def dump_on_signal(number: int) -> None:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     for recorder in list(recorders):
-        recorder.leave_dump(f"signal {signal.Signals(number).name}", always=True)
+        recorder.try_dump(f"signal {signal.Signals(number).name}", always=True)
     if callable(previous := _previous[number]):
         previous(number, frame)
 
 
-def listen() -> None:
-    """``dump_on_signal`` as the environment asks for it.  Raises InvalidArgument for a signal that is none."""
+def dump_on_env_signal() -> None:
+    """``dump_on_signal`` for KOS_RECORDER_SIGNAL.  Raises InvalidArgument for an invalid signal."""
     wanted = os.environ.get("KOS_RECORDER_SIGNAL")
     if not wanted:
         return

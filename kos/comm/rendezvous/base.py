@@ -1,4 +1,4 @@
-"""Rendezvous: how the ranks of a group find each other and swap small bytes."""
+"""Rendezvous: how the ranks of a group find each other and exchange small messages."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ _HEAD = struct.Struct("!IH")  # of a message: the number of the exchange, and th
 class Rendezvous(ABC):
     """The control plane of a group.  Every method is collective: all ranks call it, in the same order.
 
-    A backend looks at its capabilities and never at its type: ``threads`` (the ranks are threads of this process and
-    share this object), ``mpi_comm`` (an MPI communicator over the same ranks) and ``connect`` (opens a TCP connection
-    to every other rank: each rank calls those below it and accepts those above it).
+    A backend checks its capabilities and never its type: ``threads`` (the ranks are threads of this process and share
+    this object), ``mpi_comm`` (an MPI communicator over the same ranks) and ``connect`` (opens a TCP connection to
+    every other rank: each rank calls those below it and accepts those above it).
 
-    A subclass implements ``_exchange`` and ``_free``.  What all kinds have in common is here: every exchange carries
-    ``call`` and a number, so that ranks that make different calls all raise CollectiveMismatch; and after the first
-    failure the ranks are out of step, so every later exchange raises that failure again.
+    A subclass implements ``_exchange`` and ``_free``.  Every exchange carries ``call`` and a number, so that ranks that
+    make different calls all raise CollectiveMismatch.  After the first failure the ranks are out of step, so every
+    later exchange raises that failure again.
     """
 
     rank: int
     size: int
     timeout: float
-    job: str = ""  # the same on all ranks, and no other job's
+    job: str = ""  # unique to the job, the same on all ranks
     threads: Any = None
     mpi_comm: Any = None
-    notices: Any = None  # what a backend shares with the groups split from this one
+    notices: Any = None  # shared by a backend with the groups split from this one
     connect: Callable[[], dict[int, Any]] | None = None
     device: int | None = None
-    """The GPU that this rank was given, by its number in this process."""
+    """The index in this process of the requested GPU."""
     _near: dict[int, int | None] | None = None
-    call = "exchange"  # what the program called, with its arguments; the same on all ranks
+    call = "exchange"  # the program's call, with its arguments; the same on all ranks
     failure: KosError | None = None  # the first
     _exchanges = 0  # begun by this rank
     _ledger: Ledger | None = None
 
     @property
     def ledger(self) -> Ledger:
-        """What is known of failures in this group, whose ranks it knows as ranks of the world."""
+        """The known failures in this group."""
         if self._ledger is None:
             self._ledger = Ledger(range(self.size), self.rank, timeout=self.timeout)
         return self._ledger
@@ -56,8 +56,8 @@ class Rendezvous(ABC):
     def allgather(self, data: bytes) -> list[bytes]:
         """Every rank's bytes (of any length), in rank order.
 
-        Raises CollectiveMismatch where ranks make different calls, RendezvousError when a rank does not come within
-        ``timeout`` seconds, RankLost when one is gone; and that failure again in every later call.
+        Raises CollectiveMismatch if ranks make different calls, RendezvousError if a rank does not arrive within
+        ``timeout`` seconds, RankLost if one is lost; every later call raises that failure again.
         """
         if self.failure is not None:
             raise again(self.failure)
@@ -79,27 +79,27 @@ class Rendezvous(ABC):
 
     @abstractmethod
     def _exchange(self, message: bytes) -> list[bytes]:
-        """Every rank's message, in rank order, of a group of two ranks or more.  Raises RendezvousError, RankLost."""
+        """Every rank's message, in rank order; the group has two ranks or more.  Raises RendezvousError, RankLost."""
 
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
 
     def check_shrink(self) -> None:  # noqa: B027
-        """Raise BackendUnavailable, with the reason, if this group cannot go on without a rank."""
+        """Raise BackendUnavailable, with the reason, if this group cannot continue without a rank."""
 
     @abstractmethod
     def shrink(self) -> Rendezvous:
-        """The group of the ranks that are not gone, in their order; all of them call it."""
+        """The group of the surviving ranks, in their order; all of them call it."""
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Show the ranks of this host that this one waits for the others of this group."""
+        """Post to the ranks of this host that this one waits for the others of this group."""
         ledger = self.ledger
         ledger.board.post_wait(rank for rank in ledger.world if rank != ledger.world[self.rank])
         try:
             yield
-        except KosError as error:  # before it waits no longer: a rank that does neither is to blame
+        except KosError as error:  # posted before the wait ends: a rank with neither would be named as the cause
             ledger.board.post_failure(error)
             raise
         finally:
@@ -110,12 +110,12 @@ class Rendezvous(ABC):
         self.allgather(b"")
 
     def close(self) -> None:
-        """Free what the group holds; safe to call when other ranks are gone."""
+        """Free the resources of the group; safe to call when other ranks are lost."""
         self._free(self.failure is None, None)
         self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} closed the group")
 
     def abort(self, code: int | None) -> None:
-        """Free what the group holds without waiting for the other ranks.
+        """Free the resources of the group without waiting for the other ranks.
 
         ``code`` is the exit code of a rank that ends by an error, None for an error that was handled.
         """
@@ -123,7 +123,7 @@ class Rendezvous(ABC):
         self.failure = self.failure or RendezvousError(f"rendezvous: rank {self.rank} aborted the group")
 
     def _free(self, orderly: bool, code: int | None) -> None:  # noqa: B027 -- not every kind holds something
-        """Free what the group holds: together with the other ranks if ``orderly``, else without waiting for them."""
+        """Free the resources: together with the other ranks if ``orderly``, else without waiting for them."""
 
     @property
     def local_rank(self) -> int:
@@ -149,7 +149,7 @@ class Rendezvous(ABC):
     @property
     def _neighbours(self) -> dict[int, int | None]:
         """The group's ranks on this host, and the NUMA node of each."""
-        if self._near is None:  # no cached_property, whose lock ranks that are threads would share in Python 3.11
+        if self._near is None:  # not a cached_property: in Python 3.11 threads would share its lock
             mine = json.dumps([host_id(), process_numa_node()])
             ranks = [json.loads(data) for data in self.allgather(mine.encode())]
             self._near = {rank: node for rank, (host, node) in enumerate(ranks) if host == ranks[self.rank][0]}
@@ -157,7 +157,7 @@ class Rendezvous(ABC):
 
 
 def _difference(messages: list[bytes]) -> str:
-    """Names two ranks whose calls differ, and both calls."""
+    """A text that names two ranks whose calls differ, and both calls."""
     calls = []
     for message in messages:
         number, length = _HEAD.unpack_from(message)
@@ -167,6 +167,6 @@ def _difference(messages: list[bytes]) -> str:
 
 
 def host_id() -> str:
-    """A name that processes share exactly if they run on the same host."""
+    """An identity of this host, equal for processes exactly if they run on the same host."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return platform.node() + (boot.read_text().strip() if boot.exists() else "")

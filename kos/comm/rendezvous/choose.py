@@ -1,4 +1,4 @@
-"""Which rendezvous this process takes, by how it was started; and its rank before that."""
+"""Chooses the rendezvous of this process by its launcher, and finds its rank before MPI starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANK_AND_SIZE = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
 
 
 def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: bool = True) -> Rendezvous:
-    """MPI under mpirun; else by the environment where it says which rank this is; else a group of one (of MPI's)."""
+    """MPI under mpirun; else the environment if it sets the rank; else a group of one (of MPI if ``by_mpi``)."""
     if not mpi_job.under_mpirun():
         if Place.is_given():
             return EnvRendezvous(timeout)
@@ -24,14 +24,14 @@ def default_rendezvous(timeout: float, *, by_mpi: bool = False, process_hooks: b
 
 
 def launched_rank() -> int:
-    """This process's rank as its launcher's environment says it, before MPI starts; 0 where it is alone."""
+    """This process's rank from its launcher's environment, before MPI starts; 0 for a group of one."""
     return launched_place()[0]
 
 
 def launched_place() -> tuple[int, int]:
-    """That, and how many ranks there are.
+    """The launched rank and the number of ranks.
 
-    By the rule of ``default_rendezvous``: a shell of an allocation has a number too, but no ranks beside it.
+    Follows ``default_rendezvous``: a shell of a Slurm allocation has a rank number too, but is a group of one.
     """
     if not mpi_job.under_mpirun() and not Place.is_given():
         return 0, 1

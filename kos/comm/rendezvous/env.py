@@ -1,9 +1,9 @@
 """Rendezvous by environment: ranks that torchrun, Slurm's srun or plain shells started.
 
-Each rank has ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may have ``LOCAL_RANK``, as in
-torch.distributed; under srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` stand in for the ranks and
-the size.  Rank 0 listens at MASTER_PORT.  Under torchrun an agent already does: rank 0 takes the first free
-one of the ``AGENT_PORTS`` ports after it, and the others find it there by the handshake.
+Each rank has ``RANK WORLD_SIZE MASTER_ADDR MASTER_PORT``, and may have ``LOCAL_RANK``, as in torch.distributed.  Under
+srun ``SLURM_PROCID SLURM_NTASKS SLURM_LOCALID`` replace the ranks and the size.  Rank 0 listens at MASTER_PORT.  Under
+torchrun an agent uses that port: rank 0 then takes the first free one of the ``AGENT_PORTS`` ports after it, and the
+other ranks find it by the handshake.
 
 The ranks prove to each other that they know the job's secret: see ``kos.comm.rendezvous.secret``.
 """
@@ -27,27 +27,27 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES, LOST, Hub, pair
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
-from kos.comm.rendezvous.wire import Connection, Network, Stranger, admit_all, drive, is_loopback
+from kos.comm.rendezvous.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback
 from kos.errors import BackendUnavailable, KosError, RendezvousError
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 AGENT_PORTS = 16
-GRACE_SECONDS = 2.0  # after the timeout, in which the hub reports the missing ranks; else it is missing itself
-CALL_SECONDS = 2.0  # in which a live host answers
-BUSY_SECONDS = 1.0  # in which a port that the kernel gave to a connection becomes free
+GRACE_SECONDS = 2.0  # added to the timeout for the hub's report of the missing ranks
+CALL_SECONDS = 2.0  # limit for the answer of a live host
+BUSY_SECONDS = 1.0  # limit for a port that the kernel gave to a connection to become free
 
 
 class TCPRendezvous(Rendezvous):
-    """A group of ranks around the hub beside its rank 0; ``network`` is how they reach each other."""
+    """A group of ranks connected to the hub on rank 0; ``network`` is how they reach each other."""
 
-    _starts = False  # rank 0 may listen later than others call
+    _starts = False  # whether other ranks may call before rank 0 listens
 
     def __init__(self, rank: int, size: int, timeout: float, network: Network, local_rank: int | None) -> None:
         self.rank, self.size, self.timeout, self.network = rank, size, timeout, network
         self._given_local_rank, self._purpose, self._address = local_rank, b"", ""
         self._connection: Connection | None = None  # to the hub, while the group is open
-        self._door: socket.socket | None = None  # where ranks call to connect and to shrink
-        self._doors: list[tuple[str, int]] = []  # of all ranks
+        self._listener: socket.socket | None = None  # for connections of other ranks, and for shrink
+        self._addresses: list[tuple[str, int]] = []  # of the listeners of all ranks
         self._hub: Hub | None = None  # on rank 0
         if size == 1:
             self.threads = ThreadGroup(1)
@@ -63,22 +63,22 @@ class TCPRendezvous(Rendezvous):
     def split(self, color: int | None, key: int = 0) -> TCPRendezvous | None:
         ranks = self._alike(color, key)
         leads = len(ranks) > 1 and ranks[0] == self.rank
-        listener, card = self._listen() if leads else (None, "")
-        cards = self.allgather(card.encode())
-        return self._child(ranks, cards[ranks[0]].decode(), listener) if ranks else None
+        listener, hub_address = self._listen() if leads else (None, "")
+        hubs = self.allgather(hub_address.encode())
+        return self._child(ranks, hubs[ranks[0]].decode(), listener) if ranks else None
 
     def connect(self) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
-        if self._door is None:
+        if self._listener is None:
             return found
         purpose = self.allgather(os.urandom(16))[0]
         me, above = self.ledger.names([self.rank], False), set(range(self.rank + 1, self.size))
         with self.waiting():
             try:
                 for peer in range(self.rank):
-                    found[peer] = self.network.call(*self._doors[peer], purpose, self.rank, self.size, deadline)
+                    found[peer] = self.network.call(*self._addresses[peer], purpose, self.rank, self.size, deadline)
                 key = self.network.key(purpose)
-                others, missing = admit_all(self._door.dup(), key, above, self.size, deadline)
+                others, missing = admit_all(self._listener.dup(), key, above, self.size, deadline)
                 found |= others
                 if missing:
                     absent = f"{self.ledger.names(missing)} did not connect within {self.timeout:g} s"
@@ -101,11 +101,11 @@ class TCPRendezvous(Rendezvous):
             raise BackendUnavailable("shrink: expected a group that is open, got one that was closed")
 
     def shrink(self) -> TCPRendezvous:
-        """The group of the ranks that still listen; the lowest of them makes the hub."""
+        """The group of the ranks that still listen; the lowest of them runs the hub."""
         deadline, purpose = time.monotonic() + self.timeout, b"shrink " + self._purpose
         try:
             for leader in filter(self._listens, range(self.rank)):
-                with contextlib.suppress(ConnectionError):  # the rank has ended meanwhile
+                with contextlib.suppress(ConnectionError):  # the rank has ended since
                     return self._follow(leader, purpose, deadline + GRACE_SECONDS)
             return self._lead(purpose, deadline)
         finally:
@@ -113,36 +113,36 @@ class TCPRendezvous(Rendezvous):
 
     def _follow(self, leader: int, purpose: bytes, deadline: float) -> TCPRendezvous:
         try:
-            connection = self.network.call(*self._doors[leader], purpose, self.rank, self.size, deadline)
+            connection = self.network.call(*self._addresses[leader], purpose, self.rank, self.size, deadline)
             answer = json.loads(drive(connection.receive(), connection.sock, deadline))
         except TimeoutError as error:
-            raise RendezvousError(f"shrink: ranks [{leader}] did not come within {self.timeout:g} s") from error
+            raise RendezvousError(f"shrink: ranks [{leader}] did not arrive within {self.timeout:g} s") from error
         if isinstance(answer, str):
             raise RendezvousError(answer)
-        ranks, card = answer
-        return self._child(ranks, card, None)
+        ranks, hub_address = answer
+        return self._child(ranks, hub_address, None)
 
     def _lead(self, purpose: bytes, deadline: float) -> TCPRendezvous:
         above = set(filter(self._listens, range(self.rank + 1, self.size)))
         if not above:
             return self._child([self.rank], "", None)
-        assert self._door is not None
+        assert self._listener is not None
         key, gone = self.network.key(purpose), lambda rank: not self._listens(rank)
-        others, missing = admit_all(self._door, key, above, self.size, deadline, gone)
-        ranks, (listener, card) = sorted([self.rank, *others]), self._listen()
-        problem = f"shrink: ranks {missing} did not come within {self.timeout:g} s" if missing else ""
+        others, missing = admit_all(self._listener, key, above, self.size, deadline, gone)
+        ranks, (listener, hub_address) = sorted([self.rank, *others]), self._listen()
+        problem = f"shrink: ranks {missing} did not arrive within {self.timeout:g} s" if missing else ""
         for connection in others.values():
-            connection.post(json.dumps(problem or [ranks, card]).encode())
-            with contextlib.suppress(OSError):  # the rank has ended meanwhile: the new group will name it
+            connection.post(json.dumps(problem or [ranks, hub_address]).encode())
+            with contextlib.suppress(OSError):  # the rank has ended since: the new group will name it
                 drive(connection.flush(), connection.sock, deadline + GRACE_SECONDS)
         if problem:
             listener.close()
             raise RendezvousError(problem)
-        return self._child(ranks, card, listener)
+        return self._child(ranks, hub_address, listener)
 
     def _listens(self, rank: int) -> bool:
-        """Whether that rank is alive: the system of one that has ended refuses its callers."""
-        host, port = self._doors[rank]
+        """Whether that rank is alive: connections to one that has ended are refused."""
+        host, port = self._addresses[rank]
         try:
             socket.create_connection((host or self.network.hub, port), CALL_SECONDS).close()
         except OSError:
@@ -150,21 +150,21 @@ class TCPRendezvous(Rendezvous):
         return True
 
     def _listen(self) -> tuple[socket.socket, str]:
-        """For the hub of another group; and what its ranks must know to find it."""
+        """A listener for the hub of another group, and its address as JSON."""
         try:
             listener = self.network.listen()
         except OSError as error:
             raise RendezvousError(f"rendezvous: rank {self.rank} cannot listen: {error}") from error
-        card = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
-        return listener, json.dumps(card)
+        hub_address = self.network.host, listener.getsockname()[1], os.urandom(16).hex()
+        return listener, json.dumps(hub_address)
 
-    def _child(self, ranks: list[int], card: str, listener: socket.socket | None) -> TCPRendezvous:
-        """The group of these ranks of this one, around the hub of that card."""
+    def _child(self, ranks: list[int], hub_address: str, listener: socket.socket | None) -> TCPRendezvous:
+        """The group of these ranks of this group, with the hub at ``hub_address``."""
         rank, size = ranks.index(self.rank), len(ranks)
         child = TCPRendezvous(rank, size, self.timeout, self.network, self._given_local_rank)
         child._ledger = self.ledger.of(ranks, rank)
         if size > 1:
-            host, port, purpose = json.loads(card)
+            host, port, purpose = json.loads(hub_address)
             try:
                 child._join(host, [port], purpose.encode(), listener)
             except OSError as error:
@@ -174,53 +174,53 @@ class TCPRendezvous(Rendezvous):
         return child
 
     def _join(self, host: str, ports: Sequence[int], purpose: bytes, listener: socket.socket | None) -> None:
-        """Connect to the hub, which is this rank's if it has the listener."""
+        """Connect to the hub; with ``listener``, this rank runs it."""
         self._purpose = purpose
         if listener is not None:
             port = listener.getsockname()[1]
             where = f"{host or self.network.hub}:{port}"
             if not self.network.loopback:
-                where = f"port {port}, for others to find by {self._address or 'the address they know'}"
+                where = f"port {port}, which others find by {self._address or 'the address they know'}"
             self._connection, hubs_end = pair()
             self._hub = hub = Hub(hubs_end, listener, self.network.key(purpose), self.size, self.timeout, where)
-            # If nobody closes the group, the others still get their last answers before the process ends.
+            # At the end of the process, the hub still sends the last answers if the group was not closed.
             self._stop_hub = weakref.finalize(self, _stop, self._connection, hub, os.getpid())
             hub.start()
         else:
             with self.waiting():
                 self._connection = self._call_hub(host, ports, purpose)
         try:
-            self._door = self.network.listen()
-            mine = self.network.host, self._door.getsockname()[1]
-            self._doors = [json.loads(door) for door in self.allgather(json.dumps(mine).encode())]
+            self._listener = self.network.listen()
+            mine = self.network.host, self._listener.getsockname()[1]
+            self._addresses = [json.loads(address) for address in self.allgather(json.dumps(mine).encode())]
         except BaseException:
             self.close()
             raise
 
     def _call_hub(self, host: str, ports: Sequence[int], purpose: bytes) -> Connection:
-        """Call at all ports in turn, until one is answered by the hub of this group."""
-        deadline, patience, pause = time.monotonic() + self.timeout, 1.0, 0.02
+        """Call at each port until the hub of this group answers."""
+        deadline, greeting_seconds, pause = time.monotonic() + self.timeout, 1.0, 0.02
         while True:
             for port in ports:
                 try:
-                    return self.network.call(host, port, purpose, self.rank, self.size, deadline, patience)
-                except (OSError, Stranger) as error:
+                    return self.network.call(host, port, purpose, self.rank, self.size, deadline, greeting_seconds)
+                except (OSError, HandshakeError) as error:
                     problem = f"{host or self.network.hub}:{port}: {error}"
-                    if isinstance(error, ConnectionRefusedError) and not self._starts:  # it did listen
+                    if isinstance(error, ConnectionRefusedError) and not self._starts:  # it listened before
                         raise self.ledger.lost(0, "its connection was refused", "rendezvous") from error
-                    if isinstance(error, Stranger) and len(ports) == 1:
+                    if isinstance(error, HandshakeError) and len(ports) == 1:
                         raise RendezvousError(f"rendezvous: rank {self.rank}: {problem}") from error
             if time.monotonic() >= deadline:
                 me, hub = (self.ledger.names([rank], False) for rank in (self.rank, 0))
                 silent = f"{me} did not reach {hub} within {self.timeout:g} s: {problem}"
                 raise self.ledger.overdue([0], "rendezvous", None, silent, RendezvousError)
             time.sleep(pause)
-            patience, pause = 2 * patience, min(2 * pause, 0.5)
+            greeting_seconds, pause = 2 * greeting_seconds, min(2 * pause, 0.5)
 
     def _free(self, orderly: bool, code: int | None) -> None:
         connection, self._connection = self._connection, None
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
         if connection is None:
             return
         last = None if orderly else self.ledger.board.last
@@ -232,10 +232,10 @@ class TCPRendezvous(Rendezvous):
             self._stop_hub()
 
     def _request(self, message: bytes) -> bytes:
-        """What the hub answers once all ranks have sent a message."""
+        """The hub's answer to the messages of all ranks."""
         assert self._connection is not None
         if self._hub is not None:
-            self._hub.timeout = self.timeout  # which may have been set
+            self._hub.timeout = self.timeout  # the program may have changed it
         connection, deadline = self._connection, time.monotonic() + self.timeout + GRACE_SECONDS
         connection.post(message)
         with self.waiting():
@@ -265,16 +265,16 @@ class TCPRendezvous(Rendezvous):
 
     @property
     def local_rank(self) -> int:
-        counted = super().local_rank  # collective, so also where the launcher gives it
-        return counted if self._given_local_rank is None else self._given_local_rank
+        local_rank = super().local_rank  # called on every rank, because it is collective
+        return local_rank if self._given_local_rank is None else self._given_local_rank
 
 
 class EnvRendezvous(TCPRendezvous):
-    """The ranks that the environment names.  Collective.
+    """The ranks named by the environment.  Collective.
 
-    ``timeout`` in seconds holds for the ranks to come and for every wait after that.  Raises RendezvousError
-    for variables that are missing or wrong, a port in use, a wrong secret, a rank that comes twice or with
-    another world size; names the ranks that do not come.
+    ``timeout`` in seconds bounds the start and every later wait.  Raises RendezvousError for variables that are missing
+    or wrong, a port in use, a wrong secret, a rank that joins twice or with another world size, and missing ranks,
+    which it names.
     """
 
     _starts = True
@@ -299,26 +299,26 @@ class EnvRendezvous(TCPRendezvous):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What the environment says: which rank this process is, and where to find rank 0."""
+    """The settings of the environment: the rank of this process, and the address of rank 0."""
 
     rank: int
     size: int
     local_rank: int | None
     host: str
-    ports: Sequence[int]  # one, or those among which rank 0 chooses
+    ports: Sequence[int]  # one, or the candidates of rank 0
     purpose: bytes  # different in each job that shares a secret
 
     @staticmethod
     def is_given(environ: Mapping[str, str] = os.environ) -> bool:
-        """Whether the environment says, or begins to say, which rank this process is.
+        """Whether the environment sets the rank of this process, completely or in part.
 
-        A shell of a Slurm allocation has a number too, but no ranks beside it: only a step of srun has those.
+        A shell of a Slurm allocation has a rank number too; only a step of srun with several tasks counts.
         """
         return not environ.keys().isdisjoint(_VARIABLES) or environ.get("SLURM_STEP_NUM_TASKS", "1") != "1"
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Place:
-        """Raises RendezvousError for what is missing or wrong."""
+        """Raises RendezvousError for missing or wrong variables."""
         launcher = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
         if "RANK" in environ or "WORLD_SIZE" in environ or "SLURM_PROCID" not in environ:
             launcher = {name: name for name in launcher}
@@ -326,9 +326,9 @@ class Place:
         if environ.get(launcher["WORLD_SIZE"]) != "1":
             needed += ["MASTER_ADDR", "MASTER_PORT"]
         if missing := [name for name in needed if not environ.get(name)]:
-            given = [name for name in (*needed, *_VARIABLES) if environ.get(name)]
+            found = dict.fromkeys(name for name in (*needed, *_VARIABLES) if environ.get(name))
             raise RendezvousError(
-                f"{', '.join(missing)}: expected beside {', '.join(dict.fromkeys(given)) or 'each other'}, got nothing "
+                f"{', '.join(missing)}: expected beside {', '.join(found) or 'each other'}, got nothing "
                 f"(a process without any of {', '.join(_VARIABLES)} is a group of one)"
             )
         size = _number(environ, launcher["WORLD_SIZE"], 1, 1 << 20)
@@ -380,7 +380,7 @@ def _send(connection: Connection, message: bytes) -> None:
 
 
 def _stop(connection: Connection, hub: Hub, process: int) -> None:
-    """Rank 0 closes the group: the hub ends once the others have received what was sent to them."""
+    """Close the group on rank 0: the hub ends once the others have received their messages."""
     if os.getpid() != process:
         return  # a process forked from rank 0 ends, not rank 0
     if connection.sock.fileno() >= 0:

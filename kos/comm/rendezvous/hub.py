@@ -1,7 +1,7 @@
-"""The hub of a group: a thread beside its rank 0 that collects every rank's bytes and sends them to all.
+"""The hub of a group: a thread on its rank 0 that collects every rank's bytes and sends them to all.
 
-A star: each rank has one connection, to the hub (rank 0's is a socket pair).  The hub is a thread so that it
-knows at any time which ranks came and which are gone, whatever rank 0 is doing.
+The topology is a star: each rank has one connection, to the hub (rank 0 by a socket pair).  As a thread, the hub always
+knows which ranks have arrived and which are lost, even while rank 0 computes.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from kos.comm.rendezvous.wire import MAX_MESSAGE, Connection, Door, Waiting, adopt
+from kos.comm.rendezvous.wire import MAX_MESSAGE, Acceptor, Connection, Waiting, adopt
 from kos.errors import RendezvousError
 
-# What ranks send, and what the hub answers: the first byte of each message.
+# The first byte of each message: of the ranks, and of the hub's answers.
 DATA, CLOSE, ABORT = b"D", b"B", b"L"
 RESULT, LOST, FAILED = b"R", b"G", b"F"
 
 FAILURES = (LOST, FAILED)
 
-CLOSE_SECONDS = 2.0  # in which ranks receive what was sent to them before rank 0 ends
-_LOOK_SECONDS = 0.1  # between two looks at ranks that have not closed yet
+CLOSE_SECONDS = 2.0  # limit for delivering the last messages before rank 0 ends
+_POLL_SECONDS = 0.1  # between two polls of ranks that have not closed yet
 
 
 class _Failure(Exception):
-    """The group has failed: a message for all ranks."""
+    """The group has failed; holds a message for all ranks."""
 
     def __init__(self, kind: bytes, ranks: list[int], why: str, cause: list[Any] | None = None) -> None:
         self.message = kind + json.dumps([ranks, why, cause]).encode()  # the cause as a record of failures.py
@@ -51,49 +51,49 @@ class Hub(threading.Thread):
         self._reading: dict[int, Waiting[bytes]] = {}  # ranks of whose message a part has come
         self._closed: set[int] = set()
         self._refused: list[Connection] = []
-        self._door = Door(listener, key)
+        self._acceptor = Acceptor(listener, key)
 
     def run(self) -> None:
         try:
             self._admit_all()
-            self._door.close()
+            self._acceptor.close()
             while self._exchange():
                 pass
         except _Failure as failure:
             self._report(failure.message)
         finally:
-            self._door.close()
+            self._acceptor.close()
             for connection in [*self._members.values(), *self._refused]:
                 connection.close()
 
     def _remaining(self, began: float, present: int) -> float:
-        """Seconds left for the others once ``present`` ranks have come; rank 0 may change the timeout meanwhile."""
+        """Seconds left for the missing ranks, ``present`` having arrived; rank 0 may change the timeout."""
         return began + self.timeout - time.monotonic()
 
-    def _patience(self, began: float, present: list[int] | dict[int, Any]) -> float:
-        """Seconds to wait now.  Raises _Failure at the timeout."""
+    def _wait_seconds(self, began: float, present: list[int] | dict[int, Any]) -> float:
+        """Seconds of the next wait.  Raises _Failure at the timeout."""
         remaining = self._remaining(began, len(present))
         if remaining <= 0:
             missing = [rank for rank in range(self._size) if rank not in present]
-            why = f"did not come within {self.timeout:g} s (rank 0 listens at {self._where})"
+            why = f"did not arrive within {self.timeout:g} s (rank 0 listens at {self._where})"
             raise _Failure(FAILED, missing, why)
         return min(remaining, 1.0)
 
     def _admit_all(self) -> None:
         began = time.monotonic()
         while len(self._members) < self._size:
-            caller = self._door.admit(self._patience(began, self._members))
+            caller = self._acceptor.admit(self._wait_seconds(began, self._members))
             if caller is None:
                 continue
             rank, size, connection = caller
             problem = ""
             if size != self._size:
-                problem = f"rank {rank} came with a world size of {size}, expected {self._size} as on rank 0"
+                problem = f"rank {rank} joined with a world size of {size}, expected {self._size} as on rank 0"
             elif rank >= self._size:
                 problem = f"expected ranks 0 to {self._size - 1}, got rank {rank}"
             elif rank in self._members:
-                problem = f"rank {rank} came twice: expected one process of each rank"
-            if problem:  # all ranks raise it, the caller too
+                problem = f"rank {rank} joined twice: expected one process of each rank"
+            if problem:  # all ranks raise it, including the caller
                 self._refused.append(connection)
                 raise _Failure(FAILED, [], f"rendezvous: {problem} (rank 0 listens at {self._where})")
             self._members[rank] = connection
@@ -101,9 +101,9 @@ class Hub(threading.Thread):
     def _exchange(self) -> bool:
         """Collect a message of each rank, and send all of them to all; False once rank 0 has closed the group."""
         slots: dict[int, bytes] = {}
-        began = 0.0  # when the first came
+        began = 0.0  # when the first message arrived
         while len(slots) < self._size:
-            seconds = self._patience(began, slots) if slots else 1.0
+            seconds = self._wait_seconds(began, slots) if slots else 1.0
             for rank in self._ready(self._members, select.POLLIN, seconds):
                 self._receive(rank, slots)
                 began = began or (time.monotonic() if slots else 0.0)
@@ -126,7 +126,7 @@ class Hub(threading.Thread):
         return True
 
     def _flush(self, ranks: set[int], deadline: float) -> None:
-        """Send those ranks what is posted: none waits for another one."""
+        """Send the queued messages of those ranks, in parallel."""
         sending = {rank: self._members[rank].flush() for rank in ranks}
         while sending:
             for rank in list(sending):
@@ -175,9 +175,9 @@ class Hub(threading.Thread):
             raise _Failure(LOST, [rank], why)
 
     def _report(self, failure: bytes) -> None:
-        """Send the failure to all ranks, those that come late too, and return when they have closed.
+        """Send the failure to all ranks, including late ones, and return when they have closed.
 
-        TCP may discard what it has not delivered when a connection is closed with something unread.
+        TCP may discard undelivered data when a connection is closed with unread input.
         """
         waiting: list[Connection] = []
         new, own = [*self._members.values(), *self._refused], self._members.get(0)
@@ -191,7 +191,7 @@ class Hub(threading.Thread):
             waiting = [connection for connection in waiting + new if not connection.drain()]
             if own not in waiting:
                 deadline = min(deadline, time.monotonic() + CLOSE_SECONDS)
-            caller = self._door.admit(_LOOK_SECONDS) if waiting else None
+            caller = self._acceptor.admit(_POLL_SECONDS) if waiting else None
             new = [] if caller is None else [caller[2]]
             self._refused += new
 

@@ -15,13 +15,13 @@ from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import BackendUnavailable, RankLost, RendezvousError
 
 T = TypeVar("T")
-_REPORT_SECONDS = 2.0  # in which MPI reports a rank that has ended
+_REPORT_SECONDS = 2.0  # limit for MPI's report of a rank that has ended
 
 
 class MPIRendezvous(Rendezvous):
-    """Ranks are the processes of an MPI communicator (COMM_WORLD unless given).
+    """Ranks are the processes of an MPI communicator (default: COMM_WORLD).
 
-    ``process_hooks`` is that of ``kos.init``.
+    ``process_hooks`` is as in ``kos.init``.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MPIRendezvous(Rendezvous):
         self._is_job = comm is None
         parent = MPI.COMM_WORLD if comm is None else comm
         self.rank, self.size = parent.rank, parent.size
-        begun = None  # by an attempt before to which not all ranks came: MPI matches calls by their order
+        begun = None  # the request of an earlier attempt that timed out: MPI matches calls by their order
         if self._is_job:
             begun, mpi_job.starting = mpi_job.starting, None
         self.mpi_comm, request = begun or parent.Idup()
@@ -44,9 +44,9 @@ class MPIRendezvous(Rendezvous):
             if self._is_job:
                 mpi_job.starting = self.mpi_comm, request
             raise
-        self._roll: Any = None  # where survivors report that they shrink the group
+        self._shrink_comm: Any = None  # on which survivors report that they shrink the group
         if mpi_job.fault_tolerant():
-            self._roll, request = self.mpi_comm.Idup()
+            self._shrink_comm, request = self.mpi_comm.Idup()
             self._wait(request, "start", self.mpi_comm)
 
     def _exchange(self, message: bytes) -> list[bytes]:
@@ -59,7 +59,7 @@ class MPIRendezvous(Rendezvous):
         return [part.tobytes() for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
-        self.barrier()  # a rank that does not come is named; MPI_Comm_split waits without a limit, so in a thread
+        self.barrier()  # names a missing rank; MPI_Comm_split has no timeout, so it runs in a thread
         color = self._MPI.UNDEFINED if color is None else color
         split = lambda: mpi_job.in_thread(lambda: self.mpi_comm.Split(color, key), self.timeout)  # noqa: E731
         parts = wait_for_all(self, "split", self.mpi_comm, split)
@@ -73,34 +73,34 @@ class MPIRendezvous(Rendezvous):
 
     def check_shrink(self) -> None:
         if not mpi_job.fault_tolerant():
-            raise BackendUnavailable("shrink: expected a job that outlives its ranks: mpirun --with-ft ulfm")
+            raise BackendUnavailable("shrink: expected a fault-tolerant job: mpirun --with-ft ulfm")
 
     def shrink(self) -> Rendezvous:
         self.check_shrink()
         self.mpi_comm.Revoke()
-        self._call_roll()
+        self._wait_for_survivors()
         part = mpi_job.shrink(self.mpi_comm, self.timeout)
         if part is None:
-            came = f"not all ranks that are left came within {self.timeout:g} s"
-            raise RendezvousError(f"shrink: {came}{mpi_job.last_loss()}")
+            missing = f"not all surviving ranks arrived within {self.timeout:g} s"
+            raise RendezvousError(f"shrink: {missing}{mpi_job.last_loss()}")
         return MPIRendezvous(part, self.timeout, False, self._ledger_of(part))
 
-    def _call_roll(self) -> None:
-        """Return when all ranks that live have called ``shrink``.
+    def _wait_for_survivors(self) -> None:
+        """Return when all live ranks have called ``shrink``.
 
-        MPI_Comm_shrink would wait for them without a limit, and spin.  Nor does Open MPI 5.0.11 report to the others a
-        rank that exits with another code than 0.
+        MPI_Comm_shrink would spin without a timeout.  Open MPI 5.0.11 does not report a rank that exits with a nonzero
+        code to the others.
         """
         nothing, board, world = np.empty(0, np.uint8), self.ledger.board, self.ledger.world
         awaited: dict[int, Any] = {}
         for rank in set(range(self.size)) - {self.rank}:
-            with contextlib.suppress(self._MPI.Exception):  # the rank is known to be gone
-                mpi_job.keep_unfinished(self._roll.Isend(nothing, rank))
-                awaited[rank] = self._roll.Irecv(nothing, rank)
+            with contextlib.suppress(self._MPI.Exception):  # the rank is known to be lost
+                mpi_job.keep_unfinished(self._shrink_comm.Isend(nothing, rank))
+                awaited[rank] = self._shrink_comm.Irecv(nothing, rank)
         backoff, began, unreported_at = mpi_job.Backoff(), time.monotonic(), None
         with self.waiting():
             while awaited := {rank: request for rank, request in awaited.items() if not mpi_job.is_over(request)}:
-                now, failed = time.monotonic(), mpi_job.failed_ranks(self._roll)
+                now, failed = time.monotonic(), mpi_job.failed_ranks(self._shrink_comm)
                 awaited = {rank: request for rank, request in awaited.items() if rank not in failed}
                 unreported = [rank for rank in awaited if board.ended(world[rank])]
                 unreported_at = (unreported_at or now) if unreported else None
@@ -109,7 +109,7 @@ class MPIRendezvous(Rendezvous):
                     raise self.ledger.lost(unreported[0], why, "shrink", None, 0.0)
                 if now - began > self.timeout:
                     missing = sorted(awaited)
-                    absent = f"{self.ledger.names(missing)} did not come within {self.timeout:g} s"
+                    absent = f"{self.ledger.names(missing)} did not arrive within {self.timeout:g} s"
                     raise self.ledger.overdue(missing, "shrink", None, absent, RendezvousError)
                 backoff.pause()
 
@@ -119,11 +119,11 @@ class MPIRendezvous(Rendezvous):
         return self.ledger.of(ranks, part.rank)
 
     def _free(self, orderly: bool, code: int | None) -> None:
-        comms, self.mpi_comm, self._roll = (self.mpi_comm, self._roll), None, None
+        comms, self.mpi_comm, self._shrink_comm = (self.mpi_comm, self._shrink_comm), None, None
         if orderly and not self._MPI.Is_finalized():
             for comm in comms:
                 if comm is not None:
-                    comm.Free()  # collective: not where ranks may be gone
+                    comm.Free()  # collective: only if no rank is lost
         if self._is_job and code is not None:
             mpi_job.record_abort(code)
 
@@ -132,9 +132,9 @@ class MPIRendezvous(Rendezvous):
 
 
 def wait_for_all(rendezvous: Rendezvous, what: str, comm: Any, wait: Callable[[], T]) -> T:
-    """What ``wait()`` returns once all ranks have come; it is false at the timeout.
+    """The result of ``wait()``, which is false at the timeout.
 
-    Raises what is known of the ranks that did not come, or failed: the error names the rank that failed first.
+    Raises an error that names the rank that failed first, or the missing ranks.
     """
     ledger, rank, size = rendezvous.ledger, rendezvous.rank, rendezvous.size
     with rendezvous.waiting():

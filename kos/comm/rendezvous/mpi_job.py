@@ -1,8 +1,8 @@
-"""The life of one process of an MPI job: finding mpirun, starting mpi4py, and ending the job as one.
+"""A process of an MPI job: detects mpirun, starts mpi4py, and ends all ranks of the job together.
 
-An MPI job in which one rank dies of a Python exception hangs: the others wait for it.  After
-``guard_job`` an uncaught exception on any rank, in any thread, ends all ranks at once.  A rank that aborted its
-communicator and exits ends the job too, unless the other ranks exit within a moment.
+An MPI job in which one rank dies of a Python exception hangs: the others wait for it.  After ``guard_job`` an uncaught
+exception on any rank, in any thread, ends all ranks at once.  A rank that aborted its communicator and exits also ends
+the job, unless the other ranks exit within ``_EXIT_GRACE`` seconds.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ RANK_AND_SIZE = (
     ("PMIX_RANK", "SLURM_NTASKS"),  # PMIx has no size
 )
 _FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
-_TURN_SECONDS = 0.2  # how much later than the rank before a rank shows the frames of an exception
+_REPORT_STEP_SECONDS = 0.2  # delay per rank before it prints the frames of an exception
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before a rank aborts the job
 
-_unfinished: list[Any] = []  # cancelled requests: MPI may still write to the memory that they hold
+_unfinished: list[Any] = []  # cancelled requests: MPI may still write to their memory
 _abort_code: int | None = None  # exit code of a rank that aborted its communicator
-starting: tuple[Any, Any] | None = None  # the job's communicator that not all ranks came to make, and its request
-_loss = ""  # of a rank without which the job goes on
-_guarded = 0  # the process that ``guard_job`` guards: one that it forks is no rank, whatever hooks it inherits
+starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
+_loss = ""  # a description of the lost rank, if the job continues without it
+_guarded = 0  # the process that ``guard_job`` guards; processes that it forks inherit its hooks but are no ranks
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def under_mpirun() -> bool:
-    """Whether this process was started by an MPI launcher; mpi4py is not imported to find out."""
+    """Whether an MPI launcher started this process; does not import mpi4py."""
     return any(name in os.environ for name in _LAUNCHER_VARIABLES)
 
 
 def fault_tolerant() -> bool:
-    """Whether the job goes on when a rank dies: Open MPI's ``mpirun --with-ft ulfm``."""
+    """Whether the job continues when a rank dies: Open MPI's ``mpirun --with-ft ulfm``."""
     return os.environ.get(_FAULT_TOLERANCE) in ("1", "true")
 
 
@@ -66,7 +66,7 @@ def load_mpi(process_hooks: bool = True) -> Any:
         os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     try:
         if first and (rc := importlib.import_module("mpi4py").rc).finalize is not False:
-            # mpi4py's own end would also come in processes that this one forks, and wait there for ever.
+            # mpi4py's own finalizer would also run in forked processes, and wait there for ever.
             rc.finalize = False
             atexit.register(_finalize, os.getpid())
         # By name: static importers see a compiled module without a matching platform as missing.
@@ -82,7 +82,7 @@ def load_mpi(process_hooks: bool = True) -> Any:
 
 
 def _check_world(MPI: Any) -> None:
-    """Raise RendezvousError where the launcher started more ranks than MPI sees: each would go on alone."""
+    """Raise RendezvousError if the launcher started more ranks than MPI sees: each would be a group of one."""
     for rank, size in RANK_AND_SIZE:
         started, by_pmix = os.environ.get(size, ""), rank == "PMIX_RANK"
         if not started.isdecimal() or (by_pmix and rank not in os.environ):
@@ -93,22 +93,21 @@ def _check_world(MPI: Any) -> None:
             remedy = "start the job with the mpirun of that library"
             if by_pmix:
                 remedy += ", with another srun --mpi=, or without MPI (srun --mpi=none, MASTER_ADDR, MASTER_PORT)"
-            raise RendezvousError(f"{wrong}: the launcher does not fit the MPI library in use ({library}): {remedy}")
+            raise RendezvousError(f"{wrong}: the launcher does not match the MPI library in use ({library}): {remedy}")
         return
 
 
 class Backoff:
-    """How a polling loop waits that gets no events: spins, then yields the core, then sleeps.
+    """The wait of a polling loop without events: spins, then yields the core, then sleeps.  It is an ``Idle``.
 
-    Ranks often outnumber cores, so a rank that waits must let the one it waits for run: at once where it is
-    ``crowded``.  It is an ``Idle``.
+    Ranks often outnumber cores, so a waiting rank must let the awaited rank run: at once if ``crowded``.
     """
 
     __slots__ = ("_polls", "_sleep_at")
     SPINS, YIELDS, SLEEP_AFTER, SLEEP = 50, 200, 1.0, 0.0005
 
     def __init__(self, crowded: bool = False) -> None:
-        self._polls = self.SPINS if crowded else 0  # to spin is to keep the rank that is waited for from running
+        self._polls = self.SPINS if crowded else 0  # spinning may keep the awaited rank from running
         self._sleep_at = 0.0
 
     def mark(self) -> int:
@@ -143,7 +142,7 @@ def wait_request(request: Any, timeout: float | None) -> bool:
 
 
 def in_thread(call: Callable[[], Any], timeout: float | None) -> list[Any]:
-    """A list of what a call of MPI that waits without a limit returned; empty if ``timeout`` seconds pass first."""
+    """Run an MPI call without a timeout of its own: a list with its result, empty if ``timeout`` seconds pass."""
     outcome: list[Any] = []
 
     def run() -> None:
@@ -161,10 +160,10 @@ def in_thread(call: Callable[[], Any], timeout: float | None) -> list[Any]:
 
 
 def shrink(comm: Any, timeout: float | None) -> Any:
-    """The MPI communicator of the ranks of ``comm`` that live; None if they do not all come in time.
+    """The MPI communicator of the live ranks of ``comm``; None if they do not all arrive in time.
 
-    In a thread, for MPI_Comm_shrink waits without a limit.  Open MPI 5.0.11 has no better way: its
-    MPI_Comm_ishrink fails, and after an MPI_Comm_iagree on COMM_WORLD MPI_Finalize may not return.
+    Runs in a thread, because MPI_Comm_shrink has no timeout.  Open MPI 5.0.11 has no alternative: its MPI_Comm_ishrink
+    fails, and after an MPI_Comm_iagree on COMM_WORLD MPI_Finalize may not return.
     """
     survivors = in_thread(comm.Shrink, timeout)
     if survivors and survivors[0].size < comm.size:
@@ -173,7 +172,7 @@ def shrink(comm: Any, timeout: float | None) -> Any:
 
 
 def failed_ranks(comm: Any) -> list[int]:
-    """The ranks of ``comm`` that are known to have failed, which takes a fault-tolerant job."""
+    """The ranks of ``comm`` that are known to have failed; empty unless the job is fault-tolerant."""
     if not fault_tolerant():
         return []
     failed = comm.Get_failed()
@@ -181,21 +180,22 @@ def failed_ranks(comm: Any) -> list[int]:
 
 
 def record_loss(what: str) -> None:
-    """A rank was lost.  If the job goes on, this process will neither call MPI_Finalize, which in Open MPI 5.0.11
-    now and then waits for dead ranks, nor wait for the others: Open MPI reports no rank whose exit code is not 0.
+    """Record the loss of a rank.  If the job continues, this process will not call MPI_Finalize nor wait at exit.
+
+    In Open MPI 5.0.11 MPI_Finalize sometimes waits for dead ranks, and ranks with a nonzero exit code are not reported.
     """
     global _loss
     _loss = what if fault_tolerant() else ""
 
 
 def last_loss() -> str:
-    """What was lost last, for an error; empty while nothing was."""
+    """The last loss, for an error; empty if there was none."""
     return _loss and f"; lost before: {_loss}"
 
 
 def keep_unfinished(request: Any) -> None:
-    """Keep a request that is cancelled, and with it the memory that MPI may still use."""
-    _unfinished[:] = [kept for kept in _unfinished if not is_over(kept)]
+    """Hold a cancelled request, and with it the memory that MPI may still use."""
+    _unfinished[:] = [each for each in _unfinished if not is_over(each)]
     _unfinished.append(request)
 
 
@@ -239,9 +239,9 @@ def guard_job() -> None:
 
 
 def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Callable[[], object]) -> None:
-    """Report an uncaught exception and end the job: one line on each rank that has one, the frames on one rank.
+    """Report an uncaught exception and end the job: one line on each rank that raised, the frames on one of them.
 
-    ``own`` is the program's own report, if it has one; ``usual`` is also right for a process that is no rank.
+    ``own`` is the program's own hook, if it has one; ``usual`` is the report of a process that is no rank.
     """
     world = load_mpi().COMM_WORLD
     if os.getpid() != _guarded or world.size == 1:
@@ -252,7 +252,7 @@ def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Calla
     line, frames = describe(error)
     sys.stderr.write(f"rank {world.rank}: {line}\n")
     sys.stderr.flush()
-    time.sleep(min(world.rank, 8) * _TURN_SECONDS)  # the first rank that ends the job keeps the others from going on
+    time.sleep(min(world.rank, 8) * _REPORT_STEP_SECONDS)  # the first rank ends the job before others print frames
     if own is not None:
         own()
     else:
@@ -261,13 +261,13 @@ def _end_by(error: BaseException, own: Callable[[], object] | None, usual: Calla
 
 
 def _die_with_launcher() -> None:
-    """Ask Linux to kill this process when mpirun is gone: a rank that computes alone would never notice."""
+    """Make Linux kill this process when mpirun dies: a rank that only computes would not notice."""
     if under_mpirun() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def record_abort(code: int) -> None:
-    """This rank aborted its communicator because of an exception and will exit with ``code``."""
+    """Record that this rank aborted its communicator because of an exception and will exit with ``code``."""
     global _abort_code
     _abort_code = code or 1
 
@@ -285,7 +285,7 @@ def _end_job(code: int) -> None:
 
 
 def _exit_job() -> None:
-    """Wait for all ranks at exit: MPI_Finalize would wait for ever for a rank that does not come."""
+    """Wait for all ranks at exit: MPI_Finalize would wait for ever for a missing rank."""
     MPI = load_mpi()
     if os.getpid() != _guarded or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
         return
@@ -296,15 +296,15 @@ def _exit_job() -> None:
     together = False
     with contextlib.suppress(MPI.Exception):  # a late rank may make other calls
         if goes_on:
-            together = shrink(MPI.COMM_WORLD, grace) is not None  # without it MPI_Finalize waits for the dead
-        elif starting is None or wait_request(starting[1], grace):  # in the order of its calls
+            together = shrink(MPI.COMM_WORLD, grace) is not None  # else MPI_Finalize waits for dead ranks
+        elif starting is None or wait_request(starting[1], grace):  # MPI matches calls in order
             together = wait_request(MPI.COMM_WORLD.Ibarrier(), grace)
     if together:
         return
     if goes_on and _abort_code is None:
-        record_loss("this rank")  # others that shrink wait until its process has ended
+        record_loss("this rank")  # other ranks wait in shrink until this process has ended
     else:
-        left = "exits" if _abort_code is None else "left its communicator by an exception"
+        why = "exits" if _abort_code is None else "aborted its communicator by an exception"
         world = MPI.COMM_WORLD
-        log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, left)
+        log.critical("rank %d of %d ends the job: it %s and the others did not", world.rank, world.size, why)
         _end_job(_abort_code or 1)

@@ -14,11 +14,11 @@ from kos.files import cache_folder
 
 
 def load_secret(environ: Mapping[str, str]) -> bytes:
-    """The secret of this job: the value of ``KOS_SECRET``; without it, that of this user.
+    """The secret of this job: the value of ``KOS_SECRET``, else the user's secret.
 
-    A user's secret is a file that only this user can read, made on first use.  Ranks on several hosts take
-    ``KOS_SECRET``, unless they share the user's home.  Raises RendezvousError where the secret is empty, or its file
-    cannot be had or is open to others.
+    A user's secret is a file that only this user can read, created on first use.  Ranks on several hosts need
+    ``KOS_SECRET``, unless they share the user's home.  Raises RendezvousError if the secret is empty, or its file
+    cannot be used or is readable by others.
     """
     secret = environ["KOS_SECRET"].encode() if "KOS_SECRET" in environ else _users_own(environ)
     if not secret:
@@ -27,7 +27,7 @@ def load_secret(environ: Mapping[str, str]) -> bytes:
 
 
 def _users_own(environ: Mapping[str, str]) -> bytes:
-    """This user's secret on this host; the first process to ask makes it."""
+    """This user's secret on this host; the first process creates it."""
     folder = cache_folder(environ)
     path = folder / "secret"
     try:
@@ -38,7 +38,7 @@ def _users_own(environ: Mapping[str, str]) -> bytes:
                 draft.flush()
                 os.fsync(draft.fileno())
                 with suppress(FileExistsError):
-                    os.link(draft.name, path)  # complete from its first moment; of many at once, one wins
+                    os.link(draft.name, path)  # atomic: of several processes, one succeeds
         with open(path, "rb") as file:
             status, text = os.fstat(file.fileno()), file.read()
     except OSError as error:

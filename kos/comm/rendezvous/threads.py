@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: what they hold in common, and their rendezvous."""
+"""Ranks that are threads of one process: their shared state, and their rendezvous."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Waits = list[tuple[str, list[int]]]
 
 
 class ThreadWorld:
-    """What all threads of one ``spawn`` share: one lock, a wake-up call per rank, the ranks that are gone and why."""
+    """The state shared by all threads of one ``spawn``: a lock, a condition per rank, the ended ranks and why."""
 
     def __init__(self, size: int, watch: Any = None) -> None:
         self.lock = threading.RLock()
-        self.watch = watch  # a test's: ``kos.testing.watch.Watch``
+        self.watch = watch  # ``kos.testing.watch.Watch`` in tests
         self.failure: tuple[type[KosError], str] | None = None  # of all groups
         self.wakeup = [threading.Condition(self.lock) for _ in range(size)]
-        self.events = [0] * size  # counts wake-ups, so that none is missed between a look and a wait
-        self.departed: dict[int, str] = {}  # world rank -> why
+        self.events = [0] * size  # counts wake-ups, so that none is missed between a poll and a wait
+        self.ends: dict[int, str] = {}  # world rank -> why
         self.failures: dict[int, tuple[KosError, float]] = {}  # world rank -> its last failure, and when
         self.waits: dict[int, tuple[int, ...]] = {}  # world rank -> the ranks that it waits for
         self._boards: dict[int, ThreadBoard] = {}
@@ -42,7 +42,7 @@ class ThreadWorld:
             self.wakeup[rank].notify_all()
 
     def wait(self, rank: int, seconds: float | None, waits_for: Callable[[], Waits]) -> None:
-        """Wait until something happens that concerns ``rank``, at most ``seconds``; the caller holds the lock."""
+        """Wait for an event of ``rank``, at most ``seconds``; the caller holds the lock."""
         if self.watch is not None:
             seconds = self.watch.begin_wait(self, rank, seconds, waits_for)
         try:
@@ -62,15 +62,15 @@ class ThreadWorld:
             kind, message = self.failure
             raise kind(message)
 
-    def depart(self, rank: int, why: str) -> None:
-        """Rank ``rank`` will not communicate again."""
+    def end(self, rank: int, why: str) -> None:
+        """Record that rank ``rank`` has ended."""
         with self.lock:
-            self.departed.setdefault(rank, why)
+            self.ends.setdefault(rank, why)
             self.notify(list(range(len(self.wakeup))))
 
 
 class ThreadBoard(Board):
-    """What the threads of a world see of each other."""
+    """The Board of the threads of a world."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class ThreadBoard(Board):
         return None if self.ended(rank) else self._world.waits.get(rank)
 
     def ended(self, rank: int) -> bool:
-        return rank in self._world.departed
+        return rank in self._world.ends
 
 
 class ThreadGroup:
@@ -114,14 +114,14 @@ class ThreadGroup:
         self._shared: dict[Any, Any] = {}
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """The object of that key, the same on all ranks; the first to ask makes it."""
+        """The object of that key, the same on all ranks; the first call makes it."""
         with self.world.lock:
             if key not in self._shared:
                 self._shared[key] = make()
             return cast(T, self._shared[key])
 
     def fail(self, failure: KosError) -> None:
-        """Make every rank that waits in this group, now or later, raise the same error; the first stays."""
+        """Make every rank that waits in this group, now or later, raise the same error; the first is kept."""
         with self.world.lock:
             if self.failure is None:
                 self.failure = again(failure)
@@ -137,7 +137,7 @@ class ThreadGroup:
             raise again(self.failure)
 
     def wait(self, rank: int, deadline: float, what: str, missing: list[int]) -> bool:
-        """Wait until something happens in ``what``, for which group ranks ``missing`` have not come; not at a deadline.
+        """Wait for an event in ``what``, in which group ranks ``missing`` have not arrived; False at the deadline.
 
         The caller holds the lock of the world.
         """
@@ -147,13 +147,13 @@ class ThreadGroup:
         self.world.wait(self.members[rank], remaining, lambda: waits)
         return True
 
-    def departed(self, rank: int) -> tuple[str, float | None] | None:
-        """Why group rank ``rank`` is gone, and the window of a failure that may be the cause; None if it is not."""
-        why = self.world.departed.get(self.members[rank])
+    def end_of(self, rank: int) -> tuple[str, float | None] | None:
+        """Why group rank ``rank`` has ended, and the maximum age of a failure that may be the cause; or None."""
+        why = self.world.ends.get(self.members[rank])
         return self._closed.get(rank) if why is None else (why, None)
 
     def close(self, rank: int, why: str, window: float | None = None) -> None:
-        """Rank ``rank`` does nothing more in this group; what it has done so far stays."""
+        """Record that rank ``rank`` has closed this group; its completed operations stay valid."""
         with self.world.lock:
             self._closed.setdefault(rank, (why, window))
             self.notify_all()
@@ -170,21 +170,21 @@ class ThreadRendezvous(Rendezvous):
         self._ledger = ledger or Ledger(group.members, rank, group.world.board(me), timeout)
 
     def _exchange(self, message: bytes) -> list[bytes]:
-        group, turn, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
+        group, number, deadline = self.threads, self._exchanges, time.monotonic() + self.timeout
         with self.waiting(), group.world.lock:
             group.raise_failure()
-            slots = self._slots.setdefault(turn, {})
+            slots = self._slots.setdefault(number, {})
             slots[self.rank] = message
             group.notify_all()
             while missing := [rank for rank in range(self.size) if rank not in slots]:
                 group.raise_failure()
                 for rank in missing:
-                    if (end := group.departed(rank)) is not None:
+                    if (end := group.end_of(rank)) is not None:
                         raise self.ledger.lost(rank, end[0], "rendezvous", None, end[1])
                 if not group.wait(self.rank, deadline, "rendezvous", missing):
                     group.fail(self._overdue("rendezvous", missing))  # late ranks must not join another exchange
-            # Everybody has left the previous exchange, or they could not be in this one.
-            self._slots.pop(turn - 1, None)
+            # All ranks have completed the previous exchange, since they are in this one.
+            self._slots.pop(number - 1, None)
             return [slots[rank] for rank in range(self.size)]
 
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
@@ -197,24 +197,24 @@ class ThreadRendezvous(Rendezvous):
         return self._child(child)
 
     def shrink(self) -> Rendezvous:
-        """The group of the ranks that are not gone, once all of them have called this."""
+        """The group of the surviving ranks, once all of them have called this."""
         group, deadline = self.threads, time.monotonic() + self.timeout
         world, callers = group.world, group.shared("survivors", set)
         with self.waiting(), world.lock:
             callers.add(self.rank)
             group.notify_all()
             while missing := [
-                r for r, member in enumerate(group.members) if r not in callers and member not in world.departed
+                r for r, member in enumerate(group.members) if r not in callers and member not in world.ends
             ]:
                 if not group.wait(self.rank, deadline, "shrink", missing):
                     raise self._overdue("shrink", missing)
                 world.raise_failure()
-            # The first to see that all have come says for all who they are.
+            # The first rank that finds all others here determines the members for all.
             members = [group.members[rank] for rank in sorted(callers)]
             return self._child(group.shared("shrunk", lambda: ThreadGroup(len(members), world, members)))
 
     def _overdue(self, what: str, missing: list[int]) -> KosError:
-        absent = f"{self.ledger.names(missing)} did not come within {self.timeout:g} s"
+        absent = f"{self.ledger.names(missing)} did not arrive within {self.timeout:g} s"
         return self.ledger.overdue(missing, what, None, absent, RendezvousError)
 
     def _child(self, group: ThreadGroup) -> Rendezvous:

@@ -1,18 +1,18 @@
 """Authenticated, framed messages over TCP.
 
-Handshake: the listener sends first, the caller proves first, so that a stranger learns nothing by calling.
-All three messages are of fixed size, and nothing else is read before the proof holds.
+Handshake: the listener sends first and the caller proves first, so that an unauthenticated caller learns nothing.
+All three messages have a fixed size, and nothing else is read before the proof is verified.
 
     listener -> caller   magic, nonce
     caller -> listener   magic, rank, size, nonce, HMAC-SHA256 over all of it
     listener -> caller   HMAC-SHA256 over all of it (zeros: refused)
 
-A message is its length (checked before anything is allocated), its HMAC-SHA256 and its bytes.  Keys are made
-anew for each connection and direction from both nonces, and the HMAC covers the message's number: nothing
-recorded can be played again.  Contents are not encrypted.
+A message is its length (checked before anything is allocated), its HMAC-SHA256 and its bytes.  Keys are derived for
+each connection and direction from both nonces, and the HMAC covers the message's number, which prevents replays.
+Contents are not encrypted.
 
-All of it is written as generators that yield the events they wait for, so that one loop serves hundreds of
-connections, strangers among them, and a silent one delays no other.
+Generators yield the events they wait for, so that one loop serves hundreds of connections, and a silent caller delays
+no other.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ Waiting = Generator[int, None, T]
 """Yields select.POLLIN or select.POLLOUT whenever the socket is not ready; returns T."""
 
 MAX_MESSAGE = 64 << 20  # bytes
-HANDSHAKE_SECONDS = 10.0  # what a caller gets to prove itself
-MAX_STRANGERS = 256  # callers that have not yet proved themselves
-_NO_FILES_SECONDS = 0.1  # until a listener without file descriptors for its callers looks again
+HANDSHAKE_SECONDS = 10.0  # limit for a caller's handshake
+MAX_PENDING = 256  # callers in their handshakes
+_NO_FILES_SECONDS = 0.1  # pause of a listener that is out of file descriptors
 
 _MAGIC = b"kos/tcp2"  # the protocol and its version
 _NONCE = 32
@@ -51,18 +51,18 @@ _LENGTH = struct.Struct("!I")
 _NUMBER = struct.Struct("!QI")
 
 
-class Stranger(RendezvousError):
+class HandshakeError(RendezvousError):
     """The other end does not know the secret or does not speak the protocol."""
 
 
 @dataclass(slots=True)
 class Network:
-    """How this rank reaches the other ranks of its job, and they it."""
+    """The addresses and the secret by which the ranks of a job reach each other."""
 
     secret: bytes
     hub: str  # the host of the job's rank 0, as this rank knows it
     host: str  # this rank's host as all others know it; empty: the host of rank 0
-    loopback: bool  # all ranks are on one host, and nobody else needs to reach them
+    loopback: bool  # all ranks are on one host, and only they connect
 
     def listen(self, port: int = 0) -> socket.socket:
         """A listening socket; on all interfaces unless the job stays on one host.  Raises OSError."""
@@ -77,7 +77,7 @@ class Network:
         return listener
 
     def key(self, purpose: bytes) -> bytes:
-        """The key of one group's connections, so that no proof made for one is good for another."""
+        """The key of one group's connections, so that a proof for one group is invalid for another."""
         return _mac(self.secret, b"kos key ", purpose)
 
     def call(
@@ -88,18 +88,18 @@ class Network:
         rank: int,
         size: int,
         deadline: float,
-        patience: float = 1e9,
+        greeting_seconds: float = 1e9,
     ) -> Connection:
         """Connect to the rank that listens at ``port`` of ``host`` (empty: the host of rank 0).
 
-        The listener has ``patience`` seconds to send its greeting.  Raises OSError, Stranger.
+        The listener has ``greeting_seconds`` seconds to send its greeting.  Raises OSError, HandshakeError.
         """
-        first = min(deadline, time.monotonic() + patience)
+        first = min(deadline, time.monotonic() + greeting_seconds)
         sock = connect(host or self.hub, port, first)
         try:
             greeting = drive(receive_greeting(sock), sock, first)
-            # From here on the listener may count on this rank, so there is no other attempt.
-            return drive(introduce(sock, greeting, self.key(purpose), rank, size), sock, deadline)
+            # No retry from here on: the listener may have accepted this rank.
+            return drive(authenticate(sock, greeting, self.key(purpose), rank, size), sock, deadline)
         except BaseException:
             sock.close()
             raise
@@ -115,7 +115,7 @@ class Connection:
         self._outgoing: deque[memoryview] = deque()
 
     def post(self, message: bytes) -> None:
-        """Queue one message; ``flush`` sends what is queued."""
+        """Queue one message; ``flush`` sends it."""
         if len(message) > MAX_MESSAGE:
             raise RendezvousError(f"message: expected at most {MAX_MESSAGE} bytes, got {len(message)}")
         number = _NUMBER.pack(self._sent, len(message))
@@ -124,7 +124,7 @@ class Connection:
         self._outgoing.append(memoryview(_LENGTH.pack(len(message)) + tag + message))
 
     def drain(self) -> bool:
-        """Discard what has come; whether the other side has closed the connection."""
+        """Discard all input; whether the other side has closed the connection."""
         try:
             while self.sock.recv(1 << 16):
                 pass
@@ -135,7 +135,7 @@ class Connection:
         return True
 
     def flush(self) -> Waiting[None]:
-        """Send everything that is queued."""
+        """Send all queued messages."""
         while self._outgoing:
             view = self._outgoing[0]
             try:
@@ -168,18 +168,18 @@ class Connection:
 def answer(sock: socket.socket, key: bytes) -> Waiting[tuple[int, int, Connection]]:
     """The listener's side of the handshake: the caller's rank and size, and the connection.
 
-    Raises ConnectionError, Stranger.
+    Raises ConnectionError, HandshakeError.
     """
     greeting = _MAGIC + os.urandom(_NONCE)
-    sock.send(greeting)  # as all of a handshake it fits the socket's buffer
-    # A stranger's first bytes give it away; the rest is not waited for.
+    sock.send(greeting)  # a whole handshake fits the socket's buffer
+    # Wrong first bytes end the handshake at once.
     if (magic := (yield from _read(sock, len(_MAGIC)))) != _MAGIC:
-        raise Stranger(f"handshake: expected {_MAGIC!r}, got {magic!r}")
+        raise HandshakeError(f"handshake: expected {_MAGIC!r}, got {magic!r}")
     hello = magic + (yield from _read(sock, _HELLO.size - len(_MAGIC)))
     proof = yield from _read(sock, _PROOF)
     if not hmac.compare_digest(proof, _mac(key, b"caller", greeting, hello)):
         sock.send(_REFUSED)
-        raise Stranger("handshake: expected a proof of the secret, got a wrong one")
+        raise HandshakeError("handshake: expected a proof of the secret, got a wrong one")
     sock.send(_mac(key, b"listener", greeting, hello))
     _, rank, size, _ = _HELLO.unpack(hello)
     to_caller, to_listener = _session_keys(key, greeting, hello)
@@ -187,51 +187,51 @@ def answer(sock: socket.socket, key: bytes) -> Waiting[tuple[int, int, Connectio
 
 
 def receive_greeting(sock: socket.socket) -> Waiting[bytes]:
-    """The listener's greeting.  Raises ConnectionError, Stranger."""
+    """The listener's greeting.  Raises ConnectionError, HandshakeError."""
     magic = yield from _read(sock, len(_MAGIC))
     if magic != _MAGIC:
-        raise Stranger(f"expected a rank of kos ({_MAGIC.decode()}), got {magic!r}")
+        raise HandshakeError(f"expected a rank of kos ({_MAGIC.decode()}), got {magic!r}")
     return magic + (yield from _read(sock, _NONCE))
 
 
-def introduce(sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int) -> Waiting[Connection]:
-    """The caller's side of the handshake, after the greeting.  Raises ConnectionError, Stranger."""
+def authenticate(sock: socket.socket, greeting: bytes, key: bytes, rank: int, size: int) -> Waiting[Connection]:
+    """The caller's side of the handshake, after the greeting.  Raises ConnectionError, HandshakeError."""
     hello = _HELLO.pack(_MAGIC, rank, size, os.urandom(_NONCE))
     sock.send(hello + _mac(key, b"caller", greeting, hello))
     proof = yield from _read(sock, _PROOF)
     if not hmac.compare_digest(proof, _mac(key, b"listener", greeting, hello)):
-        raise Stranger("expected the same secret (KOS_SECRET) on all ranks, got different ones")
+        raise HandshakeError("expected the same secret (KOS_SECRET) on all ranks, got different ones")
     to_caller, to_listener = _session_keys(key, greeting, hello)
     return Connection(sock, to_listener, to_caller)
 
 
-class Door:
-    """Admits callers at a listening socket: those that prove themselves, whatever the others do."""
+class Acceptor:
+    """Accepts callers at a listening socket and returns those that complete the handshake."""
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
         self._listener, self._key, self._selector = listener, key, selectors.DefaultSelector()
-        self._callers: dict[socket.socket, float] = {}  # in their handshakes -> deadline, the oldest first
+        self._callers: dict[socket.socket, float] = {}  # callers in their handshakes -> deadline, oldest first
         self._admitted: deque[tuple[int, int, Connection]] = deque()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
-        """Admit nobody else."""
+        """Stop accepting callers."""
         for sock in list(self._callers):
-            self._dismiss(sock)
-        while self._admitted:  # at once with the last one that was awaited
+            self._reject(sock)
+        while self._admitted:  # callers admitted together with the last expected one
             self._admitted.popleft()[2].close()
         self._listener.close()
         self._selector.close()
 
     def admit(self, seconds: float) -> tuple[int, int, Connection] | None:
-        """The rank, the size and the connection of the next caller that proves itself, at most ``seconds`` from now."""
+        """Rank, size and connection of the next authenticated caller; None after ``seconds``."""
         deadline = time.monotonic() + seconds
         if self._listener.fileno() < 0:
             time.sleep(seconds)
             return None
         while not self._admitted and (remaining := deadline - time.monotonic()) > 0:
             for sock in [sock for sock, limit in self._callers.items() if limit <= time.monotonic()]:
-                self._dismiss(sock)
+                self._reject(sock)
             for key, _ in self._selector.select(min(remaining, 1.0)):
                 key.data()
         return self._admitted.popleft() if self._admitted else None
@@ -241,15 +241,15 @@ class Door:
             sock, _ = self._listener.accept()
         except BlockingIOError:
             return
-        except OSError:  # most likely too many open files: the oldest caller's is one
+        except OSError:  # probably too many open files: reject the oldest caller
             if self._callers:
-                self._dismiss(next(iter(self._callers)))
+                self._reject(next(iter(self._callers)))
             else:
                 time.sleep(_NO_FILES_SECONDS)
             return
         _prepare(sock)
-        if len(self._callers) >= MAX_STRANGERS:
-            self._dismiss(next(iter(self._callers)))
+        if len(self._callers) >= MAX_PENDING:
+            self._reject(next(iter(self._callers)))
         self._callers[sock] = time.monotonic() + HANDSHAKE_SECONDS
         handshake = answer(sock, self._key)
         self._selector.register(sock, selectors.EVENT_READ, lambda: self._advance(sock, handshake))
@@ -257,17 +257,17 @@ class Door:
 
     def _advance(self, sock: socket.socket, handshake: Waiting[tuple[int, int, Connection]]) -> None:
         if sock not in self._callers:
-            return  # dismissed by an earlier event of the same round
+            return  # rejected by an earlier event of the same poll
         try:
             next(handshake)
         except StopIteration as end:
             self._selector.unregister(sock)
             del self._callers[sock]
             self._admitted.append(end.value)
-        except (OSError, Stranger):
-            self._dismiss(sock)
+        except (OSError, HandshakeError):
+            self._reject(sock)
 
-    def _dismiss(self, sock: socket.socket) -> None:
+    def _reject(self, sock: socket.socket) -> None:
         self._selector.unregister(sock)
         del self._callers[sock]
         sock.close()
@@ -281,15 +281,15 @@ def admit_all(
     deadline: float,
     gone: Callable[[int], bool] = lambda rank: False,
 ) -> tuple[dict[int, Connection], list[int]]:
-    """The connections of the ranks ``expected`` that call; closes the listener.
+    """The connections of the ``expected`` ranks, and the ranks that are missing at the deadline and not ``gone``.
 
-    And those ranks that did not call before the deadline, and are not ``gone``.
+    Closes the listener.
     """
     admitted: dict[int, Connection] = {}
-    door = Door(listener, key)
+    acceptor = Acceptor(listener, key)
     try:
         while (missing := expected - admitted.keys()) and (remaining := deadline - time.monotonic()) > 0:
-            caller = door.admit(min(remaining, 1.0))
+            caller = acceptor.admit(min(remaining, 1.0))
             if caller is None:
                 expected = {rank for rank in expected if rank in admitted or not gone(rank)}
                 continue
@@ -299,7 +299,7 @@ def admit_all(
             else:
                 admitted[rank] = connection
     finally:
-        door.close()
+        acceptor.close()
     return admitted, sorted(missing)
 
 
@@ -310,10 +310,10 @@ def connect(host: str, port: int, deadline: float) -> socket.socket:
         itself = sock.getsockname() == sock.getpeername()
     except OSError as error:  # ENOTCONN, which is no ConnectionError
         sock.close()
-        raise ConnectionResetError(f"{host}:{port}: hung up at once") from error
-    if itself:  # nobody listens, but TCP let the socket call itself: the kernel chose this port for our end
+        raise ConnectionResetError(f"{host}:{port}: closed the connection at once") from error
+    if itself:  # TCP connected the socket to itself, because the kernel chose this port for its own end
         sock.close()
-        raise ConnectionRefusedError(f"{host}:{port}: nobody listens")
+        raise ConnectionRefusedError(f"{host}:{port}: no process listens")
     _prepare(sock)
     return sock
 
@@ -334,7 +334,7 @@ def drive(waiting: Waiting[T], sock: socket.socket, deadline: float) -> T:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` says by itself that it is this host: localhost, or an address of its own network."""
+    """Whether ``host`` is localhost or a loopback address."""
     if host == "localhost":
         return True
     try:
@@ -347,7 +347,7 @@ _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """A process that a rank forks holds none of its connections: the others must see them end with the rank."""
+    """Close the connections in a forked process, so that they end with the rank."""
     for sock in _open:
         sock.close()
 
@@ -367,7 +367,7 @@ def _prepare(sock: socket.socket) -> None:
 
 
 def fill(sock: socket.socket, place: Callable[[], memoryview]) -> Waiting[None]:
-    """Read until ``place()``, which may be another one each time, is full.  Raises ConnectionError at the end."""
+    """Read until ``place()``, which may change between reads, is full.  Raises ConnectionError at the end."""
     filled = 0
     while rest := place()[filled:]:
         try:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 from kos.comm.schedules import algorithms, build, collectives, describe
 from kos.comm.schedules.draw import draw, text
-from kos.comm.schedules.schedule import IN_PLACE, Schedule, counted
+from kos.comm.schedules.schedule import IN_PLACE, Schedule, plural
 from kos.comm.schedules.simulate import calibration, simulate, topology
 from kos.comm.schedules.verify import verify
 from kos.errors import InvalidArgument, KosError
 from kos.files import check_picture, printing
 
 PIPELINES = (1, 4, 16, 64, 256)
-"""Numbers of chunks among which --predict takes the best, for algorithms that pipeline a whole vector."""
+"""Numbers of chunks that --predict tries, for algorithms that pipeline a whole vector."""
 
 MAX_SHOWN = 256
-"""Most ranks whose steps are printed and proved one by one."""
+"""The largest number of ranks whose steps are printed and verified."""
 
 EXAMPLES = """examples:
   python -m kos.comm.schedules                                    lists all algorithms
@@ -44,10 +44,10 @@ def _numbers(given: str) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m kos.comm.schedules", description=__doc__, epilog=EXAMPLES,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("algorithm", nargs="?", help="its name; without one, all are listed or predicted")
-    p.add_argument("--collective", help="default: all_reduce; where algorithms are listed: all")
-    p.add_argument("--ranks", type=int, default=8, help="default: 8; --predict goes by --scales")
-    p.add_argument("--chunks", type=int, help="pieces that travel behind one another (default: 1; "
+    p.add_argument("algorithm", nargs="?", help="the name of an algorithm; default: list or predict all")
+    p.add_argument("--collective", help="default: all_reduce; for a list of algorithms: all")
+    p.add_argument("--ranks", type=int, default=8, help="default: 8; --predict uses --scales")
+    p.add_argument("--chunks", type=int, help="number of pipelined chunks (default: 1; "
                                               "with --predict: the best of several)")
     p.add_argument("--root", type=int, default=0, help="for broadcast, reduce, gather and scatter; default: 0")
     p.add_argument("--ranks-per-node", type=int, help="for hierarchical; default: the largest divisor up to 8")
@@ -93,12 +93,12 @@ def _build(args: argparse.Namespace, name: str, ranks: int, chunks: int) -> Sche
 
 def _show(args: argparse.Namespace) -> None:
     if args.ranks > MAX_SHOWN:
-        raise InvalidArgument(f"prints and proves up to {MAX_SHOWN} ranks, got {args.ranks}; --predict takes more")
+        raise InvalidArgument(f"--ranks: expected up to {MAX_SHOWN}, got {args.ranks}; --predict accepts more")
     schedule = _build(args, args.algorithm, args.ranks, args.chunks or 1)
     verify(schedule)
     print(describe(args.collective, args.algorithm), text(schedule), sep="\n\n")
     order = ", adds in rank order" if schedule.ordered else ""
-    print(f"\nproved right: {counted(len(schedule.rounds), 'round')}{order}")
+    print(f"\nproved right: {plural(len(schedule.rounds), 'round')}{order}")
     if args.draw:
         draw(schedule, args.draw)
         print(f"drawn to {args.draw}")
@@ -111,7 +111,7 @@ def _predict(args: argparse.Namespace) -> None:
           f"({entry['provenance']['hardware']}; {entry['provenance']['date']})")
     for ranks in args.scales:
         candidates = [[_build(args, name, ranks, chunks) for chunks in _chunks(args, name, ranks)] for name in names]
-        print(f"\n{counted(ranks, 'rank')}\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))
+        print(f"\n{plural(ranks, 'rank')}\n{'bytes':>13}" + "".join(f"{name:>18}" for name in names))
         for nbytes in args.sizes:
             times = [min(simulate(schedule, where, nbytes) for schedule in each) for each in candidates]
             cells = [f"{t * 1e6:,.1f}{' *' if t == min(times) else '  '}" for t in times]
@@ -119,7 +119,7 @@ def _predict(args: argparse.Namespace) -> None:
 
 
 def _chunks(args: argparse.Namespace, name: str, ranks: int) -> tuple[int, ...]:
-    """The given number of chunks, or those worth trying."""
+    """The numbers of chunks to try."""
     if args.chunks is not None:
         return (args.chunks,)
     pipelined = args.collective in IN_PLACE and not name.endswith("_shot") and _build(args, name, ranks, 1).parts <= 2

@@ -1,7 +1,7 @@
-"""The algorithms without those on trees: on rings, direct, by halving and doubling, hierarchical.
+"""The algorithms that use no trees: ring, direct, halving and doubling, hierarchical.
 
-Those that add leave bit-identical results on all ranks: each element is finished in one place and then copied, or
-(one-shot) added in the same order everywhere.  "In rank order" means ((x0 + x1) + x2) + ...
+Reductions have bit-identical results on all ranks: one rank finishes an element and the others copy it, or (one-shot)
+all ranks add in the same order.  "In rank order" means ((x0 + x1) + x2) + ...
 Sources: Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH" (2005);
 Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms" (2009) for the ring.
 """
@@ -18,9 +18,9 @@ from kos.comm.schedules.schedule import Moves, Pairs, Repeat, Rounds
 
 def ring(rank: np.ndarray, after: np.ndarray, position: np.ndarray, size: int, *, base: np.ndarray | int = 0,
          width: int = 1, space: str = "data", reduce: bool = False) -> Rounds:
-    """All-gather round a ring, from position p with block p on; or reduce-scatter in place.
+    """All-gather on a ring, in which position p starts with block p; or reduce-scatter in place.
 
-    That ends with block (p + 1) % size complete at p; block b is added from position b on: ((x_b + x_b+1) + ...).
+    The reduce-scatter ends with block (p + 1) % size complete at p; block b is added as ((x_b + x_b+1) + ...).
     A block is ``width`` chunks from ``base`` on.
     """
     yield Repeat(size - 1, lambda step: [[Moves(rank, after, base + (position - step) % size * width, count=width,
@@ -31,7 +31,7 @@ def in_rank_order(r: np.ndarray, chunk: np.ndarray, n: int, *, stride: int, coun
                   to: np.ndarray | int | None = None, to_space: str | None = None) -> Rounds:
     """Ranks ``r`` fetch ``chunk`` of every rank at once, add the n contributions in rank order, and store.
 
-    Contribution j waits in scratch at j * stride + chunk; the sum forms in the place of contribution 0.
+    Contribution j is stored in scratch at j * stride + chunk; the sum replaces contribution 0.
     """
     every = np.arange(n)[:, None]
     yield [Pairs(every, r, chunk, lambda: chunk + every * stride, count=count, space=space, to_space="scratch"),
@@ -62,7 +62,7 @@ def ring_all_reduce(n: int, c: int) -> Rounds:
 def halving_doubling_all_reduce(n: int, c: int) -> Rounds:
     """Recursive halving, then recursive doubling: 2 log2(n) rounds; other rank counts fold to a power of two.
 
-    Of n = p + k ranks, p a power of two, the first k odd ranks are spoken for by the even rank before them.
+    Of n = p + k ranks, p a power of two, the even rank before it stands in for each of the first k odd ranks.
     Partners are added furthest first (distance p/2, ..., 2, 1), after the folded neighbour.
     Rabenseifner, "Optimization of collective reduction operations" (2004).
     """
@@ -119,7 +119,7 @@ def one_shot_reduce(n: int, c: int, root: int) -> Rounds:
 def ring_reduce_scatter(n: int, c: int) -> Rounds:
     """n - 1 rounds round a ring; block b is added in ring order from rank b + 1 on.
 
-    The partial sum that passes through waits in one of two scratch blocks by turns; input is only read.
+    Partial sums alternate between two scratch blocks; input is only read.
     """
     r = np.arange(n)
     if n == 1:

@@ -37,17 +37,17 @@ def _describe(rank: int, step: Step, steps: Round) -> str:
     mine, mark = slot(step.space, step.chunk), {"reduce": " +", "recv_reduce": " +"}
     if step.kind != "send":
         return f"{rank}: {slot(step.source_space, step.source_chunk)} -> {mine}{mark.get(step.kind, '')}"
-    landing = _landing(rank, step, steps)
-    theirs = slot(landing.space, landing.chunk)
-    return f"{rank} -> {step.peer}  {mine}{'' if mine == theirs else f' as {theirs}'}{mark.get(landing.kind, '')}"
+    receive = _receive_of(rank, step, steps)
+    theirs = slot(receive.space, receive.chunk)
+    return f"{rank} -> {step.peer}  {mine}{'' if mine == theirs else f' as {theirs}'}{mark.get(receive.kind, '')}"
 
 
 def _chunks(chunk: int, span: int) -> str:
     return f"{chunk}" if span == 1 else f"{chunk}-{chunk + span - 1}"
 
 
-def _landing(rank: int, step: Step, steps: Round) -> Step:
-    """The receive that ``step``, a send of ``rank``, meets."""
+def _receive_of(rank: int, step: Step, steps: Round) -> Step:
+    """The receive that matches ``step``, a send of ``rank``."""
     mine = [s for s in steps[rank] if s.kind == "send" and s.peer == step.peer]
     theirs = [s for s in steps[step.peer] if s.kind in ("recv", "recv_reduce") and s.peer == rank]
     return theirs[next(i for i, s in enumerate(mine) if s is step)]
@@ -83,7 +83,7 @@ def draw(schedule: Schedule, path: str | Path) -> None:
 
 
 def _arrow(axes: Any, schedule: Schedule, rank: int, s: Step, steps: Round, x1: float, x2: float, label: bool) -> None:
-    adds, color = _landing(rank, s, steps).kind == "recv_reduce", _color(s.chunk, schedule.parts)
+    adds, color = _receive_of(rank, s, steps).kind == "recv_reduce", _color(s.chunk, schedule.parts)
     axes.annotate("", (x2, s.peer), (x1, rank), arrowprops={
         "arrowstyle": "-|>", "color": color, "linestyle": "-" if adds else (0, (5, 3)), "shrinkA": 0, "shrinkB": 0})
     if label:  # at one distance from the start, so that crossing arrows keep their labels apart

@@ -1,13 +1,13 @@
 """Run one rank's part of a schedule over any non-blocking point-to-point transport.
 
-The rank's steps are compiled once per (schedule, rank, size) into instructions over element ranges, with
-what each must wait for, and cached.  Long messages are cut into segments, and an instruction runs as soon as
-the ones whose data it touches are done, whatever their round: while one segment is reduced the next is on the
-wire, and a segment goes on to the next rank before its followers have arrived.
+The rank's steps are compiled once per (schedule, rank, size) into instructions over element ranges, with their
+dependencies, and cached.  Long messages are split into segments, and an instruction runs as soon as its dependencies
+are done, in any round: one segment is reduced while the next is in flight, and a segment is forwarded before later
+ones have arrived.
 
-No deadlock, even if a send completes only when it is received: messages between two ranks are posted in
-schedule order on both sides, an instruction waits only for earlier ones (by round, step and segment), and
-sends of a round never for anything that the same round brings.
+There is no deadlock, even if a send completes only when it is received: messages between two ranks are posted in
+schedule order on both sides, an instruction waits only for earlier ones (by round, step and segment), and sends of a
+round never wait for receives of the same round.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 from kos.comm.schedules.schedule import Schedule, Step
 
 SEGMENT_BYTES = 256 << 10
-"""Messages are cut into segments of at least this size, about what a core's cache holds of two operands."""
+"""The smallest segment of a long message; two operands of this size fit a core's cache."""
 MAX_SEGMENTS = 64
-"""Most segments per message, so that the number of instructions stays small however long the message."""
+"""The most segments of a message, which bounds the number of instructions."""
 STAGING_SLOTS = 8
-"""Segments that may have arrived or be on the way without having been reduced yet."""
+"""Segments that may be in flight or arrived and not yet reduced."""
 
 
 class Request(Protocol):
@@ -46,8 +46,8 @@ class Transport(Protocol):
     def irecv(self, array: np.ndarray, peer: int, tag: int) -> Request:
         """Begin to receive into a contiguous 1-D array."""
 
-    def cancel(self, given_up: Callable[[Any], bool]) -> None:
-        """Free the memory of those requests: they are no longer waited for."""
+    def cancel(self, cancelled: Callable[[Any], bool]) -> None:
+        """Cancel those requests; their memory is free afterwards."""
 
 
 class _Instruction(NamedTuple):
@@ -63,7 +63,7 @@ class _Instruction(NamedTuple):
 def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mapping[str, np.ndarray],
             reduce: Callable[[np.ndarray, np.ndarray], None], tag: int = 0,
             empty: Callable[..., np.ndarray] = np.empty) -> Iterator[None]:
-    """Run ``rank``'s steps; yields whenever nothing can go on before a message has come or gone.
+    """Run ``rank``'s steps; yields whenever all instructions wait for messages.
 
     ``buffers`` maps each space in ``schedule.spaces(rank)`` to a contiguous 1-D array: "data" (reduced or
     filled in place; after a ``reduce`` the contents on other ranks than the root are undefined) or "input"
@@ -82,7 +82,7 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
     waits = [events + 1 for events in program.waits]  # one more for the start
     messages: deque[int] = deque()
     local: deque[int] = deque()
-    flying: list[tuple[Request, int]] = []
+    active: list[tuple[Request, int]] = []
 
     def release(waiting: Iterable[int]) -> None:
         for i in waiting:
@@ -96,7 +96,7 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
             i = messages.popleft()
             kind, space, start, stop, peer, *_ = instructions[i]
             post = transport.isend if kind == "send" else transport.irecv
-            flying.append((post(spaces[space][start:stop], peer, tag), i))
+            active.append((post(spaces[space][start:stop], peer, tag), i))
             release(after_post[i])
         elif local:
             i = local.popleft()
@@ -107,30 +107,30 @@ def execute(schedule: Schedule, rank: int, transport: Transport, buffers: Mappin
             else:
                 np.copyto(target, operand)
             release(after_done[i])
-        elif flying:
+        elif active:
             still = []
-            for entry in flying:
+            for entry in active:
                 if entry[0].done():
                     release(after_done[entry[1]])
                 else:
                     still.append(entry)
-            if len(still) == len(flying):
+            if len(still) == len(active):
                 yield
-            flying = still
+            active = still
         else:
             return
 
 
 class _Program:
-    """A rank's instructions, added one by one in schedule order, and what each of them waits for."""
+    """A rank's instructions in schedule order, with their dependencies."""
 
     def __init__(self, grain: int, scratch: dict[str, int]) -> None:
         self.instructions: list[_Instruction] = []
-        self.waits: list[int] = []  # for how many events each waits
+        self.waits: list[int] = []  # the number of events that each waits for
         self.after_post: list[list[int]] = []  # instructions that wait until its message is posted
         self.after_done: list[list[int]] = []  # instructions that wait until it is done
-        self.scratch = scratch  # spaces of its own, and their elements
-        self.grain = grain  # elements of a block: accesses are looked up by the blocks that they touch
+        self.scratch = scratch  # its scratch spaces, and their elements
+        self.grain = grain  # elements of a block; accesses are indexed by block
         self.touched: dict[tuple[str, int], list[tuple[int, int, int, bool]]] = defaultdict(list)
         self.last_posted: dict[tuple[str, int], int] = {}
 
@@ -160,7 +160,7 @@ class _Program:
         for block in range(start // self.grain, (stop - 1) // self.grain + 1):
             accesses = self.touched[space, block]
             before.update(j for a, b, j, wrote in accesses if (writes or wrote) and a < stop and start < b)
-            if writes:  # an instruction that waits for this one need not wait for accesses that it covers
+            if writes:  # waiting for this instruction implies waiting for the accesses that it covers
                 accesses[:] = [x for x in accesses if x[0] < start or x[1] > stop]
             accesses.append((start, stop, i, writes))
         return before
@@ -195,7 +195,7 @@ def _compile(schedule: Schedule, rank: int, elements: int, itemsize: int) -> _Pr
 
 
 def place_scratch(schedule: Schedule, steps: list[Step], elements: int) -> tuple[dict[int, int], int]:
-    """Where each scratch chunk that this rank uses lies, in order and without gaps; and the total."""
+    """The offset of each scratch chunk that this rank uses, without gaps; and the total."""
     used = sorted({chunk + k for step in steps for space, chunk in
                    ((step.space, step.chunk), (step.source_space, step.source_chunk)) if space == "scratch"
                    for k in range(step.span)})

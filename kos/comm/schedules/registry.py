@@ -1,4 +1,4 @@
-"""Which algorithms exist for which collective, and ``build``."""
+"""The algorithms of each collective, and ``build``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kos.errors import InvalidArgument
 
 
 class Algorithm(NamedTuple):
-    """An algorithm: its rounds, the chunks it cuts a unit into, and whether it adds in rank order."""
+    """An algorithm: its rounds, the chunks of a unit, and whether it adds in rank order."""
 
     rounds: Callable[..., Rounds]
     parts: Callable[[int, int], int]
@@ -28,8 +28,8 @@ def algorithm(collective: str, name: str, *, parts: Callable[[int, int], int] = 
               ordered: bool = False) -> Callable[[Callable[..., Rounds]], Callable[..., Rounds]]:
     """Register a pure function of n ranks, c chunks and, if it names them, root and local (ranks a node).
 
-    It replaces what the same program has registered under that name.  Raises InvalidArgument for a collective that
-    has no schedules, the name of an algorithm of kos, and parameters of other names.
+    It replaces an earlier registration of the program under that name.  Raises InvalidArgument for a collective
+    without schedules, the name of an algorithm of kos, and other parameters.
     """
 
     def register(rounds: Callable[..., Rounds]) -> Callable[..., Rounds]:
@@ -58,7 +58,7 @@ def collectives() -> tuple[str, ...]:
 
 
 def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ...]:
-    """Names of the algorithms for ``collective``; only those that do (or do not) add in rank order, if asked.
+    """Names of the algorithms for ``collective``; with ``ordered``, only those that do (or do not) add in rank order.
 
     Raises InvalidArgument for an unknown collective.
     """
@@ -68,7 +68,7 @@ def algorithms(collective: str, *, ordered: bool | None = None) -> tuple[str, ..
 
 
 def describe(collective: str, name: str) -> str:
-    """The algorithm's own words: what it does, its order of additions, its source."""
+    """The algorithm's docstring: its steps, its order of additions, its source."""
     return inspect.getdoc(_REGISTRY[collective][name].rounds) or ""
 
 
@@ -77,10 +77,10 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
           ranks_per_node: int | None = None) -> Schedule:
     """The schedule of one algorithm.
 
-    ``chunks`` says into how many pieces each of the algorithm's own blocks is cut, to travel one behind the
-    other (``execute`` cuts long messages anyway).  ``root`` matters to broadcast, reduce, gather and scatter;
-    ``ranks_per_node`` to hierarchical ones (default: the largest divisor of ``ranks`` up to 8).
-    Raises InvalidArgument for a name that is not known, naming those that are, and for numbers out of range.
+    ``chunks`` is the number of pipelined chunks of each of the algorithm's blocks (``execute`` also splits long
+    messages).  ``root`` applies to broadcast, reduce, gather and scatter; ``ranks_per_node`` to hierarchical
+    algorithms (default: the largest divisor of ``ranks`` up to 8).  Raises InvalidArgument for an unknown name,
+    listing the known ones, and for numbers out of range.
     """
     known = algorithms(collective)
     local = next(d for d in range(8, 0, -1) if ranks % d == 0) if ranks_per_node is None else ranks_per_node
@@ -102,7 +102,7 @@ def build(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: in
 
 @lru_cache(maxsize=256)
 def runnable(collective: str, algorithm: str, ranks: int, chunks: int = 1, root: int = 0) -> Schedule:
-    """``build`` for backends: an algorithm of the user's own is verified.  Raises ScheduleError where it is wrong."""
+    """``build`` for backends: verifies the user's own algorithms.  Raises ScheduleError for an incorrect one."""
     schedule = build(collective, algorithm, ranks, chunks, root)
     if not _is_builtin(_REGISTRY[collective][algorithm].rounds):
         verify(schedule)

@@ -1,19 +1,17 @@
 """A collective algorithm as data: rounds of steps over chunks of the ranks' buffers.
 
-An algorithm is a pure function that yields *rounds*; a round is a few ``Moves``, each a whole family of
-transfers written with NumPy arrays (one entry per rank, usually), and a ``Repeat`` stands for many rounds, so
-that a schedule over 16,384 ranks costs little more than one over four.  ``Schedule.rounds`` spells the same
-out rank by rank as ``Step``s.
+An algorithm is a pure function that yields *rounds*.  A round is a few ``Moves``, each a whole family of transfers
+written with NumPy arrays (usually one entry per rank).  A ``Repeat`` describes many rounds, so that a schedule over
+16,384 ranks costs little more than one over four.  ``Schedule.rounds`` expands them to ``Step``s of each rank.
 
-Spaces ("data", "input", "output", "scratch") are cut into chunks, ``parts`` to the unit.  The unit is the
-whole vector where ranks hold it in place ("data"), and one rank's block elsewhere, so "input" or "output" may
-be several units long.  Chunk ``x`` begins at element ``x // parts * E + x % parts * E // parts``, E being the
-elements of one unit: any count works, chunks may be empty, and chunks that agree modulo ``parts`` have the
-same length.
+Spaces ("data", "input", "output", "scratch") are split into chunks, ``parts`` to the unit.  The unit is the whole
+vector for in-place collectives ("data"), and one rank's block otherwise, so "input" or "output" may be several units
+long.  Chunk ``x`` begins at element ``x // parts * E + x % parts * E // parts``, where E is the elements of one unit:
+any count works, chunks may be empty, and chunks that agree modulo ``parts`` have the same length.
 
-All steps of a round start from the state before it: nothing that a round writes may be touched by another
-step of the same round on that rank, except that several ``recv_reduce`` or ``reduce`` steps may add to one
-slot, in the order of the steps.
+All steps of a round start from the state before it: no step may access a slot that another step of the same round on
+that rank writes.  The exception: several ``recv_reduce`` or ``reduce`` steps may add to one slot, in the order of the
+steps.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class ScheduleError(KosError):
 
 
 class Step(NamedTuple):
-    """What one rank does in one round with ``span`` chunks from ``chunk`` on in ``space``.
+    """One rank's action in one round on ``span`` chunks from ``chunk`` on in ``space``.
 
     ``send`` reads them, ``recv`` overwrites them, ``recv_reduce`` does chunk = op(chunk, received);
     ``copy`` and ``reduce`` do the same with ``source_space[source_chunk...]`` of the same rank.
@@ -62,8 +60,8 @@ Round: TypeAlias = "tuple[tuple[Step, ...], ...]"
 class Moves:
     """A family of transfers: ``chunk`` of ``space`` at ``src`` goes to ``to_chunk`` of ``to_space`` at ``dst``.
 
-    The first five broadcast together.  Where ``src == dst`` it is a local step.  A large ``to_chunk`` may be a
-    function that makes it, of the others' shape: to predict a time it is not needed.
+    The first five broadcast together.  ``src == dst`` is a local step.  A large ``to_chunk`` may be a function that
+    returns it, in the common shape; predictions do not call it.
     """
 
     def __init__(self, src: Indices, dst: Indices, chunk: Indices,
@@ -82,10 +80,10 @@ class Moves:
 
 
 class Pairs(Moves):
-    """From every ``src`` (a column) to every other ``dst`` (a row), ``count`` (a number): each to its nearest first."""
+    """From every ``src`` (a column) to every other ``dst`` (a row), ``count`` chunks each, nearest rank first."""
 
     def transfers(self, ranks: int) -> list[np.ndarray]:
-        """Those of Moves, by the distance from src up to dst."""
+        """The transfers of Moves, ordered by the distance from src up to dst."""
         columns = super().transfers(ranks)
         distance = (columns[1] - columns[0]) % ranks
         order = np.argsort(distance, kind="stable")[np.count_nonzero(distance == 0):]
@@ -95,8 +93,8 @@ class Pairs(Moves):
 class Repeat(NamedTuple):
     """The rounds of ``rounds(0)``, ..., ``rounds(times - 1)``, which cost the same.
 
-    With ``shifts``, that of k moves everything k + 1 ranks on, round all ``times + 1`` of them; then those that
-    leave every group of a topology, whichever way round, cost the same.
+    With ``shifts``, round k sends everything k + 1 ranks ahead, modulo ``times + 1``; then all rounds that leave every
+    group of a topology cost the same.
     """
 
     times: int
@@ -104,7 +102,7 @@ class Repeat(NamedTuple):
     shifts: bool = False
 
 
-def counted(number: int, what: str) -> str:
+def plural(number: int, what: str) -> str:
     """ "1 rank", "2 ranks"."""
     return f"{number} {what}{'s' * (number != 1)}"
 
@@ -129,7 +127,7 @@ class Schedule:
 
     @cached_property
     def rounds(self) -> tuple[Round, ...]:
-        """Every step, by round and rank.  Raises ScheduleError for anything but lists of Moves, and for wrong ranks."""
+        """Every step, by round and rank.  Raises ScheduleError unless rounds are lists of Moves with valid ranks."""
         rounds = chain.from_iterable(
             chain.from_iterable(self._several(block.rounds(k)) for k in range(block.times))
             if isinstance(block, Repeat) else [block] for block in self._several(self.moves()))
@@ -163,14 +161,14 @@ class Schedule:
 
     @cached_property
     def units(self) -> Mapping[str, int]:
-        """How many units long each user space is; for the rooted ones, on the root."""
+        """The length of each user space in units; for rooted collectives, on the root."""
         if self.collective in IN_PLACE:
             return {"data": 1}
         return {"input": self.ranks if self.collective in ("reduce_scatter", "all_to_all", "scatter") else 1,
                 "output": self.ranks if self.collective in ("all_gather", "all_to_all", "gather") else 1}
 
     def spaces(self, rank: int) -> tuple[str, ...]:
-        """The user buffers that ``rank`` brings: a gather's output and a scatter's input are the root's."""
+        """The user buffers of ``rank``: only the root has a gather's output and a scatter's input."""
         absent = {"gather": "output", "scatter": "input"}.get(self.collective) if rank != self.root else None
         return tuple(space for space in self.units if space != absent)
 
@@ -180,5 +178,5 @@ class Schedule:
 
     def __str__(self) -> str:
         root = f", root {self.root}" if self.collective in ROOTED else ""
-        ranks, chunks = counted(self.ranks, "rank"), counted(self.parts, "chunk")
+        ranks, chunks = plural(self.ranks, "rank"), plural(self.parts, "chunk")
         return f"{self.collective}/{self.algorithm} on {ranks}, {chunks} a unit{root}"

@@ -1,14 +1,13 @@
-"""How long a schedule takes, by a latency-bandwidth model with contention for links.
+"""Predicts the time of a schedule by a latency-bandwidth model with contention for links.
 
-A topology is a tree of levels: ranks in nodes, nodes in pods.  Every group of a level has one link up and
-one down; a message crosses the links of each level on which its ends lie in different groups, and its latency
-is that of the highest such level.  A round takes its longest latency, a fixed time for each message that the
-busiest rank sends or receives, the bytes of the fullest link over its bandwidth, and the bytes that the busiest
-rank copies or reduces in its own memory.  Rounds follow one another, so pipelining shows only as far as the
-schedule spells it out in chunks.
+A topology is a tree of levels: ranks in nodes, nodes in pods.  Every group of a level has one link up and one down.  A
+message crosses the links of each level on which its ends are in different groups, and its latency is that of the
+highest such level.  The time of a round is the sum of its longest latency, a fixed time for each message of the busiest
+rank, the bytes of the fullest link over its bandwidth, and the bytes that the busiest rank copies or reduces in its
+memory.  Rounds do not overlap, so only pipelining by chunks is modelled.
 
-All of it is linear in the message size: ``cost`` walks once the rounds that differ, with NumPy over all ranks of
-a round (16,384 ranks in seconds).  After Hockney (1994), LogGP (Alexandrov et al., 1995) and Thakur et al. (2005).
+The time is linear in the message size.  ``cost`` evaluates each different round once, with NumPy over all its ranks
+(16,384 ranks in seconds).  After Hockney (1994), LogGP (Alexandrov et al., 1995) and Thakur et al. (2005).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from kos.errors import InvalidArgument
 class Level:
     """Links of groups of ``ranks`` consecutive ranks: seconds, and bytes/s each way.
 
-    ``bandwidth_to_many`` holds where a group has more than one message under way in the same direction.
+    ``bandwidth_to_many`` applies if a group has more than one message in flight in the same direction.
     """
 
     ranks: int
@@ -43,9 +42,9 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """Levels from the single rank outwards, and what a rank itself costs (seconds, bytes/s read + written).
+    """Levels from the single rank outwards, and the costs of a rank (seconds, bytes/s read + written).
 
-    ``message`` is the time that a rank needs for each message besides the first's latency.
+    ``message`` is the time of each message besides the first's latency.
     """
 
     name: str
@@ -103,7 +102,7 @@ def cost(schedule: Schedule, topology: Topology) -> Cost:
 
 
 def _different(block: Iterable[Moves] | Repeat, reach: int) -> Iterator[tuple[Iterable[Moves], int]]:
-    """The rounds of ``block`` that differ in cost, in groups of at most ``reach`` ranks; how often each comes."""
+    """The rounds of ``block`` that differ in cost, for groups of at most ``reach`` ranks, and their numbers."""
     if not isinstance(block, Repeat):
         yield block, 1
         return
@@ -116,7 +115,7 @@ def _different(block: Iterable[Moves] | Repeat, reach: int) -> Iterator[tuple[It
 
 def _round(families: Iterable[Moves], ranks: int, topology: Topology) -> tuple[float, float]:
     """(fixed seconds, seconds times bytes of a chunk) of one round."""
-    # Chunks that each rank reads and writes of its own accord; by level messages and chunks, up and down, by group.
+    # Chunks that each rank copies or reduces; and by level, messages and chunks of each group, up and down.
     memory = np.zeros(ranks)
     links = [(level, np.zeros((2, 2, -(-ranks // level.ranks)))) for level in topology.levels]
     for m in families:

@@ -1,7 +1,7 @@
 """The algorithms on trees: chunks flow up (reduce), down (broadcast), or up and down again (all_reduce).
 
 Going up, a parent adds its children's sums to its own contribution, first child first.  Each of m trees has an m-th
-of the vector, so that an element's place decides the order of its additions, and not the number of chunks.
+of the vector, so that the order of additions depends on an element's position, not on the number of chunks.
 """
 
 from __future__ import annotations

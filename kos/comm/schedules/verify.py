@@ -1,16 +1,16 @@
-"""Prove a schedule right, without data: every chunk ends with every contribution exactly once.
+"""Prove a schedule correct, without data: every chunk ends with every contribution exactly once.
 
-Chunks hold the set of contributions in them and how these were added.  The rounds are played through once,
-and each of these is checked on the way:
+A chunk is modelled by the set of its contributions and the order of their addition.  The rounds are executed once on
+this model, and these properties are checked:
 
-- every send meets a receive of the same round, in the same order on both sides, with chunks of equal length.
-  No rank waits for anything later in its own round, so no order of events can deadlock, even where a send completes
-  only when it is received;
-- no chunk is read or written while the same round writes it, nothing is read that was never written, no
-  input is written, and everything lies inside its space;
+- every send matches a receive of the same round, in the same order on both sides, with chunks of equal length.
+  No rank waits for a later event of its own round, so no order of events can deadlock, even if a send completes only
+  when it is received;
+- no chunk is read or written while the same round writes it, no chunk is read before it is written, no input is
+  written, and all chunks lie inside their space;
 - no contribution is added twice, and none to another chunk's;
-- in a schedule that promises rank order, contribution k is added to the sum of 0..k-1 and to nothing else;
-- at the end all hold what the collective promises, and sums were added in the same order on every rank, so
+- in a schedule that promises rank order, contribution k is added only to the sum of 0..k-1;
+- at the end all ranks hold the result of the collective, and sums were added in the same order on every rank, so
   that results are bit-identical.
 """
 
@@ -27,15 +27,15 @@ _ADDING, _RECEIVING = ("recv_reduce", "reduce"), ("recv", "recv_reduce")
 
 
 class _Value(NamedTuple):
-    """What a chunk holds."""
+    """The contents of a chunk."""
 
-    chunk: int  # as which it began
+    chunk: int  # its original chunk
     ranks: int  # bit mask of the contributions in it
     order: int  # equal where these were added in the same order
 
 
 def verify(schedule: Schedule) -> None:
-    """Raise ScheduleError, saying which rank, round and chunk, unless ``schedule`` is proved right."""
+    """Raise ScheduleError with rank, round and chunk unless ``schedule`` is correct."""
     proof = _Proof(schedule)
     for number, steps in enumerate(schedule.rounds):
         proof.play(number, steps)
@@ -60,7 +60,7 @@ class _Proof:
             for step in mine:
                 if step.kind == "send":
                     sent[rank, step.peer].append(step)
-        # Nothing read in a round is written in it: arrivals may be stored while others are still to be sent.
+        # A round never writes a chunk that it reads, so receives may be stored before other sends.
         for rank, mine in enumerate(steps):
             for step in mine:
                 source, space, chunk, span = rank, step.source_space, step.source_chunk, step.span
@@ -80,7 +80,7 @@ class _Proof:
                 raise self._fail(rank, number, messages[0], f"rank {peer} does not receive it in this round")
 
     def _check_places(self, number: int, rank: int, mine: tuple[Step, ...]) -> None:
-        """All inside their spaces, nothing touched that the round writes."""
+        """Check that steps stay inside their spaces and access no chunk that the round writes."""
         touched: dict[Slot, str] = {}  # read, written or added to
         for step in mine:
             message, adds = step.kind == "send" or step.kind in _RECEIVING, step.kind in _ADDING
@@ -119,7 +119,7 @@ class _Proof:
             self.held[rank][slot] = value
 
     def _sum(self, a: _Value, b: _Value) -> _Value:
-        """a + b; ValueError if it counts anything twice, mixes chunks or breaks rank order."""
+        """a + b; ValueError if it adds a contribution twice, mixes chunks or breaks rank order."""
         if a.chunk != b.chunk:
             raise ValueError(f"adds what began as chunk {b.chunk} to what began as chunk {a.chunk}")
         if a.ranks & b.ranks:
@@ -148,7 +148,7 @@ class _Proof:
 
 
 def postcondition(schedule: Schedule) -> Iterator[tuple[int, str, int, int, int]]:
-    """What must hold at the end: (rank, space, chunk, the chunk it began as, bit mask of ranks in it)."""
+    """The final contents: (rank, space, chunk, original chunk, bit mask of ranks in it)."""
     n, parts, root = schedule.ranks, schedule.parts, schedule.root
     everybody, each = (1 << n) - 1, [1 << rank for rank in range(n)]
     for rank in range(n):

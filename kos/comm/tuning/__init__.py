@@ -1,8 +1,8 @@
-"""Tuning tables: by which backend an operation on GPUs goes, and by which all-reduce kernel, as measured data.
+"""Tuning tables: measured routes of operations on GPUs (backend, and kernel of an all-reduce).
 
-A table is a JSON file for one kind of GPU, link and number of ranks.  Shipped ones lie in ``kos/comm/tuning/tables``;
-the user's own, made by ``python -m kos.tune``, in $XDG_CACHE_HOME/kos/tuning, and win over them.  A file
-that is damaged or for another machine is refused with the reason, in one warning, and not used.
+A table is a JSON file for one kind of GPU, link and number of ranks.  kos ships some in ``kos/comm/tuning/tables``.
+The user's own, in $XDG_CACHE_HOME/kos/tuning, take precedence; ``python -m kos.tune`` writes them.  A file that is
+damaged or made for another machine is not used, and one warning gives the reason.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 BACKENDS = ("peer", "nccl")
 UNKNOWN = "unknown links"
-"""Where NVML does not say, as now and then it does not: such a machine may be any of those with its GPU."""
+"""NVML sometimes does not report the links: such a machine matches every table for its GPU."""
 UNMEASURED = ((None, "nccl"),)
-"""The route of what a table does not name."""
+"""The route of an operation that a table does not contain."""
 
 Route = tuple[tuple[int | None, str], ...]
-"""(bytes up to which, backend), sorted; the last has no end."""
+"""(largest number of bytes, backend), sorted; None in the last row is no limit."""
 
 
 def key(operation: str, wide: bool, symmetric: bool, graph: bool) -> str:
-    """What has a route of its own: "all_reduce 16-bit symmetric graph".
+    """The name of a route, such as "all_reduce 16-bit symmetric graph".
 
-    ``wide`` are elements of more than 16 bits; ``symmetric`` are both buffers, or else they count as ordinary.
+    ``wide``: elements of more than 16 bits.  ``symmetric``: both buffers are symmetric.
     """
     bits, kind = "32-bit" if wide else "16-bit", "symmetric" if symmetric else "ordinary"
     return f"{operation} {bits} {kind} {'graph' if graph else 'eager'}"
@@ -45,24 +45,24 @@ def key(operation: str, wide: bool, symmetric: bool, graph: bool) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """What was measured for one kind of machine."""
+    """The measured routes of one kind of machine."""
 
     gpu: str
     link: str
     ranks: int
-    source: str  # where it comes from, for ``explain``
+    source: str  # its file, for ``explain``
     launches: Launches
     routes: Mapping[str, Route]
 
     def route(self, operation: str, wide: bool, symmetric: bool, graph: bool) -> Route:
-        """By which backend the operation goes, by its bytes; what was not measured goes as what is most like it."""
+        """The backend of the operation by size; an unmeasured case takes the route of the most similar one."""
         flags = itertools.product((wide, not wide), (symmetric, not symmetric), (graph, not graph))
         measured = {"send": "send_recv", "recv": "send_recv"}.get(operation, operation.removesuffix("_v"))
         names = [key(measured, *each) for each in flags]
         return next((self.routes[name] for name in names if name in self.routes), UNMEASURED)
 
     def to_json(self) -> dict[str, Any]:
-        """The table alone; a file adds ``provenance`` and what was ``measured``."""
+        """The table alone; a file adds ``provenance`` and ``measured``."""
         return {
             "format": FORMAT,
             "gpu": self.gpu,
@@ -74,7 +74,7 @@ class Table:
 
 
 def parse(data: Any, source: str) -> Table:
-    """The table that JSON ``data`` describes.  Raises InvalidArgument, with the reason, for anything else."""
+    """The table that JSON ``data`` describes.  Raises InvalidArgument, with the reason, for invalid data."""
     try:
         if data["format"] != FORMAT:
             raise InvalidArgument(f"format: expected {FORMAT}, got {data['format']!r}")
@@ -97,7 +97,7 @@ def parse(data: Any, source: str) -> Table:
 
 
 def user_path(gpu: str, ranks: int) -> Path:
-    """Where the user's own table lies."""
+    """The path of the user's own table."""
     return cache_folder() / "tuning" / _file(gpu, ranks)
 
 
@@ -126,7 +126,7 @@ _warned: set[str] = set()
 
 
 def load(gpu: str, link: str, ranks: int) -> Table:
-    """The table for so many ranks with such a GPU each: the user's, the shipped one, the nearest one, or defaults."""
+    """The table for this machine: the user's, the shipped one, the one for the nearest number of ranks, or defaults."""
     nearest = sorted((2, 4, 8), key=lambda other: (abs(other - ranks), -other)) if ranks > 1 else []
     places = [(user_path(gpu, ranks), ranks), (TABLES / _file(gpu, ranks), ranks)]
     places += [(TABLES / _file(gpu, other), other) for other in nearest if other != ranks]
@@ -144,7 +144,7 @@ def load(gpu: str, link: str, ranks: int) -> Table:
 
 
 def for_group(rendezvous: Rendezvous, device: int) -> Table:
-    """The table that rank 0 finds, on all ranks of this group; defaults where ranks share a GPU.  Collective."""
+    """The table of rank 0, for all ranks of this group; defaults if ranks share a GPU.  Collective."""
     gpus = rendezvous.allgather(device_info(device).uuid.encode())
     if len(set(gpus)) < len(gpus):
         return Table(device_info(device).name, "shared", len(gpus), "none for ranks that share a GPU", DEFAULT, {})
@@ -165,9 +165,9 @@ def share(rendezvous: Rendezvous, table: Table | None) -> Table:
 
 
 def merged(table: Table, operation: str, wide: bool) -> tuple[list[int], list[dict[tuple[bool, bool], str]]]:
-    """The routes of an operation as one: bytes up to which, and the backends by (symmetric, graph) up to there.
+    """The routes of an operation, merged: size limits, and for each size range the backends by (symmetric, graph).
 
-    There is one backend more than there are limits: that of everything above.
+    The last range has no limit.
     """
     routes = {(s, g): table.route(operation, wide, s, g) for s in (False, True) for g in (False, True)}
     limits = sorted({limit for route in routes.values() for limit, _ in route if limit is not None})

@@ -1,7 +1,7 @@
-"""The promises of every collective (docs/communicator.md, "What is promised") as tests that any backend can call.
+"""The promises of every collective (docs/communicator.md, "What is promised") as tests for any backend.
 
-``run(world)`` on all ranks of a communicator, or each of ``cases()`` as a parametrized test of pytest; from the
-command line ``python -m kos.testing.conformance --backend NAME``, alone or under mpirun, torchrun or srun.
+Call ``run(world)`` on all ranks of a communicator, use ``cases()`` as parametrized tests of pytest, or run
+``python -m kos.testing.conformance --backend NAME``, alone or under mpirun, torchrun or srun.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FEW = {"float32": None, "bfloat16": ("SUM", "AVG"), "int32": ("SUM", "BXOR"), "
 
 
 class Case(NamedTuple):
-    """One promise: ``call(comm)`` raises where it does not hold, on all ranks or on some."""
+    """One promise: ``call(comm)`` raises on some or all ranks if it does not hold."""
 
     name: str
     call: Callable[[Communicator], None]
     ranks: int = 1
-    """How many it takes."""
+    """The least number of ranks."""
 
     def __str__(self) -> str:
         return self.name
@@ -77,8 +77,8 @@ def cases(full: bool = False, seed: int = 0) -> list[Case]:
 def run(world: Communicator, full: bool = False, seed: int = 0, only: str = "") -> dict[str, str]:
     """Check the promises whose name contains ``only`` on the ranks of ``world``.  Collective.
 
-    Returns the failures, the same on all ranks: of each promise that does not hold the tracebacks of the ranks that
-    found it so.  Raises InvalidArgument where Python runs without assertions (``-O``).
+    Returns the failures, the same on all ranks: for each broken promise, the tracebacks of the ranks that raised.
+    Raises InvalidArgument if Python runs without assertions (``-O``).
     """
     if not __debug__:
         raise InvalidArgument("conformance: expected assertions, got Python without them (-O)")

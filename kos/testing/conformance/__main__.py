@@ -1,7 +1,7 @@
 """Check a backend: python -m kos.testing.conformance --backend NAME [--ranks N] [--full] [--only TEXT]
 
-Under mpirun, torchrun or srun on the ranks of the job, else on N ranks that are threads of this process and meet over
-loopback.  Exit status: 0 where all promises hold, 1 where one does not, 2 for arguments that cannot be followed.
+Runs on the ranks of the job under mpirun, torchrun or srun, else on N threads of this process, connected over
+loopback.  Exit status: 0 if all promises hold, 1 if one does not, 2 for wrong arguments.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def on_threads(options: argparse.Namespace) -> dict[str, str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m kos.testing.conformance", description=__doc__.splitlines()[0])
     parser.add_argument("--backend", default="auto", metavar="NAME")
-    parser.add_argument("--ranks", type=int, default=3, metavar="N", help="threads, where no launcher says how many")
+    parser.add_argument("--ranks", type=int, default=3, metavar="N", help="number of threads without a launcher")
     parser.add_argument("--full", action="store_true", help="every dtype, size and schedule: minutes")
-    parser.add_argument("--only", default="", metavar="TEXT", help="the promises whose names contain it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only promises whose names contain TEXT")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3)), metavar="N")
     parser.add_argument("--verbose", action="store_true", help="whole tracebacks")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What goes wrong is an error on every rank that names the culprit: refused arguments, other calls, lost ranks."""
+"""Failures raise errors on every rank that name the failed ranks: wrong arguments, mismatched calls, lost ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kos.comm import Communicator, ReduceOp
 from kos.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, InvalidArgument, RankLost
 from kos.testing.conformance.values import raises
 
-SHORT = 0.5  # seconds, where a timeout is to be seen
-GRACE = 20.0  # seconds that an error may come late on a busy machine
+SHORT = 0.5  # seconds, for calls that must time out
+GRACE = 20.0  # seconds that an error may be late on a busy machine
 
 
 def refused(comm: Communicator) -> None:
-    """Wrong arguments raise before anything is sent, so that nobody waits and the communicator is fine."""
+    """Wrong arguments raise before anything is sent, so that no rank waits and the communicator is intact."""
     x, n = np.ones((4 * comm.size, 4)), comm.size
     wrong: dict[str, Callable[[], Any]] = {
         "x: expected a C-contiguous array": lambda: comm.all_reduce(x[:, ::2]),
@@ -27,7 +27,7 @@ def refused(comm: Communicator) -> None:
         "out: expected dtype float64, got float32": lambda: comm.all_reduce(x, out=x.astype(np.float32)),
         "out: expected": lambda: comm.all_gather(x, np.empty(3)),
         "counts: expected": lambda: comm.all_gather_v(x, [1] * (n + 1)),
-        "memory apart": lambda: comm.all_to_all(x[:n], x[1 : n + 1]),
+        "memory that does not overlap": lambda: comm.all_to_all(x[:n], x[1 : n + 1]),
         "algorithm: expected 'auto'": lambda: comm.all_reduce(x, algorithm="none of them"),
         "timeout: expected a positive number": lambda: comm.all_reduce(x, timeout=0),
         "expected": lambda: comm.all_reduce(np.ones(3, np.int32), ReduceOp.AVG),
@@ -52,11 +52,11 @@ MISMATCHES: dict[str, Callable[[Communicator, bool], Any]] = {
         np.ones(2 + (other and comm.rank > 0)), [2] * (comm.size - 1) + [2 + other]
     ) if comm.rank in (0, comm.size - 1) else comm.all_gather_v(np.ones(2), [2] * comm.size),
 }  # fmt: skip
-"""By what differs, a call; ``other`` is true on the rank that calls another thing."""
+"""Calls by their difference; ``other`` is true on the rank whose call differs."""
 
 
 def mismatch(comm: Communicator, what: str) -> None:
-    """All ranks raise, at the next call at the latest, and name two ranks and what differs."""
+    """All ranks raise, at the next call at the latest, and name two ranks and the difference."""
     for odd in (0, comm.size - 1):
         part = comm.duplicate()
         with raises(CollectiveMismatch, rf"rank \d+ called .*#0.* but rank \d+ called .* differ in .*{what}") as caught:
@@ -70,7 +70,7 @@ def mismatch(comm: Communicator, what: str) -> None:
 
 
 def absent(comm: Communicator) -> None:
-    """A rank that does not come is named when the timeout has passed."""
+    """A missing rank is named when the timeout has passed."""
     part, late, began = comm.duplicate(), comm.size - 1, time.monotonic()
     if comm.rank != late:
         with raises((CollectiveTimeout, RankLost), rf"ranks? \[?{late}\]?"):
@@ -83,7 +83,7 @@ def absent(comm: Communicator) -> None:
 
 
 def lost(comm: Communicator) -> None:
-    """A rank that gives up while others wait for it is named; who waits does not wait for the timeout."""
+    """A rank that aborts while others wait for it is named, before the timeout of the others."""
     part, culprit, began = comm.duplicate(), comm.size - 1, time.monotonic()
     if comm.rank == culprit:
         part.abort(reason="a test of lost ranks")
@@ -96,7 +96,7 @@ def lost(comm: Communicator) -> None:
 
 
 def messages(comm: Communicator) -> None:
-    """A message that does not come, or is another one than expected, breaks nothing."""
+    """A missing message, or one of another length than expected, breaks nothing."""
     x, (left, right) = np.zeros(3), ((comm.rank + step) % comm.size for step in (-1, 1))
     with raises(CollectiveTimeout, f"rank {left}"):
         comm.recv(x, left, tag=9, timeout=0.1)
@@ -104,7 +104,7 @@ def messages(comm: Communicator) -> None:
     sent = comm.send(np.ones(4), right, async_op=True)
     with raises(CollectiveMismatch, f"rank {comm.rank} expected 3 elements .* from rank {left}, got 4 elements"):
         comm.recv(x, left)
-    with suppress(CollectiveMismatch):  # the sender of a long one may hear of it
+    with suppress(CollectiveMismatch):  # the sender of a long message may raise too
         sent.wait()
     assert not x.any(), "the array of a message that was refused was written"
     comm.send_recv(np.full(3, 2.0), x, right, left)

@@ -1,4 +1,4 @@
-"""A serial model of every operation: what it is called with, and of what parts each rank's result consists."""
+"""A serial model of every operation: its arguments, and the parts of each rank's result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
 @dataclass(frozen=True)
 class Step:
-    """One call; what depends on the size of its group is taken modulo that."""
+    """One call; values that depend on the size of the group are taken modulo that size."""
 
     name: str
     count: int = 6  # elements
@@ -45,7 +45,7 @@ def pairs(step: Step, n: int) -> list[list[int]]:
 
 
 def lengths(step: Step, n: int) -> list[int]:
-    """The elements that each rank gives."""
+    """The elements of each rank's input."""
     if step.name in ("reduce_scatter", "all_to_all", "scatter"):
         return [step.count * n] * n
     if step.name == "all_to_all_v":
@@ -55,12 +55,12 @@ def lengths(step: Step, n: int) -> list[int]:
 
 
 def contributions(seed: int, step: Step, n: int) -> list[Array]:
-    """What each rank gives: any values of the dtype."""
+    """The input of each rank: random values of the dtype."""
     return [inputs(seed + rank, 1, length, step.dtype)[0] for rank, length in enumerate(lengths(step, n))]
 
 
 def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
-    """What rank ``me`` gets, to be reduced or else put together; None where it gets nothing."""
+    """The parts of rank ``me``'s result, to be reduced or concatenated; None if it has no result."""
     n, root = len(xs), step.root % len(xs)
     if step.name in ("reduce", "gather") and me != root:
         return None
@@ -78,7 +78,7 @@ def parts(step: Step, xs: list[Array], me: int) -> list[Array] | None:
 
 
 def arguments(comm: Communicator, step: Step, x: Any, out: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What the operation is called with; without ``out`` it makes an array, or works in place."""
+    """The arguments of the call; without ``out`` it makes an array, or works in place."""
     n, me, root = comm.size, comm.rank, step.root % comm.size
     options: dict[str, Any] = {}
     if step.name in REDUCING[:3]:
@@ -99,6 +99,6 @@ def arguments(comm: Communicator, step: Step, x: Any, out: Any) -> tuple[list[An
 
 
 def call(comm: Communicator, step: Step, x: Any, out: Any) -> Any:
-    """Call it; returns what it returns."""
+    """Make the call; returns its result."""
     given, options = arguments(comm, step, x, out)
     return getattr(comm, step.name)(*given, **options)

@@ -1,4 +1,4 @@
-"""How operations run beside and after one another: groups, batches, persistent operations, messages, progress."""
+"""Concurrent and repeated operations: groups, batches, persistent operations, messages, progress."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kos.errors import CollectiveError, InvalidArgument
 from kos.testing.conformance.values import raises
 
 
-def barrier_waits_for_everybody(comm: Communicator) -> None:
-    # Each round one rank comes last: nobody may have left before it says so.
+def barrier_waits_for_all_ranks(comm: Communicator) -> None:
+    # In each round one rank is last: no other may return before it has called the barrier.
     for last in range(comm.size):
         work = None if comm.rank == last else comm.barrier(async_op=True)
         if work is not None:
@@ -24,7 +24,7 @@ def barrier_waits_for_everybody(comm: Communicator) -> None:
             work.wait()
 
 
-def waiting_for_one_moves_the_other_across_groups(comm: Communicator) -> None:
+def waiting_for_one_advances_the_other_across_groups(comm: Communicator) -> None:
     """Rank 0 waits for a message while its all_reduce, which the sender needs, is in flight elsewhere."""
     other = comm.duplicate()
     if comm.size == 1:
@@ -43,7 +43,7 @@ def waiting_for_one_moves_the_other_across_groups(comm: Communicator) -> None:
     assert token[0] == 7 or comm.rank not in (0, comm.size - 1)
 
 
-def a_part_of_a_part(comm: Communicator) -> None:
+def split_of_a_split(comm: Communicator) -> None:
     """Tests of random programs split the world."""
     part = comm.split(comm.rank % 2, key=-comm.rank)
     members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
@@ -54,7 +54,7 @@ def a_part_of_a_part(comm: Communicator) -> None:
     assert half.all_gather(np.array(comm.rank)).tolist() == same
 
 
-def messages_of_duplicates_do_not_meet(comm: Communicator) -> None:
+def messages_of_duplicates_do_not_match(comm: Communicator) -> None:
     if comm.size == 1:
         return
     other = comm.duplicate()
@@ -94,8 +94,8 @@ def close(comm: Communicator) -> None:
         other.barrier()
 
 
-def several_at_once(comm: Communicator) -> None:
-    """Waited for in another order than they were started in."""
+def several_in_flight(comm: Communicator) -> None:
+    """Operations in flight are waited for in reverse order."""
     xs = [np.full(count, comm.rank + 1.0) for count in (1, 1000, 70_001)]
     works: list[Any] = [comm.all_reduce(x, async_op=True) for x in xs]
     works.append(comm.barrier(async_op=True))
@@ -106,7 +106,7 @@ def several_at_once(comm: Communicator) -> None:
 
 
 def persistent(comm: Communicator) -> None:
-    """Started again and again on changing data, alone and in a batch."""
+    """Persistent operations run on changing data, alone and in a batch."""
     n, me = comm.size, comm.rank
     x, rows, part = np.empty(7), np.empty((n, 7)), np.empty(3)
     gather = comm.all_gather_init(x, rows)
@@ -114,21 +114,21 @@ def persistent(comm: Communicator) -> None:
     maximum, token = comm.all_reduce_init(x, ReduceOp.MAX), np.empty(2)
     ends: dict[int, Any] = {0: lambda: comm.send_init(token, n - 1, 5), n - 1: lambda: comm.recv_init(token, 0, 5)}
     message = ends[me]() if n > 1 and me in ends else None
-    for turn in range(3):
-        x[:], part[:] = 10 * turn + me, -1
+    for round_ in range(3):
+        x[:], part[:] = 10 * round_ + me, -1
         with comm.batch():
             gather.start()
             scatter.start()
-        assert (rows == 10 * turn + np.arange(n)[:, None]).all(), rows
+        assert (rows == 10 * round_ + np.arange(n)[:, None]).all(), rows
         assert (part == 3 * me + np.arange(3)).all(), part
         work = maximum.start()
         with raises(InvalidArgument, "start: expected the previous start to be waited for"):
             maximum.start()
-        assert work.wait() is x and (x == 10 * turn + n - 1).all(), x
+        assert work.wait() is x and (x == 10 * round_ + n - 1).all(), x
         if message is not None:
-            token[:] = turn if me == 0 else -1
+            token[:] = round_ if me == 0 else -1
             message.start().wait()
-            assert (token == turn).all(), token
+            assert (token == round_).all(), token
 
 
 def bytes_of_any_length(comm: Communicator) -> None:
@@ -137,6 +137,6 @@ def bytes_of_any_length(comm: Communicator) -> None:
 
 
 ALL = (
-    barrier_waits_for_everybody, waiting_for_one_moves_the_other_across_groups, a_part_of_a_part,
-    messages_of_duplicates_do_not_meet, batch, close, several_at_once, persistent, bytes_of_any_length,
+    barrier_waits_for_all_ranks, waiting_for_one_advances_the_other_across_groups, split_of_a_split,
+    messages_of_duplicates_do_not_match, batch, close, several_in_flight, persistent, bytes_of_any_length,
 )  # fmt: skip

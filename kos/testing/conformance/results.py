@@ -1,6 +1,7 @@
-"""What every operation gives: each dtype, reduce operation and size, in place and not, against NumPy in 64 bits.
+"""Results of every operation, for each dtype, reduce operation and size, in place and not, compared with NumPy.
 
-Each function is called on all ranks, with ndarrays; it raises AssertionError where a result is wrong.
+NumPy computes in 64 bits.  Each function is called on all ranks, with ndarrays, and raises AssertionError for a wrong
+result.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def reduces(
     comm: Communicator, seed: int, name: str, dtype: Any, op: ReduceOp = ReduceOp.SUM, algorithm: int = 0,
     deterministic: bool = False, sizes: Sequence[int] = SIZES,
 ) -> None:  # fmt: skip
-    """An operation that reduces, in place and not: right, and the same bits on every rank."""
+    """A reduction, in place and not: correct, and the same bits on every rank."""
     me, factors = comm.rank, factors_of(comm.size)
     given = PremulSum(factors[me]) if op is ReduceOp.PREMUL_SUM else op
     for step in (Step(name, count, dtype, given, root, algorithm, deterministic)
@@ -62,7 +63,7 @@ def reduces(
 
 
 def moves(comm: Communicator, seed: int, name: str, dtype: Any, sizes: Sequence[int] = SIZES) -> None:
-    """An operation that only moves: into an array, into one that it makes, and in place."""
+    """Data movement: into a given array, into a new one, and in place."""
     n, me = comm.size, comm.rank
     for step in (Step(name, count, dtype, root=root, algorithm=algorithm)
                  for count in sizes for root in _roots(comm, name)
@@ -92,7 +93,7 @@ def moves(comm: Communicator, seed: int, name: str, dtype: Any, sizes: Sequence[
 
 
 def messages(comm: Communicator, seed: int, dtype: Any) -> None:
-    """Two tags, received in the other order."""
+    """Two tags, received in reverse order."""
     n, me = comm.size, comm.rank
     moves(comm, seed, "send_recv", dtype)
     for count in SIZES if n > 1 else ():
@@ -127,7 +128,7 @@ def shapes_and_scalars(comm: Communicator) -> None:
 
 
 def deterministic_adds_in_rank_order(comm: Communicator, seed: int, dtype: Any) -> None:
-    """Also of numbers so far apart in size that any other order of additions rounds differently."""
+    """Includes numbers of such different size that any other order of additions rounds differently."""
     for count in (1, 2, 7, 997, 70_001):
         xs = inputs(seed, comm.size, count, dtype)
         xs = [(x.astype(np.float64) * 16.0 ** (r % 3)).astype(dtype) for r, x in enumerate(xs)]

@@ -1,4 +1,4 @@
-"""Inputs that every rank can make for all, results by NumPy alone, and comparisons."""
+"""Inputs of all ranks, which every rank can generate; expected results by NumPy; comparisons."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kos.errors import KosError
 Array = np.ndarray[Any, Any]
 
 SUMS_IN_16_BITS = ContextVar("SUMS_IN_16_BITS", default=False)
-"""Whether a sum of 16-bit floats may be rounded at every rank, as NCCL's own are."""
+"""Whether a sum of 16-bit floats may be rounded at every rank, as NCCL's own sums are."""
 
 ALL_DTYPES = [dtype.numpy for dtype in DTYPES.values()]
 REDUCTIONS = [(dtype, op) for dtype in ALL_DTYPES for op in ReduceOp if op in _ALLOWED[dtype_of(dtype).kind]]
@@ -28,7 +28,7 @@ LARGE = 300_007  # elements, prime: several segments of every schedule
 
 
 def inputs(seed: int, size: int, count: int, dtype: Any) -> list[Array]:
-    """Every rank's random contribution; any rank can make all of them."""
+    """Every rank's random contribution; any rank can generate all of them."""
     rng = np.random.default_rng([seed, size, count])
     dtype = np.dtype(dtype)
     if dtype == np.bool_:
@@ -69,7 +69,7 @@ _UFUNCS: dict[ReduceOp, Any] = {
 
 
 def reduced(contributions: list[Array], op: ReduceOp, factors: list[float]) -> Array:
-    """The result in 64 bits, by NumPy alone."""
+    """The result, computed by NumPy in 64 bits."""
     wide = {"i": np.int64, "u": np.uint64, "b": np.bool_, "c": np.complex128}
     x: Array = np.stack([c.astype(wide.get(c.dtype.kind, np.float64)) for c in contributions])
     if op is ReduceOp.AVG:
@@ -115,14 +115,14 @@ def assert_bits(got: Array, expected: Array, what: str = "") -> None:
 
 
 def assert_same_on_all_ranks(comm: Communicator, got: Array, what: str = "") -> None:
-    """Every rank holds the same bytes; compared by the rendezvous, not by what is being tested."""
+    """Check that every rank holds the same bytes; compares by the rendezvous, not by the backend under test."""
     everyone = comm.rendezvous.allgather(got.tobytes())
     assert len(set(everyone)) == 1, f"{what}: ranks hold {len(set(everyone))} different results"
 
 
 @contextmanager
 def raises(kind: type[KosError] | tuple[type[KosError], ...], pattern: str) -> Iterator[list[KosError]]:
-    """The block raises an error of that kind whose text has the pattern; it is put into the list."""
+    """Check that the block raises an error of that kind that matches the pattern; the list receives the error."""
     raised: list[KosError] = []
     try:
         yield raised

@@ -93,7 +93,7 @@ def test_numbers_are_checked(numbers, capsys):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["rong"], "kos: error: unknown algorithm 'rong' for all_reduce, expected one of ring"),
     (["ring", "--collective", "reduce_all"], "kos: error: unknown collective 'reduce_all'"),
-    (["ring", "--ranks", "257"], "kos: error: prints and proves up to 256 ranks, got 257; --predict takes more"),
+    (["ring", "--ranks", "257"], "kos: error: --ranks: expected up to 256, got 257; --predict accepts more"),
     (["ring", "--ranks", "0"], "kos: error: ranks must be at least 1, got 0"),
     (["--collective", "foo"], "kos: error: unknown collective 'foo', expected one of"),
     (["hierarchical", "--ranks-per-node", "0"], "kos: error: ranks must be a multiple of ranks_per_node, got 8 and 0"),

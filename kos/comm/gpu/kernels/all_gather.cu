@@ -1,7 +1,7 @@
-// All-gather by writes, where all ranks map the output: rank r writes its ``bytes`` to place r of everybody's.
+// All-gather by writes into outputs that all ranks map: rank r writes its ``bytes`` to place r of every output.
 //
-// The first barrier: nobody is written to before it is done with what its output held; the second: all has come.
-// Block b carries the same share of every rank's bytes, so a channel's barriers cover what its block touches.
+// The first barrier ensures that no rank still reads its output's old contents, the second that all data has arrived.
+// Block b moves the same part of every rank's bytes, so a channel's barriers cover the memory that its block accesses.
 #include "channel.cuh"
 
 #ifndef THREADS

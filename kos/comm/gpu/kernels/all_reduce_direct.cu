@@ -1,14 +1,14 @@
 // All-reduce straight between the ranks' buffers, for bandwidth.
 //
 // Rank r fetches chunk r of every rank, adds in rank order and writes the sum to every rank: 2 (n - 1) / n of the
-// bytes over each wire, each way.  Barrier, work, barrier: nobody is read before its input is there, nobody goes
-// on before all have read and written.  Tile t of every chunk belongs to channel t mod grid on all ranks, so a
-// channel's barrier covers what its block touches.
+// bytes over each link, each way.  Barrier, work, barrier: no input is read before it is complete, and no rank returns
+// before all have read and written.  Tile t of every chunk belongs to channel t mod grid on all ranks, so a channel's
+// barrier covers the memory that its block accesses.
 //
 // in_table[r] + in_offset is rank r's input as this rank sees it, 16-byte aligned; the same for the output, which
-// may be the input.  Where the users' buffers are not symmetric, ``source`` and ``target`` are theirs, and the
-// message goes through the tables' buffers (padded to whole vectors) ``piece`` elements at a time.  A piece's first
-// barrier then also says that all have taken the piece before out of the same places: so all pieces are cut alike.
+// may be the input.  If the users' buffers are not symmetric, ``source`` and ``target`` are theirs, and the message
+// passes through the tables' buffers (padded to whole vectors) ``piece`` elements at a time.  A piece's first barrier
+// then also ensures that all ranks have copied out the previous piece, so all pieces have the same layout.
 #include "channel.cuh"
 #include "reduce.cuh"
 

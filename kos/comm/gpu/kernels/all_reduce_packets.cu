@@ -42,7 +42,7 @@ __device__ __forceinline__ void reduce_in_rank_order(Words (&w)[RANKS], Words& o
 }
 
 #if !defined(ONLY) || ONLY == ONE_SHOT
-// Everybody sends everything to everybody; each adds in rank order.  One flight.
+// Every rank sends its whole vector to all others; each adds in rank order.  One exchange.
 ALL_REDUCE(one_shot) {
     after_former_kernel();
     Mailbox box(context, own_slab, own_rank);
@@ -70,7 +70,7 @@ ALL_REDUCE(one_shot) {
 #endif
 
 #if !defined(ONLY) || ONLY == TWO_SHOT
-// Chunk r goes to rank r, which adds in rank order and sends the sum to everybody.  Two flights.
+// Rank r receives chunk r of all ranks, adds in rank order and sends the sum to all.  Two exchanges.
 ALL_REDUCE(two_shot) {
     after_former_kernel();
     Mailbox box(context, own_slab, own_rank);

@@ -1,16 +1,15 @@
 // All-reduce and reduce-scatter by writes alone, for bandwidth: on NVLink they are faster than reads.
 //
-// Rank r adds chunk r.  Its peers write their parts into its staging memory, it adds them to its own in rank order
-// and writes the sum into everybody's output.  A channel's share of a chunk goes in batches through two places:
-// while one is added the next is on the wire.  Two counters for each pair of ranks, both only ever going up:
-// "pushed" (a batch is complete in staging) and "taken" (it was added, its place is free).  The input is only read
-// by its own rank and may lie anywhere.
+// Rank r adds chunk r.  Its peers write their parts into its staging memory; it adds them to its own in rank order
+// and writes the sum into every output.  A channel's part of a chunk passes in batches through two slots: while one is
+// added the next is in flight.  Each pair of ranks has two monotonic counters: "pushed" (a batch is complete in
+// staging) and "taken" (it was added, its slot is free).  Only its own rank reads an input, which may lie anywhere.
 //
-// No barrier is needed at the start: staging is free, for the former call ended in a barrier, and a sum is written
-// only when all ranks have pushed, hence have come here; in place, they have read what it overwrites.  At the end a
-// barrier tells that all sums have come.  An output that is not symmetric is collected in staging memory, ``piece``
-// elements at a time, and copied by its own rank.  A reduce-scatter is the same without the last step: a sum stays where
-// it was added.
+// No barrier is needed at the start: staging is free, since the previous call ended in a barrier.  A sum is written
+// only when all ranks have pushed, so they have started; in place, they have read the input that it overwrites.  A
+// barrier at the end ensures that all sums have arrived.  An output that is not symmetric is collected in staging
+// memory, ``piece`` elements at a time, and copied by its own rank.  A reduce-scatter omits the last step: a sum stays
+// on the rank that added it.
 #include "channel.cuh"
 #include "reduce.cuh"
 

@@ -1,16 +1,16 @@
-// All-reduce by writes alone whose blocks have one role each, between symmetric outputs: faster than push, whose blocks
-// do everything for all ranks in turn.
+// All-reduce by writes alone between symmetric outputs, with specialized blocks: faster than push, whose blocks each
+// do all work for all ranks.
 //
-// Rank r adds chunk r.  A chunk is cut into tiles, and tile j goes through pusher j % pushers of each peer and adder
-// j % adders.  A pusher writes to one peer only: first this rank's contributions to the peer's chunk, into the
-// peer's staging memory, which holds all of them, so that nothing is waited for; then the sums of this rank's chunk,
-// from its own output, into the peer's.  An adder waits for all contributions to a tile, adds them in rank order and
-// writes the sum into its own output.
+// Rank r adds chunk r.  A chunk is split into tiles; pusher j % pushers of each peer and adder j % adders handle tile
+// j.  A pusher writes to one peer only.  It first writes this rank's contributions to the peer's chunk into the peer's
+// staging memory, which holds all of them, so that it never waits.  Then it writes the sums of this rank's chunk from
+// its own output into the peer's.  An adder waits for all contributions to a tile, adds them in rank order and writes
+// the sum into its own output.
 //
-// Blocks of a grid wait for one another, so all of them must have a place at once.
+// Blocks of a grid wait for one another, so all of them must be resident at once.
 //
-// A sum is written over a peer's input (in place) only when the adder has that peer's contribution of this very tile,
-// hence after it was read.  A pusher ends when all sums of its pair have come, each added from staging memory: so
+// In place, a sum overwrites a peer's input only after the adder has received that peer's contribution to this tile,
+// hence after it was read.  A pusher ends when all sums of its pair have arrived, each added from staging memory: so
 // staging is free for the next call.  Only its own rank reads an input.
 //
 // Counters are this kernel's own words of the channels' lines.  All blocks of all launches, whose grids are alike,

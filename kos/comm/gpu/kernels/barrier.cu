@@ -1,4 +1,4 @@
-// Every rank's stream has come here: nothing that is queued after it on any rank begins before.
+// A barrier of all ranks' streams: work queued after it on any rank begins after all ranks have reached it.
 #include "channel.cuh"
 
 extern "C" __global__ void barrier(const Context* context, u64 own_slab, unsigned own_rank) {

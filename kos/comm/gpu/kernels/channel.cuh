@@ -1,23 +1,22 @@
-// What every kernel over peer memory stands on: slabs, channels, epochs, barriers, and giving up.
+// The base of all kernels over peer memory: slabs, channels, epochs, barriers, and aborts.
 //
-// Every rank has one slab, mapped by all.  Block b of a launch is channel b: it talks with block b of the
-// other ranks and with nobody else, so blocks of a grid need not wait for one another (but for those of
-// all_reduce_specialized.cu).  Channel state lives in the slab, is advanced by the kernel itself and never by the
-// host: a replayed graph goes on counting.
+// Every rank has one slab, mapped by all.  Block b of a launch is channel b: it communicates only with block b of the
+// other ranks, so blocks of a grid need not wait for one another (except in all_reduce_specialized.cu).  Channel state
+// lives in the slab, and only kernels advance it, never the host: so a graph can be replayed.
 //
 //   LINES   per channel 256 bytes: [0] last epoch of packets, [1] barriers passed, [2] batches pushed,
 //           and flags of rank r: [16 + r] barrier, [32 + r] pushed, [48 + r] taken;
 //           [4], [5], [8] and [24 + r]: see all_reduce_specialized.cu
-//   FAILED  [0] who failed, rank + 1 (written by any rank), [1] claim on the record (own kernels only)
+//   FAILED  [0] the failed rank + 1 (written by any rank), [1] claim on the record (own kernels only)
 //   PAIRS   a second line per channel, see exchange.cu
 //   INBOX   packets, see packets.cuh
 //
 // Every flag has one writer.  A barrier flag counts up and is compared as a difference, so a rank may be one
-// ahead.  Payload goes before flag: st.release.sys after a __syncthreads is cumulative over the whole block.
+// ahead.  Payload is written before its flag: st.release.sys after a __syncthreads is cumulative over the whole block.
 //
-// A wait that lasts looks now and then for three things: another rank's failure, the host's abort word and the
-// deadline, both in host memory.  The first thread to give up writes what it waited for to the record, tells all
-// ranks, and every wait of the launch ends; what the launch leaves in the output is undefined.
+// A long wait periodically checks for another rank's failure, and the host's abort word and the deadline, both in host
+// memory.  The first thread to abort writes the awaited flag to the record and notifies all ranks, and every wait of
+// the launch ends; the output of the launch is undefined.
 #pragma once
 
 #include "ptx.cuh"
@@ -48,7 +47,7 @@ struct Context {
     u64 timeout_ns;  // of launches with a deadline of their own; 0: the record's
 };
 
-// Write down why, unless it was done, and tell all ranks; true.
+// Record the reason, unless one is recorded, and notify all ranks; returns true.
 __device__ __noinline__ bool give_up(const Context* context, unsigned rank, Cause cause, unsigned peer, unsigned wanted,
                                      unsigned seen, int phase) {
     Record* record = context->record;
@@ -66,7 +65,7 @@ __device__ __noinline__ bool give_up(const Context* context, unsigned rank, Caus
     return true;
 }
 
-// A wait has lasted: returns when it began, or GIVEN_UP.  Everything by value, so that callers keep registers.
+// A wait has lasted: returns when it began, or GIVEN_UP.  All arguments are by value, so that callers keep registers.
 #define GIVEN_UP (~0ull)
 #define SHOWN_NANOSECONDS 100000000
 __device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 since, unsigned peer, unsigned wanted,
@@ -85,7 +84,7 @@ __device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 sin
     return GIVEN_UP;
 }
 
-// One wait of one thread; ``dead`` once it was given up, and later waits of this thread return at once.
+// One wait of one thread; ``dead`` once it was aborted: later waits of this thread return at once.
 struct Wait {
     unsigned looks = 0;
     u64 since = 0;
@@ -99,7 +98,7 @@ struct Wait {
     }
 };
 
-// Counters by which ranks tell each other something, as offsets in a channel's line.
+// The counters between ranks, as offsets in a channel's line.
 enum Flag { ARRIVED = 64, PUSHED = 128, TAKEN = 192 };
 
 struct Channel {
@@ -119,14 +118,14 @@ struct Channel {
     // Offset of the channel's line in any slab.
     __device__ __forceinline__ u64 line() const { return u64(blockIdx.x) * LINE_BYTES; }
 
-    // Everything that this block has read and written comes before its counter in all other ranks' slabs.
+    // Release: all reads and writes of this block precede its counter in the other ranks' slabs.
     __device__ __forceinline__ void tell_all(Flag flag, unsigned counter) {
         __syncthreads();
         if (threadIdx.x < RANKS && threadIdx.x != rank)
             store_release(context->slab[threadIdx.x] + line() + flag + 4 * rank, counter);
     }
 
-    // All other ranks' counters are there; what they wrote before is seen by all of this block.
+    // Acquire: all other ranks' counters have arrived, and this block sees their earlier writes.
     __device__ __forceinline__ void await_all(Flag flag, unsigned counter, int phase) {
 #ifndef BROKEN
         if (threadIdx.x < RANKS && threadIdx.x != rank) {
@@ -140,13 +139,13 @@ struct Channel {
 #endif
     }
 
-    // All ranks' blocks of this channel have come here.
+    // A barrier of all ranks' blocks of this channel.
     __device__ __forceinline__ void barrier(int phase) {
         tell_all(ARRIVED, ++barriers);
         await_all(ARRIVED, barriers, phase);
     }
 
-    // The end of a kernel: nobody in this block reads the counters any more.
+    // The end of a kernel: no thread of this block reads the counters any more.
     __device__ __forceinline__ void close() {
         __syncthreads();
         if (threadIdx.x == 0) store(own + line(), Vector{epoch, barriers, batches, 0});

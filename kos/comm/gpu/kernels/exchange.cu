@@ -1,15 +1,15 @@
-// Everything that only moves: a piece of any size and alignment to each rank, and one from each, in one launch.
+// Data movement: a piece of any size and alignment to each rank, and one from each, in one launch.
 //
-// A pair of ranks is a queue of its own: the sender writes a piece batch by batch into two slots of the receiver's
-// slab, turn and turn about, and the receiver copies them out.  Two counters for each pair and channel, which only go
-// up: "sent" (in the receiver's slab) and "taken" (in the sender's).  Nobody else is needed, so this carries messages
-// between two ranks as well as collectives; and buffers are touched by their own rank alone, so neither entry nor
-// exit needs a barrier.  How a piece is cut depends on its bytes alone: the ranks may take part in different
-// exchanges, as long as the pieces of each pair come in the same order on both sides.
+// Each pair of ranks has its own queue: the sender writes a piece batch by batch into two alternating slots of the
+// receiver's slab, and the receiver copies them out.  Each pair and channel has two monotonic counters: "sent" (in the
+// receiver's slab) and "taken" (in the sender's).  No third rank is involved, so this serves messages between two ranks
+// as well as collectives.  Only its own rank accesses a buffer, so neither entry nor exit needs a barrier.  The batches
+// of a piece depend only on its size: ranks may take part in different exchanges, as long as the pieces of each pair
+// have the same order on both sides.
 //
-// A block waits until it can send the next batch to every rank and take the one before from every rank, but not for
-// long: then it goes on with what is ready, since either way between two ranks may have to come to its end first (a
-// receive and then a send there, or a send and then a receive, both at once here).
+// A block waits until it can send the next batch to every rank and receive one from every rank, but not for long: then
+// it continues with the ready ones, since one direction between two ranks may have to finish before the other (a
+// receive and then a send on the peer, both at once here).
 #include "channel.cuh"
 
 #ifndef THREADS

@@ -1,20 +1,18 @@
 // Packets: data that carries its own flag, so that one store both delivers and announces it ("LL" in NCCL).
 //
 // A packet is 16 bytes: 12 of data (8 where elements have 8) and the epoch in the last word, moved by one
-// .b128 access, which the PTX memory model makes single-copy atomic: whoever reads the epoch reads the data.
+// .b128 access, which the PTX memory model makes single-copy atomic: a reader that sees the epoch sees the data.
 // (Lines of 120 + 8 bytes, NCCL's LL128, move fewer bytes but were slower up to 2 MB on 8 H200.)
 //
 // Inbox of a rank: [channel][epoch & 1][slot][CAPACITY packets]; a slot has one writer per launch.
 //
-// Why two buffers are enough, with no barrier.  A channel's block enters epoch e + 1 only after all its threads
-// have taken everything meant for epoch e (the __syncthreads in next()), and no algorithm here lets a block
-// finish an epoch before every rank's block of that channel has begun it: each receives, directly or through
-// others, something that depends on each rank's packets of that epoch (an all-reduce cannot do otherwise, and
-// every channel of every chunk has at least one packet, if need be an empty one).  So a rank that writes in
-// epoch e + 2 has finished e + 1, hence all have begun e + 1, hence all have taken what they were sent in e,
-// whose places are the ones it overwrites.  And a reader in epoch e finds either the packet of e, or an older
-// one: equality with e cannot err, for epochs do not repeat: at RENEW_EPOCH the channel meets in a barrier,
-// wipes its inbox and counts from 1 again.
+// Two buffers suffice, without a barrier.  A channel's block enters epoch e + 1 only after all its threads have
+// received all packets of epoch e (the __syncthreads in next()).  No block finishes an epoch before every rank's block
+// of that channel has begun it: each result depends on packets of every rank in that epoch (every channel of every
+// chunk has at least one packet, which may be empty).  So a rank that writes in epoch e + 2 has finished e + 1; hence
+// all have begun e + 1, and have received the packets of e, whose slots it overwrites.  A reader in epoch e finds
+// either the packet of e or an older one.  Comparing for equality is safe, because epochs do not repeat: at
+// RENEW_EPOCH the channel runs a barrier, clears its inbox and counts from 1 again.
 #pragma once
 
 #include "channel.cuh"
@@ -63,7 +61,7 @@ __device__ __forceinline__ void send(u64 address, const Words& w, unsigned epoch
     store_whole(address, u64(w[1]) << 32 | w[0], u64(epoch) << 32 | (WORDS > 2 ? w[WORDS - 1] : 0));
 }
 
-// Look at a packet; returns the flag that came with it.
+// Read a packet; returns its flag.
 __device__ __forceinline__ unsigned look(u64 address, Words& w) {
     u64 low, high;
     load_whole(address, low, high);
@@ -81,7 +79,7 @@ __device__ __forceinline__ bool arrived(unsigned flag, unsigned epoch) {
 #endif
 }
 
-// Epochs start over: everybody has come, so all packets are taken; wipe them, and let everybody know.
+// Restart the epochs: after a barrier all packets have been received; clear them, and notify all ranks.
 __device__ __noinline__ unsigned renew(const Context* context, u64 own, unsigned rank) {
     Channel channel(context, own, rank);
     channel.barrier(-1);

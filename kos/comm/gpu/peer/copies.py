@@ -1,9 +1,9 @@
 """Collectives by copy engines, between symmetric buffers: they move larger packets than kernels, and leave the
-multiprocessors to what computes beside them.
+multiprocessors free for other kernels.
 
-All ranks copy from (and to) the rank 1, 2, ... after them at a time, so that no wire is wanted twice.  The barriers are
-kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that ended early run
-all the same: what they leave is undefined, as after any failure.
+At each step all ranks copy from (or to) the rank at the same distance, so that no link is used twice.  The barriers are
+kernels: they wait with a deadline, and order the copies of all ranks.  Copies behind a barrier that ended early still
+run: their results are undefined, as after any failure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kos.cuda.streams import Event
 
 Run = Callable[[Any], None]
 BESIDE = Launch("copies", blocks=32)
-"""What overlaps other work: few blocks, for all of which there is a multiprocessor soon."""
+"""The launch for overlap: few blocks, which find free multiprocessors soon."""
 _BLOCKS = 132
 
 
 class Copies:
-    """The stream of one rank's copies, and the memory to which they bring what is added."""
+    """The stream of one rank's copies, and their staging memory."""
 
     def __init__(self, rank: int, size: int, device: int) -> None:
         self._rank, self._size, self._device = rank, size, device
@@ -39,8 +39,8 @@ class Copies:
     ) -> Run:  # fmt: skip
         """``inputs[r]`` and ``outputs[r]`` are rank r's buffers of ``count`` elements, as this rank sees them.
 
-        Copy engines fetch and deliver, ``kernel`` adds a piece while the next one is fetched.  Pulls and pushes share
-        one stream because together they are slower.
+        Copy engines pull and push, and ``kernel`` adds a piece while the next one is pulled.  Pulls and pushes share
+        one stream because they are slower at the same time.
         """
         rank, size = self._rank, self._size
         chunk = -(-count // size // 128) * 128
@@ -95,8 +95,9 @@ class Copies:
     def reduce_scatter(
         self, kernel: Any, barrier: Run, launch: Launch, itemsize: int, count: int, inputs: Sequence[int], recv: int
     ) -> Run:
-        """``inputs[r]`` is rank r's buffer of ``count`` elements for each rank, as this rank sees it; the sum of this
-        rank's goes to ``recv``, which may be that part of its own input."""
+        """``inputs[r]`` is rank r's buffer of ``count`` elements for each rank, as this rank sees it.
+
+        The sum goes to ``recv``, which may be this rank's shard of its own input."""
         rank, nbytes = self._rank, count * itemsize
         stride = -(-nbytes // 128) * 128
         staging, own = self._staging_memory(self._size * stride), inputs[rank] + rank * nbytes
@@ -113,7 +114,7 @@ class Copies:
         return run
 
     def all_gather(self, barrier: Run, nbytes: int, send: int, outputs: Sequence[int]) -> Run:
-        """``nbytes`` of ``send`` go to their place in every rank's buffer ``outputs[r]``, as this rank sees it."""
+        """Copy ``nbytes`` of ``send`` to their place in every rank's buffer ``outputs[r]``, as this rank sees it."""
         at = self._rank * nbytes
         targets = [outputs[rank] + at for rank in (*self._others, self._rank)]
 

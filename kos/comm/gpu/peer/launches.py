@@ -1,4 +1,4 @@
-"""Which all-reduce kernel of ``kos.comm.gpu.peer.engine`` is launched how, by size: a part of a tuning table."""
+"""Launches of the all-reduce kernels of ``kos.comm.gpu.peer.engine`` by size, as stored in a tuning table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KINDS = ("symmetric", "ordinary")
 
 @dataclass(frozen=True)
 class Launch:
-    """An algorithm and how it is launched; 0 blocks: as many as the packets need."""
+    """An algorithm and its launch parameters; 0 blocks: as many as the packets need."""
 
     algorithm: str
     blocks: int = 0
@@ -28,13 +28,13 @@ class Launch:
     pieces: int = 1  # of copies
 
     def as_json(self) -> dict[str, Any]:
-        """Without what is as it always is."""
-        usual = asdict(Launch(self.algorithm))
-        return {name: value for name, value in asdict(self).items() if name == "algorithm" or value != usual[name]}
+        """The fields that differ from the defaults."""
+        defaults = asdict(Launch(self.algorithm))
+        return {name: value for name, value in asdict(self).items() if name == "algorithm" or value != defaults[name]}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Launch:
-        """Raises InvalidArgument for what no kernel can be launched with."""
+        """Raises InvalidArgument for values that no kernel accepts."""
         launch = Launch(**data)
         if launch.algorithm not in ALGORITHMS:
             raise InvalidArgument(f"algorithm: expected one of {', '.join(ALGORITHMS)}, got {launch.algorithm!r}")
@@ -48,18 +48,18 @@ class Launch:
 
 
 Rows = Sequence[tuple[int | None, T]]
-"""(bytes up to which, something), sorted; the last row has no end: None."""
+"""(largest number of bytes, value), sorted; None in the last row is no limit."""
 
 
 @dataclass(frozen=True)
 class Launches:
-    """The launches of a group: where both buffers are symmetric, and elsewhere."""
+    """The launches of a group: with both buffers symmetric, and otherwise."""
 
     symmetric: Rows[Launch]
     ordinary: Rows[Launch]
 
     def pick(self, nbytes: int, symmetric: bool) -> Launch:
-        """Where packets are as fast as what reaches into symmetric buffers, it does not matter where buffers lie."""
+        """The launch for a size; packet algorithms do not depend on whether buffers are symmetric."""
         launch = pick(self.symmetric, nbytes) if symmetric else None
         return pick(self.ordinary, nbytes) if launch is None or launch.algorithm in PACKETS else launch
 
@@ -76,19 +76,19 @@ class Launches:
 
 
 def pick(rows: Rows[T], nbytes: int) -> T:
-    """What the rows hold for so many bytes."""
+    """The value of the row for ``nbytes``."""
     return next(value for limit, value in rows if limit is None or nbytes <= limit)
 
 
 def by_size(name: str, rows: Any) -> list[tuple[int | None, Any]]:
-    """The rows, if they grow up to one without end; raises InvalidArgument for others."""
+    """The rows; raises InvalidArgument unless their limits increase and the last is null."""
     limits = [limit for limit, _ in rows]
     whole = all(type(limit) is int and 0 < limit < 1 << 63 for limit in limits[:-1])
     if limits[-1:] != [None] or not whole or sorted(set(limits[:-1])) != limits[:-1]:
-        raise InvalidArgument(f"{name}: expected bytes that grow, the last null, got {limits}")
+        raise InvalidArgument(f"{name}: expected increasing sizes, the last null, got {limits}")
     return [(limit, value) for limit, value in rows]
 
 
 TABLES = Path(__file__).parents[2] / "tuning" / "tables"
 DEFAULT = Launches.from_json(json.loads((TABLES / "nvidia-h200-4.json").read_text())["launches"])
-"""What is taken where nothing was measured."""
+"""The launches of an unmeasured machine."""

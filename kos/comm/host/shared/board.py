@@ -1,4 +1,4 @@
-"""What the processes of one host see of each other in the memory of the world: waits, failures, ends."""
+"""The Board of the processes of one host, in the shared memory of the world: waits, failures, ends."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kos.comm.host.shared.segment import (
 from kos.errors import KosError
 
 _BITS, _NAMED = 16, 4
-"""A flag holds so many awaited ranks, of so many bits each; more are not shown."""
+"""A flag holds at most ``_NAMED`` awaited ranks, of ``_BITS`` bits each."""
 _SOMEBODY = 1 << _BITS * _NAMED - 1
-"""Waits, for nobody known."""
+"""The flag of a rank that waits for unknown ranks."""
 
 
 class SharedBoard(Board):
-    """Over the segment of the world, which it keeps mapped as long as any group uses it."""
+    """A Board in the segment of the world, which stays mapped while any group uses it."""
 
     def __init__(self, segment: Segment, world: Sequence[int]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class SharedBoard(Board):
         if line is None or not (length := self._words[line + FAILED]):
             return None
         at, age = self._texts[rank], now() - self._words[line + FAILED_AT] / 1e6
-        with contextlib.suppress(ValueError):  # its rank may be just writing it
+        with contextlib.suppress(ValueError):  # its rank may be writing it
             return from_record(json.loads(bytes(self._bytes[at : at + length]))), age
         return None
 
@@ -102,7 +102,7 @@ class SharedBoard(Board):
     def _state(self, line: int) -> str:
         try:
             state, began = process(self._words[line + PID])
-        except OSError:  # which says nothing of that process
+        except OSError:  # the state of the process is unknown
             return "?"
         return state if began == self._words[line + STARTED] else "X"
 
@@ -112,8 +112,8 @@ def _flag(ranks: Iterable[int]) -> int:
 
 
 def fitting(record: list[object]) -> bytes:
-    """A record as bytes, no more than a segment keeps: its text, the second entry, is cut if need be."""
+    """A record as bytes, at most FAILURE_BYTES; shortens its text, the second entry."""
     kind, text, *rest = record
     while len(data := json.dumps([kind, text, *rest]).encode()) > FAILURE_BYTES:
-        text = str(text)[: len(str(text)) * 3 // 4]  # by characters: some take six bytes
+        text = str(text)[: len(str(text)) * 3 // 4]  # a character may take six bytes
     return data

@@ -1,8 +1,8 @@
-"""What each rank of a host calls, published before it goes on: mismatches, absences and deaths are seen.
+"""The calls of each rank of a host, published at their start: finds mismatched calls, missing and dead ranks.
 
-A rank that begins collective s writes the fingerprint of its call, plus s, to its ring and then counts itself
-in.  Whoever waits for a rank compares the fingerprints once it has come.  What went wrong first is
-written once for all ranks of the host, so that all of them raise the same error.
+A rank that begins collective s writes the fingerprint of its call, plus s, to its ring, and then sets its ARRIVED flag.
+A rank that waits for another compares the fingerprints once the other has arrived.  The first failure is written once
+for all ranks of the host, so that all of them raise the same error.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kos.comm.host.shared.segment import ARRIVED, CLOSED, PID, RING, STARTED, Se
 from kos.comm.operation import Call
 from kos.errors import KosError
 
-CLOSED_WELL, LEFT = 1, 2
-LOOK_EVERY = 0.01
-"""Seconds of waiting between two looks at whether the rank waited for still lives."""
+CLOSED_ORDERLY, ABORTED = 1, 2
+CHECK_SECONDS = 0.01
+"""Seconds of waiting between two checks whether the awaited rank is alive."""
 
 
 class Calls(Fingerprints):
-    """The collectives of the ranks of one host, as each of them publishes its own."""
+    """The published collectives of the ranks of one host."""
 
     def __init__(self, segment: Segment, ledger: Ledger) -> None:
         super().__init__()
         self.segment, self.ledger = segment, ledger
-        if not isinstance(ledger.board, SharedBoard):  # of the first group, the world
+        if not isinstance(ledger.board, SharedBoard):  # the first group is the world
             ledger.board = SharedBoard(segment, ledger.world)
         ledger.board.hold()
         words, layout = segment.words, segment.layout
@@ -53,16 +53,16 @@ class Calls(Fingerprints):
         words[self._line + ARRIVED] = sequence + 1
 
     def publish(self, o: Call) -> Wait:
-        """Publish that this rank begins ``o``; returns a poll whether every rank of the host has begun it too.
+        """Publish that this rank begins ``o``; returns a function that polls whether every rank of the host has.
 
-        The poll raises CollectiveMismatch if one of them began something else instead, RankLost if one is
-        gone, and what another rank of the host failed of.
+        The poll raises CollectiveMismatch if a rank began another call, RankLost if a rank is lost, and the failure of
+        another rank of the host.
         """
         self.announce(o)
         return Wait(self, o)
 
     def check(self, o: Call) -> int | None:
-        """Compare ``o`` with the calls of the ranks that have begun it; returns the last that has not, if any.
+        """Compare ``o`` with the calls of the ranks that have begun it; returns a rank that has not, if any.
 
         Raises as the poll of ``publish``.
         """
@@ -72,7 +72,7 @@ class Calls(Fingerprints):
             if words[ring + slot] != same:
                 if words[line + ARRIVED] <= sequence:
                     absent = local
-                # Again: it may have come just now, or gone on until this one was overwritten.
+                # Read again: the rank may have arrived just now, or have overwritten this entry.
                 elif words[ring + slot] != same and words[line + ARRIVED] < sequence + RING:
                     self._mismatch(o.group, sequence, local)
         if words[self._failure]:
@@ -85,12 +85,12 @@ class Calls(Fingerprints):
         Returns the first call that not every rank of the host has begun.  Raises as the poll of ``publish``.
         """
         words, absent = self._words, None
-        end = min(o.sequence + 1, self.begun)  # the watchdog may see ``o`` numbered anew, and not yet announced
+        end = min(o.sequence + 1, self.begun)  # the watchdog may see a new number of ``o`` that is not announced yet
         through = end
         for local, line, ring in self._peers:
-            came = words[line + ARRIVED]
-            at = max(first, came - RING + 1, self.begun - RING)  # older ones are overwritten, theirs or ours
-            until = min(came, end)
+            arrived = words[line + ARRIVED]
+            at = max(first, arrived - RING + 1, self.begun - RING)  # older entries are overwritten in one of the rings
+            until = min(arrived, end)
             while at < until:
                 a = at % RING
                 b = min(a + until - at, RING)
@@ -99,24 +99,24 @@ class Calls(Fingerprints):
                     at += next(k for k, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1])
                     if words[line + ARRIVED] < at + RING:
                         self._mismatch(o.group, at, local)
-                    at = max(at, words[line + ARRIVED] - RING) + 1  # it went on until these were overwritten
+                    at = max(at, words[line + ARRIVED] - RING) + 1  # the rank has overwritten these entries
                 else:
                     at += b - a
-            if came < end:
-                absent, through = local, min(through, came)
+            if arrived < end:
+                absent, through = local, min(through, arrived)
         if absent is None:
             self._late = None
         else:
-            late = self._late = self._late or Wait(self, o)  # which the watchdog's thread may replace meanwhile
+            late = self._late = self._late or Wait(self, o)  # the watchdog's thread may replace the attribute
             late.operation = o
-            late.look(absent)
+            late.check_alive(absent)
         if words[self._failure]:
             self.raise_failure(o.sequence)
         return max(first, through)
 
     @property
     def begun(self) -> int:
-        """Collectives that this rank has begun: the sequence number of its next one."""
+        """The number of collectives begun on this rank, which is the sequence number of the next."""
         return self._words[self._line + ARRIVED]
 
     def missing(self, o: Call) -> list[int]:
@@ -125,7 +125,7 @@ class Calls(Fingerprints):
         return [ranks[local] for local, line, _ in self._peers if words[line + ARRIVED] <= o.sequence]
 
     def gone(self) -> Iterator[tuple[int, str]]:
-        """The ranks of the host whose process has ended, and how that is known."""
+        """The ranks of the host whose process has ended, with a text for the error."""
         for local, _, _ in self._peers:
             if (why := self._ended(local)) is not None:
                 yield self.segment.ranks[local], why
@@ -138,7 +138,7 @@ class Calls(Fingerprints):
     def fail(self, error: KosError, sequence: int) -> None:
         """Make the other ranks that wait in collective ``sequence`` or a later one raise the same error.
 
-        The first failure stays.  This one is lost if a rank was stopped while it wrote its own.
+        The first failure is kept.  This one is lost if a rank was stopped while it wrote its own.
         """
         kind, *rest = to_record(error)
         data = fitting([kind, *rest, sequence])
@@ -149,36 +149,36 @@ class Calls(Fingerprints):
                 self._words[self._failure] = len(data)
 
     def raise_failure(self, sequence: int) -> None:
-        """Raise what a rank of the host failed of, if that concerns collective ``sequence``."""
+        """Raise the failure of a rank of the host, if it concerns collective ``sequence``."""
         if length := self._words[self._failure]:
             at = self.segment.layout.failure_text
             *record, failed = json.loads(bytes(self.segment.bytes[at : at + length]))
             if failed <= sequence:
                 raise from_record(record)
 
-    def leave(self, how: int) -> None:
-        """This rank begins no more collectives: it is CLOSED_WELL, or LEFT because of a failure."""
+    def mark_closed(self, how: int) -> None:
+        """Publish that this rank begins no more collectives: CLOSED_ORDERLY, or ABORTED after a failure."""
         self._words[self._line + CLOSED] = how
 
     def close(self) -> None:
-        """Leave the segment."""
+        """Unmap the segment."""
         if not self._words[self._line + CLOSED]:
-            self.leave(CLOSED_WELL)
+            self.mark_closed(CLOSED_ORDERLY)
         self.segment.close()
         self.ledger.board.release()
-        self._words = self.segment.words  # an old view would keep the memory and its descriptor
+        self._words = self.segment.words  # releases the old view, which holds the memory and its descriptor
 
     def raise_everywhere(self, error: KosError, sequence: int) -> NoReturn:
-        """Fail with ``error`` on all ranks of the host; raises it, or what another rank failed of before."""
+        """Raise ``error`` on all ranks of the host, or an earlier failure of another rank."""
         self.fail(error, sequence)
         self.raise_failure(sequence)
         raise error
 
-    def departed(self, local: int) -> tuple[str, float | None] | None:
-        """Why that rank of the host begins nothing more, and the window of a failure that may be the cause; or None."""
+    def end_of(self, local: int) -> tuple[str, float | None] | None:
+        """Why that rank has ended, and the maximum age of a failure that may be the cause; None if it has not."""
         closed, ended = self._words[self.segment.layout.line(local) + CLOSED], self._ended(local)
         if closed:
-            return ("it closed its communicator", 0.0) if closed == CLOSED_WELL else ("its process ended", None)
+            return ("it closed its communicator", 0.0) if closed == CLOSED_ORDERLY else ("its process ended", None)
         return None if ended is None else (ended, ABRUPT_SECONDS)
 
     def _ended(self, local: int) -> str | None:
@@ -186,7 +186,7 @@ class Calls(Fingerprints):
         pid, began = self._words[line + PID], self._words[line + STARTED]
         try:
             return f"its process {pid} ended" if pid and started(pid) != began else None
-        except OSError:  # which says nothing of that process
+        except OSError:  # the state of the process is unknown
             return None
 
     def _publish(self, index: int, text: bytes) -> None:
@@ -194,53 +194,53 @@ class Calls(Fingerprints):
         self.segment.bytes[at : at + TEXT_BYTES] = text.ljust(TEXT_BYTES)
 
     def _describe(self, local: int, sequence: int) -> tuple[str, dict[str, Any]]:
-        """The call that a rank made as its ``sequence``-th collective, as text and as what must be equal."""
+        """Collective ``sequence`` of a rank, as text and as fingerprint values."""
         fingerprint = self._words[self.segment.layout.ring(local) + sequence % RING] - sequence
         for index in range(TEXTS):
             at = self.segment.layout.text(local, index)
             text = bytes(self.segment.bytes[at : at + TEXT_BYTES]).rstrip(b"\0 ")
-            with contextlib.suppress(KeyError, ValueError):  # its rank may be just writing it
+            with contextlib.suppress(KeyError, ValueError):  # its rank may be writing it
                 return described(text, sequence, fingerprint)
         return f"collective #{sequence}", {}
 
     def _mismatch(self, group: str, sequence: int, local: int) -> NoReturn:
-        """Make all ranks raise what differs between this rank's call and that of ``local``."""
+        """Make all ranks raise the difference between this rank's call and that of ``local``."""
         ranks = self.segment.ranks
         calls = ((ranks[each], *self._describe(each, sequence)) for each in (self.segment.rank, local))
         self.raise_everywhere(self.ledger.mismatch(group, *calls), sequence)
 
 
 class Wait:
-    """A wait in a collective: checks for failures at every poll, compares calls and looks for dead ranks at times."""
+    """A wait in a collective: checks for failures at every poll, and for dead ranks every ``CHECK_SECONDS``."""
 
-    __slots__ = ("_calls", "_departed", "_look_at", "operation")
+    __slots__ = ("_calls", "_next_check", "_suspect", "operation")
 
     def __init__(self, calls: Calls, o: Call) -> None:
         self._calls, self.operation = calls, o
-        self._look_at = time.monotonic() + LOOK_EVERY
-        self._departed: int | None = None
+        self._next_check = time.monotonic() + CHECK_SECONDS
+        self._suspect: int | None = None
 
     def __call__(self) -> bool:
         """Whether every rank of the host has begun the operation."""
         absent = self._calls.check(self.operation)
         if absent is not None:
-            self.look(absent)
+            self.check_alive(absent)
         return absent is None
 
-    def look(self, local: int) -> None:
-        """Called at each poll that finds rank ``local`` of the host still awaited."""
+    def check_alive(self, local: int) -> None:
+        """Check rank ``local`` of the host; called at each poll that still waits for it."""
         calls = self._calls
         if calls._words[calls._failure]:
             calls.raise_failure(self.operation.sequence)
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check:
             return
-        calls.check(self.operation)  # it may have come before another that is still awaited
-        end = calls.departed(local)
+        calls.check(self.operation)  # the calls of other ranks may differ already
+        end = calls.end_of(local)
         if end is None:
-            self._look_at = now + LOOK_EVERY
-        elif self._departed != local:
-            self._departed = local  # what it did last may have come after this poll: the next one decides
+            self._next_check = now + CHECK_SECONDS
+        elif self._suspect != local:
+            self._suspect = local  # its last store may have arrived after this poll: the next poll decides
         else:
             rank, o = calls.segment.ranks[local], self.operation
             calls.raise_everywhere(calls.ledger.lost(rank, end[0], o, None, end[1]), o.sequence)

@@ -1,11 +1,11 @@
 """Collectives of the ranks of one host through their segment, in stages of a slot each.
 
-A stage has up to three steps, and every rank a flag that counts each of them.  PUT: it has copied what
-others need to its slot.  REDUCED: it has reduced its own part, and copied it over what the next rank had put
-for it.  GOT: it has copied what it wants, and reads nothing more of this stage.  A slot is filled again when
-every rank has got what it wanted of the stage DEPTH before, and not ahead of its stage: that would push this
-one's data out of the core's cache.  So data crosses the memory bus once each way and all else stays in the
-caches (Jain et al., "Framework for Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
+A stage has up to three steps, and every rank has a flag that counts each of them.  PUT: it has copied its input to its
+slot.  REDUCED: it has reduced its own part, and stored the result over the next rank's contribution to it.  GOT: it has
+copied its output, and reads no more data of this stage.  A slot is refilled when every rank has passed GOT of the
+stage DEPTH before.  It is not filled earlier than its stage, since that would evict the current stage from the core's
+cache.  So data crosses the memory bus once each way and all else stays in the caches (Jain et al., "Framework for
+Scalable Intra-Node Collective Operations using Shared Memory", SC 2018).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kos.comm.reduction import Reduction
 from kos.comm.work import Steps
 
 Array = np.ndarray[Any, Any]
-Came = Callable[[], bool]
+Arrived = Callable[[], bool]
 
 SPINS, CROWDED_SPINS = 300, 30
-"""Polls of a flag (50 ns each) before a wait goes back to the engine, and where ranks outnumber cores: there a
-rank that spins keeps the one it waits for from running, so each of these polls gives the core away."""
+"""Polls of a flag (50 ns each) before a wait returns to the engine; the second number is for more ranks than cores.
+There each poll also yields the core, since a spinning rank may keep the awaited rank from running."""
 
 
 class SharedCollectives:
-    """Carries whole operations, from the user's input to the user's output."""
+    """Runs whole operations, from the user's input to the user's output."""
 
     def __init__(self, calls: Calls, crowded: bool) -> None:
         segment = calls.segment
@@ -43,12 +43,12 @@ class SharedCollectives:
         self._peers = [rank for rank in range(self.size) if rank != self.rank]
         self._of_peers = [[self._lines[rank] + word for rank in self._peers] for word in range(CLOSED)]
         self._crowded, self._spins = crowded, CROWDED_SPINS if crowded else SPINS
-        self._issued = self._served = 0  # operations that asked for the slots, that are done with them
+        self._issued = self._served = 0  # ticket lock of the slots: operations started, operations done
         self._stage = 0
-        self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the flag, its value, the ranks last waited for
+        self._awaited: tuple[int, int, Sequence[int]] = (PUT, 0, ())  # the last wait: flag, value, ranks
 
     def start(self, call: Call) -> Steps | None:
-        """Publish that this rank begins ``call``, and return its steps; None if it is not carried here."""
+        """Publish that this rank begins ``call``, and return its steps; None if it is not supported here."""
         o = call.operation
         if o.name in ("all_reduce", "reduce") and o.options.algorithm == AUTO:
             assert o.send is not None and o.reduction is not None
@@ -58,16 +58,16 @@ class SharedCollectives:
         return self._run(call, self._calls.publish(call), plan) if plan is not None else None
 
     def behind(self) -> list[int]:
-        """The ranks that the operation which has the slots waits for."""
+        """The ranks that the operation that holds the slots waits for."""
         return [self._calls.segment.ranks[rank] for rank in self._laggards()]
 
-    def _run(self, o: Call, came: Came, plan: Plan) -> Steps:
+    def _run(self, o: Call, all_arrived: Arrived, plan: Plan) -> Steps:
         count, per_stage, sources, put, get = plan
         words, mine, spins, crowded = self._words, self._mine, self._spins, self._crowded
         # Operations use the slots one after another, in the order of their launch, equal on all ranks.
-        turn, self._issued = self._issued, self._issued + 1
-        while self._served != turn:
-            came()
+        ticket, self._issued = self._issued, self._issued + 1
+        while self._served != ticket:
+            all_arrived()
             yield
         first, stages = self._stage, -(-count // per_stage)
         self._stage += stages
@@ -77,36 +77,36 @@ class SharedCollectives:
             slot, end = stage % DEPTH, min(start + per_stage, count)
             if put is not None:
                 if not self._reached(self._of_peers[GOT], stage + 1 - DEPTH):
-                    yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
+                    yield from self._wait_for(o, GOT, stage + 1 - DEPTH, self._peers)
                 put(slot, start, end)
                 words[mine + PUT] = stage + 1
             if stage == first:
-                # One's own slot may be filled before, the others' are read once all calls agree.
-                while not came():
+                # Other slots are read only after all calls agree.
+                while not all_arrived():
                     spins -= 1
                     if spins < 0:
                         yield
                     elif crowded:
                         sched_yield()
             if not self._reached(awaited, stage + 1):
-                yield from self._until(o, PUT, stage + 1, sources)
+                yield from self._wait_for(o, PUT, stage + 1, sources)
             if get is not None:
                 get(slot, start, end)
             words[mine + GOT] = stage + 1
             start = end
         if not stages:
-            while not came():
+            while not all_arrived():
                 yield
         self._served += 1
 
     def _reduce(self, o: Call, x: Array, out: Array | None, reduction: Reduction) -> Steps:
-        """An all_reduce; or a reduce, which differs in that ranks other than the root have no ``out``.
+        """An all_reduce, or a reduce, in which ranks other than the root have no ``out``.
 
-        As ``_run`` would do it, with a step between and little between the lines.
+        The same as ``_run`` with one more step, written out for speed.
         """
         words, mine, peers, plans, plain = self._words, self._mine, self._of_peers, self._plans, reduction.is_plain
-        turn, self._issued = self._issued, self._issued + 1
-        while self._served != turn:
+        ticket, self._issued = self._issued, self._issued + 1
+        while self._served != ticket:
             self._calls.raise_failure(o.sequence)
             yield
         first, per_stage = self._stage, plans.block // reduction.carrier.itemsize
@@ -120,7 +120,7 @@ class SharedCollectives:
                 b = a if out is x else out[start : start + per_stage] if out is not None else None
             own, puts, contributions, result, gets = plans.parts(reduction, a.size)[stage % DEPTH]
             if not self._reached(peers[GOT], stage + 1 - DEPTH):
-                yield from self._until(o, GOT, stage + 1 - DEPTH, self._peers)
+                yield from self._wait_for(o, GOT, stage + 1 - DEPTH, self._peers)
             for view, where in puts:
                 if plain:
                     view[...] = a[where]
@@ -134,9 +134,9 @@ class SharedCollectives:
             if b is not a:
                 part = b[own] if b is not None else np.empty_like(part)
             if not self._reached(peers[PUT], stage + 1):
-                yield from self._until(o, PUT, stage + 1, self._peers)
+                yield from self._wait_for(o, PUT, stage + 1, self._peers)
             if stage == first:
-                while self._calls.check(o) is not None:  # what is in its slot is of a call that differs from this one
+                while self._calls.check(o) is not None:  # a slot holds data of another call
                     yield
             if b is not None or result is not None:
                 plans.sum(reduction, contributions, part)
@@ -144,15 +144,15 @@ class SharedCollectives:
                 result[...] = part
                 words[mine + REDUCED] = stage + 1
                 if not self._reached(peers[REDUCED], stage + 1):
-                    yield from self._until(o, REDUCED, stage + 1, self._peers)
+                    yield from self._wait_for(o, REDUCED, stage + 1, self._peers)
                 if b is not None:
                     for view, where in gets:
                         b[where] = view
             words[mine + GOT] = stage + 1
-        self._served = turn + 1
+        self._served = ticket + 1
 
     def _reached(self, places: Sequence[int], value: int) -> bool:
-        """Spin for a while until the flags at ``places`` have reached ``value``: whether they have."""
+        """Spin briefly until the flags at ``places`` have reached ``value``; whether they have."""
         words, spins = self._words, self._spins
         for at in places:
             while words[at] < value:
@@ -167,10 +167,10 @@ class SharedCollectives:
         word, value, awaited = self._awaited
         return (rank for rank in awaited if self._words[self._lines[rank] + word] < value)
 
-    def _until(self, o: Call, word: int, value: int, ranks: Sequence[int]) -> Steps:
-        """Wait until that flag of those ranks has reached ``value``."""
+    def _wait_for(self, o: Call, word: int, value: int, ranks: Sequence[int]) -> Steps:
+        """Wait until the flag ``word`` of these ranks has reached ``value``."""
         self._awaited = word, value, ranks
         wait = Wait(self._calls, o)
         while (rank := next(self._laggards(), None)) is not None:
-            wait.look(rank)
+            wait.check_alive(rank)
             yield

@@ -1,7 +1,7 @@
-"""How each collective uses the slots of a segment: what a rank puts into its own, reduces and gets.
+"""Plans of collectives over the slots of a segment: the data that a rank puts, reduces and gets.
 
-Contributions are added in rank order, each element by one rank or by all alike: the bits are the same on
-all ranks, and those of ``deterministic=True`` on every backend.
+Contributions are added in rank order, so the bits are the same on all ranks, and equal those of
+``deterministic=True`` on every backend.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Array = np.ndarray[Any, Any]
 Step = Callable[[int, int, int], None]  # slot, first element, end
 
 ONE_SHOT_BYTES = 64 * 1024
-"""The largest all_reduce that every rank reads from all others and reduces itself, with one wait less."""
+"""The largest all_reduce in which every rank reads and reduces all contributions, which saves one wait."""
 WHOLE_BYTES = 512 * 1024
-"""The most of a slot that is filled to be read whole: more would not stay in a core's second-level cache."""
+"""The largest stage that other ranks read whole: more would not stay in a core's second-level cache."""
 MOST_PARTS = 64
-"""Divisions of a stage that are kept."""
+"""Cached partitions of a stage."""
 _ALIGN = 64
-"""Bytes: ranks write to cache lines of their own."""
+"""Bytes of a cache line; ranks write to separate lines."""
 
 
 class Plan(NamedTuple):
-    """How one rank takes part in one operation.  Steps that it has no part in are None."""
+    """One rank's steps of one operation; None for a step that it does not take."""
 
-    elements: int  # elements to go through, equal on all ranks
+    elements: int  # equal on all ranks
     per_stage: int
     sources: Sequence[int]  # the ranks whose slots this rank reads
     put: Step | None = None
@@ -39,20 +39,20 @@ class Plan(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What one stage of an all_reduce does with one slot: views of it, and slices of the stage's elements.
+    """Views of one slot, and slices of the elements, for one stage of an all_reduce.
 
-    A stage in one shot has no result: every rank reduces everything itself.
+    ``result`` is None for a one-shot stage, in which every rank reduces all elements.
     """
 
-    own: slice  # what this rank reduces
-    put: list[tuple[Array, slice]]  # where it puts what others reduce
-    contributions: list[Array]  # to what it reduces, by rank
-    result: Array | None  # where it puts that
-    get: list[tuple[Array, slice]]  # where it gets what others reduced
+    own: slice  # the elements that this rank reduces
+    put: list[tuple[Array, slice]]  # where this rank puts its contributions to other ranks
+    contributions: list[Array]  # the contributions to ``own``, by rank
+    result: Array | None  # where this rank stores the reduced ``own``
+    get: list[tuple[Array, slice]]  # where it reads the results of other ranks
 
 
 class Plans:
-    """Makes the plans of one rank; they work from the user's input to the user's output."""
+    """Makes the plans of one rank, from the user's input to the user's output."""
 
     def __init__(self, segment: Segment) -> None:
         self._data, self.block, self._ranks = segment.data, segment.layout.block, segment.ranks
@@ -64,7 +64,7 @@ class Plans:
         self._scratch = np.empty(0, np.uint8)
 
     def make(self, o: Operation) -> Plan | None:
-        """The plan of ``o``, or None if it is not carried here."""
+        """The plan of ``o``, or None if it is not supported here."""
         plan = _PLANS.get(o.name)
         return plan(self, o) if plan is not None and o.options.algorithm == AUTO else None
 
@@ -95,7 +95,7 @@ class Plans:
         reduction.finish(reduced, result)
 
     def parts(self, reduction: Reduction, length: int) -> list[Parts]:
-        """How all_reduce divides a stage of ``length`` elements, by slot."""
+        """The partition of an all_reduce stage of ``length`` elements, by slot."""
         key = reduction.carrier, reduction.dtype, reduction.is_plain, length
         parts = self._parts.get(key)
         if parts is None:
@@ -117,7 +117,7 @@ class Plans:
         own = parts[self.rank]
         others = [part for part in (slice(0, own.start), slice(own.stop, length)) if part.stop > part.start]
         put = [(mine[part], part) for part in (others if reduction.is_plain else [slice(0, length)])]
-        # Over what the next rank put for it: its core has just read these lines, and nobody else will.
+        # Over the next rank's contribution: this core has just read these lines, and no other rank reads them.
         results = [
             slots[(r + 1) % self.size][part].view(reduction.dtype.numpy)[: part.stop - part.start]
             for r, part in enumerate(parts)
@@ -167,7 +167,7 @@ class Plans:
         return Plan(x.size, per_stage, (root,), get=get)
 
     def _all_gather(self, o: Operation) -> Plan:
-        """all_gather, and gather where ``recv`` is the root's alone."""
+        """all_gather, and gather, where only the root has ``recv``."""
         assert o.send is not None
         x, rank, slots = o.send.flat, self.rank, self.typed(o.send.flat.dtype)
         out = o.recv.flat.reshape(self.size, -1) if o.recv is not None else None
@@ -187,7 +187,7 @@ class Plans:
         return Plan(x.size, per_stage, self.peers, put=put, get=get)
 
     def _all_to_all(self, o: Operation) -> Plan:
-        """all_to_all, and scatter where ``send`` is the root's alone."""
+        """all_to_all, and scatter, where only the root has ``send``."""
         assert o.recv is not None
         out, rank, slots = o.recv.flat, self.rank, self.typed(o.recv.flat.dtype)
         sources = range(self.size) if o.root is None else (self._root(o),)

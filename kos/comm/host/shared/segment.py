@@ -1,12 +1,12 @@
-"""One piece of memory mapped by the ranks of a communicator that run on one host.
+"""A memory segment mapped by the ranks of a communicator that run on one host.
 
-It is an anonymous file (memfd_create): it has no name that a stranger could open and leaves nothing behind,
-however its processes end.  Rank 0 of the host makes it, the others map it through ``/proc/<pid>/fd``, which
-the kernel allows to the same user.
+It is an anonymous file (memfd_create): it has no name that another user could open, and it is freed however its
+processes end.  Rank 0 of the host creates it; the others map it through ``/proc/<pid>/fd``, which the kernel allows
+to the same user.
 
-Every flag has one writer.  Payload is written before the flag that announces it and read after it; x86-64
-keeps that order for plain loads and stores (Intel SDM volume 3, 9.2; streaming stores of a large memmove
-end in a fence), so nothing else is needed.  Other machines are refused.
+Every flag has one writer.  Payload is written before its flag and read after it.  x86-64 keeps that order for plain
+loads and stores (Intel SDM volume 3, 9.2; streaming stores of a large memmove end in a fence), so no barriers are
+needed.  Other machines are refused.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ Array = np.ndarray[Any, Any]
 _LINE = 16
 """Words of one rank's line: two cache lines, because the prefetcher fetches them in pairs."""
 PID, STARTED, ARRIVED, PUT, REDUCED, GOT, CLOSED, WAITS, FAILED_AT, FAILED, QUEUED = range(11)
-"""The flags of a line: who the rank is, collectives begun, stages put, reduced and got; whether it closed; whom it
-waits for; when it failed (microseconds), and the bytes of the description of that; whom its GPU waits for."""
+"""The flags of a line: process and its start, collectives begun, stages put, reduced and got, closed, awaited ranks,
+time of the last failure (microseconds), bytes of its description, and ranks awaited by its GPU."""
 
 RING = 1024
-"""Fingerprints kept per rank: so far may one rank run ahead of another with its calls compared."""
+"""Fingerprints kept per rank: calls of a rank that is further ahead are not compared."""
 FAILURE_BYTES = 4096
 
 DEPTH = 2
 """Slots of a rank: one is filled while the other is read."""
 BLOCK_BYTES = 1024 * 1024
-"""A slot: large enough that its waits cost little, small enough that what one rank reads of it stays in its cache."""
+"""Bytes of a slot: large enough to amortise the waits, small enough to stay in the reader's cache."""
 SLOTS_BYTES = 16 << 20
-"""All slots of a segment: many ranks have smaller ones."""
+"""Bytes of all slots of a segment: with many ranks, slots are smaller."""
 MAX_RANKS = 256
 LOCK_SECONDS = 1.0
 
 
 class Segment:
-    """The mapped memory and where things lie in it.  ``ranks`` are the communicator's ranks on this host."""
+    """The mapped memory and its layout.  ``ranks`` are the communicator's ranks on this host."""
 
     def __init__(self, file: int, ranks: list[int], rank: int) -> None:
-        self._file = file  # of this rank's own opening, so that flock excludes ranks in one process too
+        self._file = file  # opened by this rank, so that flock also excludes other ranks of this process
         self.ranks, self.size, self.rank = ranks, len(ranks), rank
         layout = _Layout(self.size)
         memory = mmap.mmap(file, layout.total)
@@ -63,7 +63,7 @@ class Segment:
         self.data: Array = np.frombuffer(memory, np.uint8, offset=layout.data)
 
     def close(self) -> None:
-        """Unmap; the memory is gone when the last rank has."""
+        """Unmap the memory, which is freed when the last rank has unmapped it."""
         self.__del__()
         self.data = np.empty(0, np.uint8)
         self.words = self.bytes = memoryview(b"")
@@ -77,7 +77,7 @@ class Segment:
     def locked(self) -> Iterator[None]:
         """Exclude the other ranks; the kernel unlocks for a rank that dies.
 
-        Raises TimeoutError where one holds the lock for ``LOCK_SECONDS``: it was stopped just then.
+        Raises TimeoutError if a rank holds the lock for ``LOCK_SECONDS``, because it was stopped.
         """
         deadline = time.monotonic() + LOCK_SECONDS
         while True:
@@ -98,12 +98,12 @@ class _Layout:
     """Offsets of a segment for ``size`` ranks: ``lines``, ``rings`` in words, the rest in bytes."""
 
     def __init__(self, size: int) -> None:
-        self.failure = 0  # the first line: bytes of the failure's description, 0 while there is none
+        self.failure = 0  # in the first line: bytes of the failure's description, 0 for none
         self.lines = _LINE
         self.rings = _LINE * (1 + size)
         self.texts = 8 * (self.rings + RING * size)
         self.failure_text = self.texts + TEXTS * TEXT_BYTES * size
-        self.failures = self.failure_text + FAILURE_BYTES  # of each rank, whatever group it failed in
+        self.failures = self.failure_text + FAILURE_BYTES  # the last failure of each rank, in any group
         self.data = -(-(self.failures + FAILURE_BYTES * size) // 4096) * 4096
         self.block = min(BLOCK_BYTES, SLOTS_BYTES // (DEPTH * size) // 4096 * 4096)
         self.total = self.data + DEPTH * self.block * size
@@ -122,7 +122,7 @@ class _Layout:
 
 
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
-    """The segment of this rank's host, or None; and what there is, or why there is none.  Collective."""
+    """The segment of this rank's host, or None; and its description, or why there is none.  Collective."""
     refusal = "" if platform.machine() in ("x86_64", "AMD64") else f"{platform.machine()} reorders stores"
     if not refusal and not hasattr(os, "memfd_create"):
         refusal = "this system has no memfd_create"
@@ -162,9 +162,9 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
 
 
 def started(pid: int) -> int:
-    """When the process started, in clock ticks since boot; 0 if it has ended (a zombie has).
+    """When the process started, in clock ticks since boot; 0 if it has ended or is a zombie.
 
-    Raises OSError where that cannot be found, for want of file descriptors for one.
+    Raises OSError if that cannot be read, such as for lack of file descriptors.
     """
     return process(pid)[1]
 
@@ -180,9 +180,9 @@ def process(pid: int) -> tuple[str, int]:
 
 
 def _host() -> str:
-    """What processes must have in common to share memory and to see each other in /proc.
+    """The identity that processes share if they can share memory and see each other in /proc.
 
-    Network namespaces count as hosts: whoever separates them wants the network to be used.
+    Network namespaces count as hosts: separating them is a request to use the network.
     """
     spaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net") if Path("/proc/self/ns").exists()]
     return " ".join([host_id(), *spaces])
