@@ -136,8 +136,8 @@ def captured_graph(stream: int) -> CapturedGraph | None:
         return None
     number = int(capture)
     if number not in _captured:
-        for former in [each for each, one in _captured.items() if not one.alive()]:
-            del _captured[former]
+        for former in [each for each, one in list(_captured.items()) if not one.alive()]:
+            _captured.pop(former, None)  # another thread may have removed it
         _captured[number] = CapturedGraph(graph)
     return _captured[number]
 
