@@ -118,6 +118,20 @@ def is_current(device: int) -> bool:
     return bool(primary_context(device) == cu.cuCtxGetCurrent()[1])
 
 
+def device_of(pointer: int) -> int:
+    """The device of memory at an address, by the driver's own function.
+
+    Some releases of cuda.bindings report 0 for memory of any device (NVIDIA/cuda-python, issue 2928).
+    """
+    require()
+    device, ordinal = ctypes.c_int(-1), cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    function = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute
+    status = function(ctypes.byref(device), ctypes.c_int(int(ordinal)), ctypes.c_uint64(pointer))
+    if status:
+        raise error_of("cuPointerGetAttribute", cu.CUresult(status))
+    return device.value
+
+
 class on_device:
     """Make ``device`` current on this thread in a ``with`` block, then restore the former one.  Not reusable."""
 

@@ -118,8 +118,7 @@ class Array:
         pointer, readonly = interface["data"]
         if (strides := interface.get("strides")) is not None:
             check_contiguous(shape, tuple(strides), dtype.itemsize)
-        kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        device = int(call(cu.cuPointerGetAttribute, kind, pointer)) if pointer else 0
+        device = driver.device_of(pointer) if pointer else 0
         if interface.get("stream") is not None:
             streams.order(interface["stream"], stream, device)
         return cls(pointer, shape, dtype, device, owner=source, stream=stream, readonly=readonly)

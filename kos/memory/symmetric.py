@@ -121,7 +121,7 @@ class SymmetricMemory:
 
     def _map(self, peer: int, handle: ipc.IpcHandle) -> int:
         if handle.origin == ipc.Origin.here():  # this rank itself, or another thread of its process
-            owner = _device_of(handle.pointer)
+            owner = driver.device_of(handle.pointer)
             if owner != self.device:
                 _enable_peer_access(self.device, owner)
             return handle.pointer
@@ -166,11 +166,6 @@ class SymmetricMemory:
 
     def __exit__(self, kind: Any, *_: object) -> None:
         (self.close if kind is None else self.abort)()
-
-
-def _device_of(pointer: int) -> int:
-    kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    return int(call(cu.cuPointerGetAttribute, kind, pointer))
 
 
 def _enable_peer_access(device: int, peer: int) -> None:

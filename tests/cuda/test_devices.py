@@ -17,6 +17,8 @@ from kos import cuda
 from kos.cuda import devices, driver
 from kos.cuda.devices import assign_devices
 from kos.errors import BackendUnavailable, install
+from kos.memory import ipc
+from kos.memory.array import Array
 
 
 @pytest.mark.parametrize(
@@ -172,3 +174,15 @@ def test_a_device_is_current_within_a_block(monkeypatch: pytest.MonkeyPatch) -> 
             _ = 1 / 0
         assert driver.is_current(0)
     assert stack == ["context of 0"] and pushes == ["context of 1", "context of 0"]
+
+
+@pytest.mark.gpu
+def test_the_device_of_memory() -> None:
+    """Also of an array that names none, whatever device is current."""
+    for index in range(len(cuda.visible_devices())):
+        cuda.set_device(0)
+        memory = ipc.DeviceMemory(4096, index)
+        assert driver.device_of(memory.pointer) == index
+        interface = {"shape": (8,), "typestr": "<f4", "data": (memory.pointer, False), "version": 3}
+        assert Array.from_dlpack(SimpleNamespace(__cuda_array_interface__=interface)).device == index
+        memory.close()
