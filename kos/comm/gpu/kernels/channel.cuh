@@ -36,7 +36,7 @@
 struct Record {
     volatile u64 abort, timeout_ns;
     volatile u64 failed, cause, peer, channel, wanted, seen, phase, limit_ns;
-    volatile u64 waits;  // time of a long wait with the rank that is waited for in its last four bits
+    volatile u64 waits;  // time of a wait of a millisecond or more with the rank in its last four bits
 };
 enum Cause { TIMEOUT = 1, ABORTED = 2, TOLD = 3, UNEQUAL = 4 };
 
@@ -44,7 +44,7 @@ struct Context {
     u64 slab[RANKS];  // every rank's slab, as this rank sees it
     Record* record;
     u64 rank;
-    u64 timeout_ns;  // of launches with a deadline of their own; 0: the record's
+    volatile u64* timeout_ns;  // the record's, or that of launches with a deadline of their own
 };
 
 // Record the reason, unless one is recorded, and notify all ranks; returns true.
@@ -58,6 +58,7 @@ __device__ __noinline__ bool give_up(const Context* context, unsigned rank, Caus
         record->wanted = wanted;
         record->seen = seen;
         record->phase = phase;
+        record->limit_ns = *context->timeout_ns;
         __threadfence_system();
         record->failed = 1;
         for (int r = 0; r < RANKS; r++) store_relaxed(context->slab[r] + FAILED_OFFSET, rank + 1);
@@ -65,22 +66,21 @@ __device__ __noinline__ bool give_up(const Context* context, unsigned rank, Caus
     return true;
 }
 
-// A wait has lasted: returns when it began, or GIVEN_UP.  All arguments are by value, so that callers keep registers.
+// A wait has lasted: returns when it began, or GIVEN_UP.  All arguments are by value, so that callers keep registers;
+// ``place`` is the rank and, from bit 8 on, the phase: with one argument more, or a condition for the record of long
+// waits, one_shot spills three registers, 6% of the time of 1 KB.
 #define GIVEN_UP (~0ull)
-#define SHOWN_NANOSECONDS 100000000
-__device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 since, unsigned peer, unsigned wanted,
-                                  unsigned seen, int phase) {
+__device__ __noinline__ u64 lasts(const Context* context, unsigned rank, u64 since, unsigned place, unsigned wanted,
+                                  unsigned seen) {
     Record* record = context->record;
     u64 own = context->slab[rank], now = nanoseconds();
     unsigned told = load_relaxed(own + FAILED_OFFSET);
     Cause cause = told ? TOLD : record->abort ? ABORTED : TIMEOUT;
-    const u64 limit = context->timeout_ns ? context->timeout_ns : record->timeout_ns;
-    if (cause == TIMEOUT && (!since || now - since < limit)) {
-        if (since && now - since > SHOWN_NANOSECONDS) record->waits = now / 16 * 16 + peer;
+    if (cause == TIMEOUT && (!since || now - since < *context->timeout_ns)) {
+        record->waits = now / 16 * 16 + place % 16;
         return since ? since : now;
     }
-    record->limit_ns = limit;
-    give_up(context, rank, cause, cause == TOLD ? told - 1 : peer, wanted, seen, phase);
+    give_up(context, rank, cause, cause == TOLD ? told - 1 : place % 256, wanted, seen, place >> 8);
     return GIVEN_UP;
 }
 
@@ -91,7 +91,7 @@ struct Wait {
     __device__ __forceinline__ bool again(const Context* context, unsigned rank, bool& dead, unsigned peer,
                                           unsigned wanted, unsigned seen, int phase) {
         if (++looks % 1024 == 0) {
-            since = lasts(context, rank, since, peer, wanted, seen, phase);
+            since = lasts(context, rank, since, peer + (phase << 8), wanted, seen);
             dead = since == GIVEN_UP;
         }
         return !dead;

@@ -146,13 +146,19 @@ class PeerEngine:
             self.deadline, self._context = usual
 
     def _context_of(self, seconds: float | None) -> Array:
-        """What kernels get: kept for launches, and graphs, that use it."""
+        """What kernels get: kept for launches, and graphs, that use it.  Its last word is the deadline of a launch."""
         if seconds not in self._contexts:
-            limit = 0 if seconds is None else max(int(min(seconds, 1e9) * 1e9), 1)
-            words = [*self.memory.pointers, self._record.__array_interface__["data"][0], self.rank, limit]
-            context = np.array(words, np.uint64)
-            self._contexts[seconds] = Array.from_numpy(context, self.device, stream=self._loading, label="peer context")
+            record = int(self._record.__array_interface__["data"][0])
+            words = [*self.memory.pointers, record, self.rank]
+            shape = (len(words) + 2,)
+            context = Array.empty(shape, "uint64", self.device, stream=self._loading, label="peer context")
+            if seconds is None:
+                words += [record + _Word.TIMEOUT * self._record.itemsize, 0]
+            else:
+                words += [context.pointer + context.nbytes - context.dtype.itemsize, max(int(min(seconds, 1e9) * 1e9), 1)]
+            context.copy_from(np.array(words, np.uint64), stream=self._loading)
             streams.synchronize(self._loading, self.device)
+            self._contexts[seconds] = context
         return self._contexts[seconds]
 
     def register(self, memory: SymmetricMemory) -> None:
@@ -422,9 +428,10 @@ class PeerEngine:
         raise self._ledger.overdue([peer], what, None, absent, arrived=arrived)
 
     def waits_for(self) -> list[int]:
-        """The rank that a kernel has waited for since this was called last, if one has waited for long."""
+        """The rank that a kernel has waited for since this was called last, and before, if there is one."""
         former, self._seen_waits = self._seen_waits, int(self._record[_Word.WAITS])
-        return [] if self._seen_waits == former else [self._seen_waits % 16]
+        waits = self._seen_waits != former and self._seen_waits % 16 == former % 16
+        return [self._seen_waits % 16] if waits and former else []
 
     def _where(self) -> str:
         word = {name: int(self._record[name]) for name in _Word}
