@@ -1,4 +1,7 @@
-"""One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL."""
+"""One table of element types: NumPy / ml_dtypes <-> MPI <-> NCCL.
+
+Two more places know types: ``kos/comm/gpu/kernels/reduce.cuh`` (arithmetic on a GPU) and ``kos/memory/dlpack.py``.
+"""
 
 from __future__ import annotations
 

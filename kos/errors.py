@@ -1,7 +1,7 @@
-"""Every error that kos raises on purpose, in one hierarchy.
+"""The classes of all errors that kos raises on purpose.  The texts of failures are in ``kos.comm.failures``.
 
-Each message names expected and got.  ``KosError`` catches all of them; those that
-stand for a builtin condition also inherit the builtin (``ValueError``, ``TimeoutError``).
+``KosError`` catches all of them.  Those that stand for a builtin condition also inherit the builtin (``ValueError``,
+``TimeoutError``).
 """
 
 

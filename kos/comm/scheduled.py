@@ -1,6 +1,7 @@
 """ScheduledBackend: runs every operation over messages between two ranks.
 
-A subclass provides a transport and, optionally, native calls.  This class stages the reduction (16-bit floats
+A subclass provides a ``Transport`` (``schedules/execute.py``) and, optionally, native calls: ``mock`` does, and
+``HostBackend`` (``host/backend.py``) for ranks that are processes.  This class stages the reduction (16-bit floats
 accumulate in fp32), tries ``native``, and otherwise runs a schedule over the transport.  So every such backend has
 every operation, with the same semantics.
 """

@@ -1,6 +1,6 @@
 """PeerEngine: our own kernels over memory that all ranks of a machine map (``kos/comm/gpu/kernels``).
 
-The engine owns the slab in which the kernels meet, chooses a kernel and its launch for a message, and reports
+The engine owns the slab in which the kernels meet, chooses the launch of a message by its size, and reports
 what a kernel that ended early was waiting for.  It checks no arguments that ranks must agree on and stamps no
 sequence numbers: that is the backend's business.
 
@@ -155,7 +155,8 @@ class PeerEngine:
             if seconds is None:
                 words += [record + _Word.TIMEOUT * self._record.itemsize, 0]
             else:
-                words += [context.pointer + context.nbytes - context.dtype.itemsize, max(int(min(seconds, 1e9) * 1e9), 1)]
+                last = context.pointer + context.nbytes - context.dtype.itemsize
+                words += [last, max(int(min(seconds, 1e9) * 1e9), 1)]
             context.copy_from(np.array(words, np.uint64), stream=self._loading)
             streams.synchronize(self._loading, self.device)
             self._contexts[seconds] = context

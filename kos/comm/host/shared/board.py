@@ -1,4 +1,7 @@
-"""The Board of the processes of one host, in the shared memory of the world: waits, failures, ends."""
+"""The Board of the processes of one host, in the shared memory of the world: waits, failures, ends.
+
+The calls of one group, and its first failure, are in ``calls.py``.  ``kos.comm.failures`` reads both.
+"""
 
 from __future__ import annotations
 
