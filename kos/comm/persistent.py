@@ -68,7 +68,8 @@ class Batch:
     def add(self, call: Call, persistent: Persistent[Any] | None = None) -> Any:
         """Add a call to the batch; returns the array that will hold its result."""
         if persistent is not None and persistent in self._starts:
-            raise InvalidArgument(f"start: expected one start in a batch, got another of {call}")
+            operation = call.operation
+            raise InvalidArgument(f"start: expected one start in a batch, got another of {operation.name}{operation}")
         self._starts.append(persistent)
         self._calls.append(call)
         return call.operation.recv.array if call.operation.recv is not None else None

@@ -417,7 +417,7 @@ with kos.init("mpi") as comm:
     assert (comm.size, comm.backend_name) == (1, "mpi")
     assert comm.all_reduce(np.ones(2)).sum() == 2
     line = comm.explain().splitlines()[1]
-    assert line.startswith("mpi") and line.endswith("; a group of one, for it was not started by mpirun"), line
+    assert line.startswith("mpi") and line.endswith("; a group of one, as it was not started by mpirun"), line
 os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
 try:
     kos.init("mpi")

@@ -192,7 +192,7 @@ def test_a_start_in_a_batch_is_launched_with_it() -> None:
             assert one.start() is x
             comm.rendezvous.barrier()
             assert batch.works == [] and (x == 1).all(), "launched before the batch ends"
-            with pytest.raises(InvalidArgument, match="start: expected one start of it in a batch"):
+            with pytest.raises(InvalidArgument, match="start: expected one start in a batch"):
                 one.start()
             third = comm.all_reduce_init(np.ones(1))  # made in a batch, but no part of it
             other.start()
