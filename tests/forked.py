@@ -139,6 +139,8 @@ def serve(requests: socket.socket) -> Callable[[], Any] | None:
 
 def run_program(code: str, name: str = "<string>") -> None:
     """As ``python -c``, or as of a file of that name."""
+    cores = sorted(os.sched_getaffinity(0))  # one of them: threads of BLAS spin where other programs compute
+    os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})
     sys.argv = ["-c" if name == "<string>" else name]
     module = sys.modules["__main__"] = ModuleType("__main__")
     exec(compile(code, name, "exec"), module.__dict__)
