@@ -240,6 +240,7 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
     """The kernels end, the error names the rank, and a new communicator of the others works."""
     monkeypatch.setattr(watchdog, "TICK", 0.03)  # which shows whom the others' kernels wait for
     began: dict[int, float] = {}
+    timeout = 2.5  # in which the others' waits are seen, on a machine that does much else too
 
     def body(rendezvous: Rendezvous) -> None:
         comm, rank = communicator(rendezvous, 20.0), rendezvous.rank
@@ -256,7 +257,7 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
 
         comm.all_reduce(x)
         rendezvous.barrier()
-        comm.timeout = 0.3
+        comm.timeout = timeout
         rendezvous.timeout = 20.0
         if rank < SIZE - 1:
             began[rank] = time.monotonic()
@@ -265,9 +266,12 @@ def test_a_rank_that_does_not_come(ranks: ThreadRanks, kind: str, monkeypatch: p
             message = str(raised.value)
             assert f"{kind} #{0 if kind == 'send_recv' else 1}" in message
             if isinstance(raised.value, CollectiveTimeout):
-                [late] = map(int, re.findall(r"rank (\d) did not arrive within 0.3 s \(channel 0, phase", message))
+                # Found by the kernel, or by the host, whose limit is the same.
+                assert re.search(rf"did not arrive( within {timeout} s \(channel 0, phase)?", message), message
+                [late] = raised.value.ranks
+                assert f"rank {late} did" in message or f"ranks [{late}] did" in message, message
                 # The other may have been held up as it began.
-                assert late == SIZE - 1 or began.get(late, 1e9) > began[rank] + 0.25
+                assert late == SIZE - 1 or began.get(late, 1e9) > began[rank] + 0.8 * timeout, message
             with pytest.raises(CollectiveError, match="failed before"):
                 comm.all_reduce(x)
         rest = rendezvous.split(None if rank == SIZE - 1 else 0)

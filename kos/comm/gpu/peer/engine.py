@@ -69,6 +69,10 @@ Run = Callable[[Any], None]
 """Queues an operation, whose arguments are resolved, on a stream."""
 
 
+_WAITS_SECONDS = 1.0
+"""A kernel that has not shown its wait for so long is taken not to wait."""
+
+
 class PeerEngine:
     """The kernels of one group of ranks, one of them on ``device``.
 
@@ -110,7 +114,7 @@ class PeerEngine:
         self._record = pinned_empty(16, np.uint64, device)
         self._record[:] = 0
         self._failure = self._record[_Word.FAILED :].data  # read at every call, faster than an array
-        self._seen_waits = 0
+        self._seen_waits, self._waits_until = 0, 0.0
         self.timeout = timeout
         inboxes = CHANNELS * 2 * 2 * self.size * _CAPACITY * 16
         self._in = _INBOX + inboxes
@@ -429,10 +433,11 @@ class PeerEngine:
         raise self._ledger.overdue([peer], what, None, absent, arrived=arrived)
 
     def waits_for(self) -> list[int]:
-        """The rank that a kernel has waited for since this was called last, and before, if there is one."""
-        former, self._seen_waits = self._seen_waits, int(self._record[_Word.WAITS])
-        waits = self._seen_waits != former and self._seen_waits % 16 == former % 16
-        return [self._seen_waits % 16] if waits and former else []
+        """The rank that a kernel waits for, or waited for within the last second."""
+        word, now = int(self._record[_Word.WAITS]), time.monotonic()
+        if word != self._seen_waits:
+            self._seen_waits, self._waits_until = word, now + _WAITS_SECONDS
+        return [word % 16] if now < self._waits_until else []
 
     def _where(self) -> str:
         word = {name: int(self._record[name]) for name in _Word}
