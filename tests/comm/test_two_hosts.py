@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.comm.tcp_ranks import LAUNCHERS_VARIABLES, ROOT, finish, free_port, start
+from tests.launcher import run_program
 
 NETWORK, ADDRESSES = "192.0.2.0/24", ("192.0.2.1", "192.0.2.2")
 HOSTS = tuple(f"kos-{os.getpid()}-{letter}" for letter in "ab")
@@ -85,9 +86,7 @@ class Hosts:
         launch += ["--prtemca", "prte_if_include", NETWORK, "--mca", "btl_tcp_if_include", NETWORK]
         env = {name: value for name, value in os.environ.items() if name not in LAUNCHERS_VARIABLES}
         env |= {"PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMPI_MCA_btl": "^ofi"}
-        done = subprocess.run(
-            self.on(0, *launch, *command), env=env, cwd=ROOT, capture_output=True, text=True, timeout=100
-        )
+        done = run_program(*self.on(0, *launch, *command), env=env, cwd=ROOT)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.train import ROW_KEYS
 from kos.train.model.llama_config import FlopsPerToken
 from kos.train.tools.console import Console, describe
-from tests.launcher import MPIRUN, needs_mpirun
+from tests.launcher import MPIRUN, needs_mpirun, run_program
 from tests.train.test_cli import ENVIRONMENT
 
 ROW = {"loss": 2.5, "grad_norm": 0.25, "lr": 1e-3, "tokens_per_second": 1234.0}
@@ -75,11 +75,10 @@ class Terminal:
 
 def _on_a_terminal(*command: str | Path, columns: int = 100) -> str:
     terminal = Terminal(columns)
+    env = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)}
+    pipes = {"capture_output": False, "stdout": terminal.slave, "stderr": subprocess.PIPE}
     try:
-        done = subprocess.run(
-            command, env=ENVIRONMENT | {"TERM": "xterm", "COLUMNS": str(columns)}, stdin=subprocess.DEVNULL,
-            stdout=terminal.slave, stderr=subprocess.PIPE, text=True, timeout=60,
-        )  # fmt: skip
+        done = run_program(*map(str, command), env=env, stdin=subprocess.DEVNULL, **pipes)
     finally:
         said = terminal.close()
     assert done.returncode == 0, done.stderr
@@ -125,12 +124,12 @@ def test_mpirun_on_a_terminal_gets_a_bar() -> None:
 def test_mpirun_elsewhere_gets_lines(tmp_path: Path, target: str) -> None:
     """Though each rank's own standard output is a pseudo-terminal of mpirun's."""
     command = [MPIRUN, "-n", "2", sys.executable, "-c", SPEAKER]
-    with open(tmp_path / "said", "w+b") as file:
-        where = subprocess.PIPE if target == "pipe" else file
-        done = subprocess.run(command, env=ENVIRONMENT, stdout=where, stderr=subprocess.PIPE, timeout=200)
+    with open(tmp_path / "said", "w+") as file:
+        pipes = {"stdout": subprocess.PIPE if target == "pipe" else file, "stderr": subprocess.PIPE}
+        done = run_program(*command, env=ENVIRONMENT, capture_output=False, **pipes)
         assert done.returncode == 0, done.stderr
         file.seek(0)
-        assert (done.stdout or file.read()).decode().replace("\r\n", "\n") == PLAIN
+        assert (done.stdout or file.read()).replace("\r\n", "\n") == PLAIN
 
 
 def test_a_whole_run_on_a_terminal(tmp_path: Path) -> None:
