@@ -73,56 +73,22 @@ class StepProgram:
 
     # --- state -----------------------------------------------------------------------------------------
 
-    def new_state(self) -> AdamW:
-        """Weights and moments of zeros in host memory."""
-        return AdamW(Parameters(self.gradients.shapes, groups=self.gradients.groups))
+    def make_state(self, parts: Sequence[Local]) -> ShardedState:
+        """Once the other attributes are there; ``parts`` are the layers of this rank."""
+        model, ops = self.model, self.model.ops
+        return ShardedState(self.mesh, model.config, parts, self.optimizer, self.parallel, ops, model.arena)
 
-    def load(self, state: AdamW | None) -> None:
-        """Take over rank 0's ``state``, which the other ranks have not."""
-        world, ops = self.mesh.world, self.model.ops
-        step = int(world.all_gather_bytes(str(state.step_count if state else 0).encode())[0])
-        for target, source in self._states(state)[: 3 if step else 1]:  # moments begin as zeros, here already
-            for bucket, whole, mine, held in self._staged(target):
-                if source is not None:
-                    ops.zero(whole)  # the last may reach beyond the weights
-                    ops.copy(source[bucket], whole[: source[bucket].size])
-                if world.size > 1:
-                    world.broadcast(whole, 0)
-                ops.copy(mine, held)
-        self.optimizer.step_count = step
+    def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
+        self.state.read(weights, moments, step)
 
-    def state(self) -> AdamW | None:
-        """Weights and moments in host memory; on rank 0."""
-        world, ops = self.mesh.world, self.model.ops
-        state = self.new_state() if world.rank == 0 else None
-        for source, target in self._states(state):
-            for bucket, whole, mine, held in self._staged(source):
-                ops.copy(held, mine)
-                if isinstance(source, Shard):
-                    self.parallel.axis.comm.all_gather(mine, whole)
-                    world.synchronize()
-                if target is not None:
-                    ops.copy(whole[: target[bucket].size], target[bucket])
-        if state is not None:
-            state.step_count = self.optimizer.step_count
-        return state
+    def drawing_memory(self) -> Array:
+        """The gradients' memory, as fp32."""
+        return self.gradients.flat
 
-    def _states(self, host: AdamW | None) -> list[tuple[Parameters | Shard, np.ndarray | None]]:
-        """Weights and moments, each here and as rank 0 has it on the host."""
-        held = (self.optimizer.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
-        if host is None:
-            return [(part, None) for part in held]
-        return list(zip(held, (host.weights.flat, host.exp_avg.flat, host.exp_avg_sq.flat), strict=True))
-
-    def _staged(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array, Array]]:
-        """Bucket by bucket: where it is, fp32 memory for it, this rank's part of that, and ``held``'s memory of it."""
-        buckets, arena = self.parallel.buckets, self.model.arena
-        parts = held.parts() if isinstance(held, Shard) else [(bucket, bucket) for bucket in buckets]
-        with self.model.ops.step(arena):  # idle between steps
-            room = arena.take((max(b.stop - b.start for b in buckets),), np.dtype(np.float32))
-            for bucket, (part, local) in zip(buckets, parts, strict=True):
-                whole = room[: bucket.stop - bucket.start]
-                yield bucket, whole, whole[part.start - bucket.start : part.stop - bucket.start], held.flat[local]
+    def share_weights(self) -> None:
+        self.state.scatter(self.drawn, self.drawing_memory())
+        self.model.ops.zero(self.gradients.flat)
+        self.drawn = None
 
     def whole_weights(self) -> Weights:
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from kos.comm.communicator import Communicator
@@ -102,6 +103,11 @@ class Mesh:
             assert group is not None  # every rank has a color
             self._groups[names] = group
         return Axis(group.rank, group.size, group)
+
+    @cached_property
+    def stage(self) -> Axis:
+        """dp, cp and tp: the ranks of a pipeline stage. The first use is collective."""
+        return self._axis("dp", "cp", "tp")
 
     def reporters(self) -> list[int]:
         """The world ranks that know the losses of dp 0, 1, …: of the last stage, the first of cp and of tp."""
