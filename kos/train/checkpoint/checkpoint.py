@@ -9,6 +9,7 @@ fsynced, and one rename makes it appear; a kill of any rank at any moment leaves
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -19,17 +20,19 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kos.errors import CheckpointError
 from kos.files import sync
 from kos.train.checkpoint import huggingface
-from kos.train.checkpoint.saving import Files, write_json
-from kos.train.checkpoint.shards import MOMENTS, Shards
+from kos.train.checkpoint.saving import Files, Saving, write_json
+from kos.train.checkpoint.shards import MOMENTS
+from kos.train.checkpoint.state import ShardedState
 from kos.train.data.tokenizers import SAVED, Tokenizer
-from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Shape
+from kos.train.parallel.failures import alone
 
 FORMAT = 2
 FORMATS = (1, FORMAT)
@@ -38,7 +41,7 @@ MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer"
 FILES = ("config.json", SAVED, "model", OPTIMIZER)
 """Beginnings of the names of the files that a checkpoint must have."""
-TEMPORARY = ".saving"
+TEMPORARY = ".saving-"
 _NAME = re.compile(r"(?:replaced-)?step-(\d+)")
 _log = logging.getLogger(__name__)
 
@@ -59,7 +62,36 @@ def moment_files(path: Path, shapes: Mapping[str, Shape]) -> huggingface.TensorF
     return huggingface.TensorFiles(path, (name for name in files if name.startswith(OPTIMIZER)), expected)
 
 
-def begin(folder: Path, temporary: Path) -> None:
+def save(
+    folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
+    before: int, run: str = "", at_once: bool = True,
+) -> Saving:  # fmt: skip
+    """Begin to write ``folder/step-N``, and give up the state. ``Saving.finish`` waits for it. Collective.
+
+    Once it is there, all but the newest ``keep`` up to it are deleted. Those later than ``before``, the step that the
+    run saved or went on from last, are deleted too: the run went back behind them, or they are damaged. ``run`` is a
+    name that no other run on this folder has. With ``at_once`` this writes nearly all before it returns. Without, it
+    copies the rank's part of the state to host memory and returns.
+    """
+    world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
+    alone(world, lambda: _begin(folder, temporary))
+    publish = partial(
+        _publish, folder=folder, temporary=temporary, step=step, state=state, tokenizer=tokenizer, config=config,
+        keep=keep, before=before,
+    )  # fmt: skip
+    final, ahead = folder / f"step-{step}", 1 if at_once else 0
+    saving = Saving(final, temporary, step, state.shards.contents(world.rank), world, publish, ahead)
+    try:
+        for tensor in state.gather():
+            saving.put(tensor)
+        saving.put(None)
+    except BaseException:
+        saving.cancel()
+        raise
+    return saving
+
+
+def _begin(folder: Path, temporary: Path) -> None:
     """Make the folder in which ranks write, in place of any that an earlier run has left."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,23 +103,20 @@ def begin(folder: Path, temporary: Path) -> None:
         raise CheckpointError(f"{folder}: expected to write a checkpoint, got {error}") from error
 
 
-def publish(
-    files: Files, *, folder: Path, temporary: Path, step: int, model: LlamaConfig, tokenizer: Tokenizer, shards: Shards,
-    layout: Mapping[str, int], config: Mapping[str, Any], keep: int, before: int,
+def _publish(
+    files: Files, *, folder: Path, temporary: Path, step: int, state: ShardedState, tokenizer: Tokenizer,
+    config: Mapping[str, Any], keep: int, before: int,
 ) -> None:  # fmt: skip
-    """Make ``folder/step-N`` of ``temporary``, whose ``files`` all ranks have written; delete all but the newest ``keep``.
-
-    Those later than ``before``, the step that the run saved or went on from last, are deleted too: the run went back
-    behind them, or they are damaged.
-    """
+    """Make ``folder/step-N`` of ``temporary``, in which all ranks have written ``files``."""
     final, replaced = folder / f"step-{step}", folder / f"replaced-step-{step}"
-    contents = {"config.json": huggingface.to_huggingface(model) | {"bos_token_id": tokenizer.bos}}
-    contents["config.json"]["eos_token_id"] = tokenizer.eos
-    if len(shards.ranks) > 1:
-        contents[huggingface.INDEX] = shards.index()
+    tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+    contents: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
+    if len(state.shards.ranks) > 1:
+        contents[huggingface.INDEX] = state.shards.index()
     for name, content in (contents | tokenizer.files()).items():
         write_json(temporary / name, content)
         files = {**files, name: _fingerprint(temporary / name)}
+    layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
     manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
     write_json(temporary / MANIFEST, manifest)
     if final.exists():  # out of the way, where ``latest`` finds it should we be killed before the next line
@@ -112,9 +141,9 @@ def verify(path: Path, weights_only: bool = False) -> Checkpoint:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] not in FORMATS:
             raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
-        for name in FILES:
-            if not any(file.startswith(name) for file in manifest["files"]):
-                raise CheckpointError(f"{path / MANIFEST}: expected the files {', '.join(FILES)}, got no {name}")
+        for start in FILES:
+            if not any(file.startswith(start) for file in manifest["files"]):
+                raise CheckpointError(f"{path / MANIFEST}: expected the files {', '.join(FILES)}, got no {start}")
         step, config = manifest["step"], manifest["config"]
         tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
         names = config.get("gpus", []) if tables else []
@@ -127,11 +156,11 @@ def verify(path: Path, weights_only: bool = False) -> Checkpoint:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
         wanted = [name for name in manifest["files"] if not (weights_only and name.startswith(OPTIMIZER))]
         with ThreadPoolExecutor() as pool:
-            found = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
-            for name, got in zip(wanted, found, strict=True):
-                for key, expected in manifest["files"][name].items():
-                    if got[key] != expected:
-                        raise CheckpointError(f"{path / name}: expected {key} {expected}, got {got[key]}")
+            fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
+            for name, found in zip(wanted, fingerprints, strict=True):
+                for key in ("bytes", "sha256"):
+                    if found[key] != (expected := manifest["files"][name][key]):
+                        raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
     return Checkpoint(path, step, config)
 
 

@@ -15,18 +15,21 @@ import math
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError
 from kos.files import replace_file, sync
 from kos.train.checkpoint.huggingface import as_saved, shape_as_saved
-from kos.train.checkpoint.shards import Shards
 from kos.train.model.parameters import Shape
+from kos.train.parallel.failures import together
 
+WRITTEN = 4 << 20  # bytes of a tensor that are written and hashed at once
 _LOOK_EVERY = 0.005  # seconds between two looks for what other ranks have written
 
 Files = dict[str, dict[str, Any]]
@@ -34,40 +37,37 @@ Files = dict[str, dict[str, Any]]
 
 
 class Saving:
-    """``rank``'s part in the checkpoint of ``step``, of which ``folder`` is to be made in place of ``temporary``.
+    """This rank's part in the checkpoint of ``step``, which ``publish(files)`` makes of ``temporary`` in the end.
 
-    ``put`` takes the tensors of ``Shards.contents``, in order and in host memory; ``end`` follows the last. At most
-    ``ahead`` tensors wait to be written; 0 stands for any number. ``publish(files)`` is called on rank 0, once all ranks
-    have written theirs.
+    ``put`` takes the tensors of ``contents``, file by file, in host memory, and None after the last. At most ``ahead``
+    of them wait to be written; 0 stands for any number. ``publish`` is called on rank 0 of ``comm``, once all ranks
+    have written their files. ``folder`` is what it makes.
     """
 
     def __init__(
-        self, folder: Path, temporary: Path, step: int, shards: Shards, rank: int, ranks: int,
-        publish: Callable[[Files], None], ahead: int = 1,
+        self, folder: Path, temporary: Path, step: int, contents: Mapping[str, Mapping[str, Shape]],
+        comm: Communicator, publish: Callable[[Files], None], ahead: int = 1,
     ) -> None:  # fmt: skip
         self.step, self._folder, self._temporary, self._publish = step, folder, temporary, publish
-        self._contents, self._rank, self._others = shards.contents(rank), rank, set(range(ranks)) - {rank}
+        self._comm, self._contents = comm, contents
+        self._rank, self._others = comm.rank, set(range(comm.size)) - {comm.rank}
         self._tensors: queue.Queue[np.ndarray | None] = queue.Queue(ahead)
         self._cancelled, self._written, self._done = threading.Event(), threading.Event(), threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._run, name="kos-checkpoint", daemon=True).start()
 
-    def put(self, tensor: np.ndarray) -> None:
+    def put(self, tensor: np.ndarray | None) -> None:
         """Hand over the next tensor, which nobody changes from now on. Waits while too many wait to be written."""
         self._tensors.put(tensor)
 
-    def end(self) -> None:
-        self._tensors.put(None)
-
-    def wait_written(self) -> None:
-        """Wait for this rank's files. Raises CheckpointError if they could not be written."""
-        self._written.wait()
-        self._raise()
-
-    def wait_published(self) -> None:
-        """Wait, on rank 0, until the checkpoint is there. Raises CheckpointError if it could not be made."""
-        self._done.wait()
-        self._raise()
+    def finish(self) -> None:
+        """Wait until the checkpoint is there. Collective: what failed on one rank is raised on all."""
+        try:
+            together(self._comm, partial(self._wait, self._written))
+            together(self._comm, partial(self._wait, self._done))
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
         """Stop as soon as the tensor under way is written. The checkpoint is whole or not there."""
@@ -80,7 +80,8 @@ class Saving:
         if self._rank == 0:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _raise(self) -> None:
+    def _wait(self, event: threading.Event) -> None:
+        event.wait()
         error = self._error
         if isinstance(error, OSError):
             where = f" on rank {self._rank}" * bool(self._others)
@@ -150,13 +151,21 @@ def write_tensors(path: Path, shapes: Mapping[str, Shape], tensors: Iterable[np.
     text += b" " * (-len(text) % 8)
     digest, size = hashlib.sha256(), 0
     with open(path, "wb") as file:
-        contents = (np.ascontiguousarray(tensor, "<f4").data.cast("B") for tensor in tensors)
-        for content in itertools.chain([memoryview(len(text).to_bytes(8, "little") + text)], contents):
+        first = memoryview(len(text).to_bytes(8, "little") + text)
+        for content in itertools.chain([first], _contents(tensors)):
             file.write(content)
             digest.update(content)
             size += len(content)
     sync(path)
     return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _contents(tensors: Iterable[np.ndarray]) -> Iterator[memoryview]:
+    """Their bytes, some rows at a time: a tensor may lie in another order in memory."""
+    for tensor in tensors:
+        rows = max(1, WRITTEN * len(tensor) // max(tensor.nbytes, 1))
+        for at in range(0, len(tensor), rows):
+            yield np.ascontiguousarray(tensor[at : at + rows], "<f4").data.cast("B")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

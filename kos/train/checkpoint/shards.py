@@ -64,7 +64,7 @@ class Shards:
         return {"metadata": {"total_size": size}, "weight_map": weight_map}
 
     def host_bytes(self, rank: int, all_at_once: bool) -> int:
-        """Host memory that a rank takes to save: its part of the state, or three tensors of it, and a tensor."""
+        """Host memory that a rank takes at most to save: a tensor, and either its part of the state or two more."""
         sizes = sorted((4 * math.prod(self.shapes[name]) for name in self.names(rank)), reverse=True)
         if not sizes:
             return 0

@@ -55,7 +55,10 @@ class ShardedState:
     # --- to files ------------------------------------------------------------------------------------
 
     def gather(self) -> Iterator[np.ndarray]:
-        """The tensors that this rank writes, whole, in host memory, in the order of ``Shards.contents``. Collective."""
+        """The tensors that this rank writes, whole, in host memory, in the order of ``Shards.contents``. Collective.
+
+        Their first dimension and the order of their elements are those of the tensor, not always their shape.
+        """
         for held in (self.optimizer.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
             yield from self._gather(held)
 
@@ -92,7 +95,7 @@ class ShardedState:
         return [room[shard * size : (shard + 1) * size] for shard in range(shards)]
 
     def _buckets(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array]]:
-        """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for tensor parallelism."""
+        """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""
         parallel, ops = self.parallel, self.ops
         parts = held.parts() if isinstance(held, Shard) else [
             (part, part) for part in (parallel.parts() if parallel.sharded else parallel.buckets)
@@ -174,7 +177,5 @@ class ShardedState:
 
 
 def _joined(parts: np.ndarray, shape: tuple[int, ...], dim: int | None) -> np.ndarray:
-    """The whole tensor of its tensor-parallel parts (shards, size)."""
-    if dim != 1:
-        return parts.reshape(shape)
-    return np.ascontiguousarray(parts.reshape(len(parts), shape[0], -1).swapaxes(0, 1)).reshape(shape)
+    """The whole tensor of its parts (shards, size). Parts of columns give a view (rows, shards, columns of a part)."""
+    return parts.reshape(len(parts), shape[0], -1).swapaxes(0, 1) if dim == 1 else parts.reshape(shape)

@@ -7,13 +7,14 @@ import time
 
 import numpy as np
 
+from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan
 from kos.train.engine.protocol import Between, StepResult
 from kos.train.engine.step import StepProgram
-from kos.train.model.gpt2 import TRANSPOSED, make_model
+from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import HEAD_ROWS, Llama, Weights
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
@@ -29,12 +30,12 @@ LONG = 1e10
 
 
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, local: Local, ranks: int, first: bool, shards: int = 1
+    config: TrainConfig, model: LlamaConfig, local: Local, ranks: int, first: bool, shards: int = 1, saved: int = 0
 ) -> MemoryPlan:
     """What a rank, one of ``ranks`` on this host, will need of its memory; what is small is left out.
 
-    The ``first`` of those that hold the same weights sums gradients in order and saves. With ZeRO-1 the moments are
-    in ``shards``, and whole on the first where they are saved.
+    The ``first`` of those that hold the same weights sums gradients in order. With ZeRO-1 the moments are in
+    ``shards``. ``saved`` bytes are on their way to files at once.
     """
     layers, D, up = len(local.layers), model.hidden_size, local.intermediate + local.up
     attended = (2 * local.heads + 2 * local.kv_heads) * model.head_dim + D + local.up
@@ -47,13 +48,11 @@ def plan_memory(
     trained = tokens * (layers * kept + 2 * D) + max(tokens * (again + up + D), head)
     evaluated = math.prod(eval_shape(config)) * (attended + normed + (3 * D if config.recompute == "none" else D))
     count = model.num_parameters(local)
-    turned = sum(math.prod(x) for name, x in model.parameter_shapes(local).items() if name.endswith(TRANSPOSED))
     uses = {
         "weights, gradients, both Adam moments": 8 * count + 8 * count // shards,
-        "weights and both Adam moments, to be saved": 12 * count * (shards > 1 and first),
         "gradients summed in order": 4 * count * (config.deterministic and first),
         "activations": 4 * max(trained, evaluated),
-        "matrices as they are saved": 4 * turned * first,
+        "tensors to be saved": saved,
     }
     free = free_memory() // ranks
     knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
@@ -79,7 +78,8 @@ class CpuEngine(StepProgram):
         local = model.local(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, mesh.pp.size)
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
-        plan = plan_memory(config, model, local, self.comm.local_size, group.rank == 0, shards)
+        saved = Shards(model, mesh.layout).host_bytes(self.comm.rank, config.save_async)
+        plan = plan_memory(config, model, local, self.comm.local_size, group.rank == 0, shards, saved)
         self.plan = together(self.comm, plan.check)
         self.model = make_model(model, numpy_ops, recompute=config.recompute, local=local)
         shapes, groups = model.parameter_shapes(local), model.fused_groups(local)
@@ -90,6 +90,7 @@ class CpuEngine(StepProgram):
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,
         )  # fmt: skip
+        self.state = self.make_state((local,))
         self.schedule = config.make_schedule()
         assert config.micro_batch_size is not None  # for_world has chosen it
         self.rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
@@ -118,21 +119,11 @@ class CpuEngine(StepProgram):
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}
 
-    def new_state(self) -> AdamW:
-        return super().new_state() if self.parallel.sharded else self.optimizer
-
     def draw_weights(self) -> None:
-        if self.comm.rank == 0:
-            self.model.config.init_weights(self.weights, self.config.seed)
-
-    def load(self, state: AdamW | None) -> None:
-        super().load(self.optimizer if state is None and self.comm.rank == 0 else state)  # which has the drawn weights
-
-    def state(self) -> AdamW | None:
-        if not self.parallel.sharded:
-            return self.optimizer
-        self.whole_weights()
-        return super().state()
+        if self.mesh.layout.ranks > self.mesh.layout.pp:
+            super().draw_weights()
+        else:  # the whole stage is this rank's
+            self.model.config.init_weights(self.weights, self.config.seed, *self.state.parts)
 
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""

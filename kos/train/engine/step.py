@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kos.train.checkpoint.huggingface import TensorFiles
+from kos.train.checkpoint.state import ShardedState
+from kos.train.config.options import TrainConfig
+from kos.train.engine import head_start
 from kos.train.model.llama import Llama, Weights
-from kos.train.model.parameters import Parameters, Shard
+from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local
 from kos.train.ops import Array
-from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Mesh
 
@@ -25,7 +29,10 @@ class StepProgram:
     gradients: Parameters
     parallel: DataParallel
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
+    config: TrainConfig
+    state: ShardedState
     accumulation_steps: int  # micro-batches of this rank
+    _drawn: np.ndarray | None = None  # this rank's share of the initial weights
     lookups = False  # whether the embedding's lookups are gathered instead of its gradient
 
     count: Array
@@ -74,21 +81,27 @@ class StepProgram:
     # --- state -----------------------------------------------------------------------------------------
 
     def make_state(self, parts: Sequence[Local]) -> ShardedState:
-        """Once the other attributes are there; ``parts`` are the layers of this rank."""
+        """Of a rank with these runs of layers, once the other attributes are there."""
         model, ops = self.model, self.model.ops
         return ShardedState(self.mesh, model.config, parts, self.optimizer, self.parallel, ops, model.arena)
 
     def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
         self.state.read(weights, moments, step)
 
-    def drawing_memory(self) -> Array:
-        """The gradients' memory, as fp32."""
-        return self.gradients.flat
+    def draw_weights(self) -> None:
+        model, seed, rank = self.model.config, self.config.seed, self.mesh.world.rank
+        self._drawn = head_start.weights(model, seed, self.mesh.layout, rank, len(self.state.parts)).result()
 
     def share_weights(self) -> None:
-        self.state.scatter(self.drawn, self.drawing_memory())
-        self.model.ops.zero(self.gradients.flat)
-        self.drawn = None
+        if self._drawn is not None:
+            self.state.scatter(self._drawn, self.spare_memory())
+            self.model.ops.zero(self.gradients.flat)
+        self._drawn = None
+        head_start.weights.cache_clear()
+
+    def spare_memory(self) -> Array:
+        """The gradients' memory, as fp32."""
+        return self.gradients.flat
 
     def whole_weights(self) -> Weights:
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""

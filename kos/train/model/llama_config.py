@@ -221,12 +221,12 @@ class LlamaConfig:
         frequencies = [self.rope_theta ** (-2 * i / d) for i in range(d // 2)]
         return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
 
-    def init_weights(self, weights: Parameters, seed: int) -> None:
+    def init_weights(self, weights: Parameters, seed: int, *parts: Local) -> None:
         """Norms at 1, biases at 0, the rest normal(0, initializer_range), ``residual`` over sqrt(2 L), as GPT-2.
 
         A tensor's values depend on ``seed``, its name and its shape alone; blocks of ``DRAWN`` are drawn side by side.
         """
-        self._draw(weights.flat, self._blocks(), seed, min(64, os.cpu_count() or 1))
+        self._draw(weights.flat, self._blocks(*parts), seed, min(64, os.cpu_count() or 1))
 
     def shares(self, ranks: int, *parts: Local) -> list[slice]:
         """The whole tensors of a pipeline stage, one after another, in a run for each rank, about equally long.
@@ -241,8 +241,9 @@ class LlamaConfig:
         return [slice(*ends[rank : rank + 2]) for rank in range(ranks)]
 
     def draw_share(
-        self, share: slice, seed: int, threads: int, unwanted: threading.Event | None = None, parts: Sequence[Local] = ()
-    ) -> np.ndarray:
+        self, share: slice, seed: int, threads: int, unwanted: threading.Event | None = None,
+        parts: Sequence[Local] = (),
+    ) -> np.ndarray:  # fmt: skip
         """The initial weights of a share, in fp32; not all of them once they are ``unwanted``.
 
         A tensor that is sharded by columns lies there part by part: any rank's part of any tensor is one run.

@@ -30,7 +30,7 @@ class Local(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a rank's part of a tensor lies: ``size`` from ``start`` on along ``dim``. It is all of it if that is None."""
+    """Where a rank's part of a tensor lies: ``size`` from ``start`` on along ``dim``; all of it if that is None."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
