@@ -75,7 +75,7 @@ class ShardedState:
                 placement, mine = self.placements[name], self.shards.writers[name] == here
                 if start == span.start and mine:
                     tensor = np.empty((placement.shards, span.stop - span.start), FLOAT32)
-                each = max(len(room) // placement.shards, 1)
+                each = len(room) // placement.shards if placement.shards > 1 else stop - start
                 for at in range(start, stop, each):
                     end = min(at + each, stop)
                     piece = values[at - bucket.start : end - bucket.start]
@@ -96,14 +96,14 @@ class ShardedState:
 
     def _buckets(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array]]:
         """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""
-        parallel, ops = self.parallel, self.ops
+        parallel, ops, tp = self.parallel, self.ops, self.mesh.tp.size
         parts = held.parts() if isinstance(held, Shard) else [
             (part, part) for part in (parallel.parts() if parallel.sharded else parallel.buckets)
         ]
         largest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
         with ops.step(self.arena):
             whole = self.arena.take((largest,), FLOAT32)
-            room = self.arena.take((largest if self.mesh.tp.size > 1 else 0,), FLOAT32)
+            room = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
             for bucket, (part, local) in zip(parallel.buckets, parts, strict=True):
                 values = whole[: bucket.stop - bucket.start]
                 mine = values[part.start - bucket.start : part.stop - bucket.start]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from kos.comm.communicator import Communicator
@@ -104,7 +103,7 @@ class Mesh:
             self._groups[names] = group
         return Axis(group.rank, group.size, group)
 
-    @cached_property
+    @property
     def stage(self) -> Axis:
         """dp, cp and tp: the ranks of a pipeline stage. The first use is collective."""
         return self._axis("dp", "cp", "tp")
