@@ -195,7 +195,8 @@ def interleaved(stages: int, micro_batches: int, chunks: int = 2) -> Schedule:
 def zero_bubble(stages: int, micro_batches: int) -> Schedule:
     """ZB-H1: 1F1B with split backwards. The stage before waits for I only, and W fills the time of waiting.
 
-    Rank r runs W r micro-batches late and so keeps ``stages`` activations: what rank 0 of 1F1B keeps.
+    Rank r runs W r micro-batches late and so keeps ``stages`` activations: what rank 0 of 1F1B keeps. From I to W the
+    gradients of each layer's outputs are kept as well.
     """
     every = [0] * micro_batches
     return _schedule("zero-bubble", stages, micro_batches, lambda rank: _split_backwards(
