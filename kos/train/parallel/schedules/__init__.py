@@ -10,10 +10,11 @@ schedule           bubble                        activations of rank r   what is
 =================  ============================  ======================  =========================================
 ``gpipe``          (p - 1) (F + I + W)           m                       micro-batches
 ``1f1b``           (p - 1) (F + I + W)           p - r                   a backward as soon as its gradient comes
-``interleaved``    (p - 1) (F + I + W) / chunks  p + (p - 1 - 2 r) / c   c chunks a rank: short stages, short waits
-``zero-bubble``    (p - 1) (F + I - W)           p                       W runs where a rank would wait
+``interleaved``    (p - 1) (F + I + W) / c       p + (p - 1 - 2 r) / c   c chunks a rank: short stages, short waits
+``zero-bubble``    (p - 1) (F + I - W) *         p                       W runs where a rank would wait
 ``zero-bubble-v``  (p - 1) F / 2 if F = I = W    p                       both, with two chunks a rank
 =================  ============================  ======================  =========================================
+(* if W is not longer than F and I)
 
 A schedule is data: a list of actions for each rank. ``verify`` proves it, ``timeline.simulate`` predicts its times, and
 ``python -m kos.train.parallel.schedules 1f1b --stages 4 --micro-batches 8`` draws it.
