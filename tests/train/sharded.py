@@ -13,9 +13,10 @@ from kos.testing import spawn
 from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.checkpoint.shards import MOMENTS
 from kos.train.checkpoint.state import ShardedState
-from kos.train.data.tokenizers import ByteTokenizer, Tokenizer
+from kos.train.data.tokenizers import ByteTokenizer
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
+from kos.train.model.shapes import Stages
 from kos.train.ops import numpy as numpy_ops
 from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.data import DataParallel
@@ -35,14 +36,21 @@ def whole_state(model: LlamaConfig, seed: int = 0) -> Whole:
     }
 
 
+def stages_of(ranks: int, chunks: int = 1, v_shape: bool = False) -> Stages:
+    """Of an interleaved pipeline, or of one whose second chunk goes back from the last rank to the first."""
+    if v_shape and chunks == 2:
+        return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+    return tuple(tuple(range(rank, chunks * ranks, ranks)) for rank in range(ranks))
+
+
 def make_state(
-    comm: Communicator, model: LlamaConfig, layout: Layout | None = None, *, chunks: int = 1, zero: bool = False,
-    master_shards: bool = False, bucket_bytes: int = 4 << 20,
+    comm: Communicator, model: LlamaConfig, layout: Layout | None = None, *, chunks: int = 1, v_shape: bool = False,
+    zero: bool = False, master_shards: bool = False, bucket_bytes: int = 4 << 20,
 ) -> ShardedState:  # fmt: skip
     """That of zeros. With ``zero`` and ``master_shards`` a rank's weights are a Shard, as on GPUs."""
     mesh = Mesh(comm, layout)
-    group = mesh.gradients
-    parts = model.chunks(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, mesh.pp.size, chunks)
+    group, stages = mesh.gradients, stages_of(mesh.layout.pp, chunks, v_shape)
+    parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
     sharded = zero and group.size > 1
     multiple = 8 * group.size if sharded else 1
     weights = Parameters(model.parameter_shapes(*parts), groups=model.fused_groups(*parts), multiple=multiple)
@@ -50,7 +58,7 @@ def make_state(
     optimizer: Any = AdamW(weights, parts=parallel.parts() if sharded else None)
     if sharded and master_shards:
         optimizer.weights = optimizer.exp_avg.like()
-    return ShardedState(mesh, model, parts, optimizer, parallel, numpy_ops, Arena())
+    return ShardedState(mesh, model, stages, optimizer, parallel, numpy_ops, Arena())
 
 
 def expected_of(state: ShardedState, whole: Whole, name: str) -> np.ndarray:
@@ -128,7 +136,6 @@ def assert_loads_in(layout: Layout, path: Path, model: LlamaConfig, whole: Whole
     spawn(run, layout.ranks, timeout=100)
 
 
-def save_alone(folder: Path, model: LlamaConfig, step: int, seed: int = 0, *, keep: int = 99, before: int | None = None) -> Path:
+def save_alone(folder: Path, model: LlamaConfig, step: int, seed: int = 0, **options: Any) -> Path:
     """The state that follows from ``seed``, saved by one rank."""
-    options = {"config": {"seed": seed}, "keep": keep, "before": step if before is None else before}
-    return save_in(Layout(), folder, step, model, whole_state(model, seed), options)
+    return save_in(Layout(), folder, step, model, whole_state(model, seed), {"config": {"seed": seed}, **options})

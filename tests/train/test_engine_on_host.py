@@ -208,10 +208,12 @@ def test_each_rank_draws_a_share_of_the_initial_weights(emulated, text, tmp_path
         trainer = Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm))
         expected = Parameters(trainer.model_config.parameter_shapes())
         trainer.model_config.init_weights(expected, seed)
-        state = trainer.engine.state()
+        state = trainer.engine.state
+        names, tensors = state.shards.names(comm.rank), [*state.gather()]
         assert not on_host(trainer.engine.gradients.flat).any(), "the weights came through here"
-        if state is not None:
-            assert np.array_equal(state.weights.flat, expected.flat) and not state.exp_avg.flat.any()
+        assert len(tensors) == 3 * len(names)
+        assert all(np.array_equal(expected[name], tensor) for name, tensor in zip(names, tensors, strict=False))
+        assert not any(moment.any() for moment in tensors[len(names) :])
 
     spawn(run, ranks, timeout=100)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Shape
+from kos.train.model.shapes import Stages
 from kos.train.parallel.mesh import Layout
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -21,21 +22,19 @@ STATES = 3
 
 class Shards:
     """``writers`` names the rank that writes each tensor; ``shapes`` are those of the whole tensors.
-
-    ``chunks`` is the number of runs of layers that a rank holds (an interleaved pipeline).
     """
 
-    def __init__(self, model: LlamaConfig, layout: Layout, chunks: int = 1) -> None:
+    def __init__(self, model: LlamaConfig, layout: Layout, stages: Stages) -> None:
         self.shapes: Mapping[str, Shape] = model.parameter_shapes()
         self.writers: dict[str, int] = {}
-        for stage in range(layout.pp):
-            names = model.placements(*model.chunks(0, layout.tp, stage, layout.pp, chunks))
+        for pp in range(layout.pp):
+            names = model.placements(*model.parts(0, layout.tp, pp, stages))
             sizes = {name: math.prod(self.shapes[name]) for name in names if name not in self.writers}
             given = [0] * (layout.ranks // layout.pp)
             for name in sorted(sizes, key=lambda name: -sizes[name]):
                 rank = given.index(min(given))
                 given[rank] += sizes[name]
-                self.writers[name] = layout.rank({"pp": stage}) + rank
+                self.writers[name] = layout.rank({"pp": pp}) + rank
         self.ranks = sorted(set(self.writers.values()))
         """The ranks that write any."""
 

@@ -18,7 +18,7 @@ from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.shards import MOMENTS, Shards
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters, Shard
-from kos.train.model.shapes import Local
+from kos.train.model.shapes import Stages
 from kos.train.ops import Array
 from kos.train.parallel.data import DataParallel
 from kos.train.parallel.mesh import Mesh
@@ -37,20 +37,21 @@ class Optimizer(Protocol):
 
 
 class ShardedState:
-    """The state of ``optimizer``, in the layout of ``parallel.gradients``, which is that of the model's ``parts``.
+    """The state of ``optimizer``, in the layout of ``parallel.gradients``: that of this rank's ``stages``.
 
-    ``ops`` is the dialect of its arrays, ``arena`` idle memory between steps: ``staging`` elements in fp32 of it.
+    ``ops`` is the dialect of its arrays. ``arena``, idle between steps, takes a bucket in fp32, or two with ``tp``.
     """
 
     def __init__(
-        self, mesh: Mesh, model: LlamaConfig, parts: Sequence[Local], optimizer: Optimizer, parallel: DataParallel,
+        self, mesh: Mesh, model: LlamaConfig, stages: Stages, optimizer: Optimizer, parallel: DataParallel,
         ops: Any, arena: Arena,
     ) -> None:  # fmt: skip
-        self.mesh, self.model, self.parts, self.optimizer, self.parallel = mesh, model, parts, optimizer, parallel
+        self.mesh, self.model, self.optimizer, self.parallel = mesh, model, optimizer, parallel
         self.ops, self.arena = ops, arena
-        self.placements = model.placements(*parts)
+        self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
+        self.placements = model.placements(*self.parts)
         self.spans = parallel.gradients.spans
-        self.shards = Shards(model, mesh.layout, len(parts))
+        self.shards = Shards(model, mesh.layout, stages)
 
     # --- to files ------------------------------------------------------------------------------------
 

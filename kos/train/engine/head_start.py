@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from kos.train.config.options import TrainConfig
     from kos.train.model.llama_config import LlamaConfig
+    from kos.train.model.shapes import Stages
     from kos.train.parallel.mesh import Layout
 
 DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
@@ -89,7 +90,8 @@ def begin(config: TrainConfig, model: LlamaConfig | None, load_engine: Callable[
 
         with suppress(ConfigError):
             layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
-            weights(model, config.seed, layout, rank)
+            if layout.pp == 1:
+                weights(model, config.seed, layout, rank)
 
 
 def _load(loading: threading.Event) -> None:
@@ -113,14 +115,13 @@ def _load(loading: threading.Event) -> None:
 
 
 @lru_cache(maxsize=1)
-def weights(model: LlamaConfig, seed: int, layout: Layout, rank: int, chunks: int = 1) -> Future[np.ndarray]:
-    """The rank's share of its stage's initial weights, drawn from the first call on; ``cache_clear`` lets go.
-
-    ``chunks`` is the number of runs of layers that a rank holds.
-    """
+def weights(
+    model: LlamaConfig, seed: int, layout: Layout, rank: int, stages: Stages = ((0,),)
+) -> Future[np.ndarray]:
+    """The rank's share of the initial weights of its stages, drawn from the first call on; ``cache_clear`` frees it."""
     unwanted.clear()
     at, ranks = layout.coordinates(rank), layout.ranks // layout.pp
-    parts = model.chunks(at["tp"], layout.tp, at["pp"], layout.pp, chunks)
+    parts = model.parts(at["tp"], layout.tp, at["pp"], stages)
     threads = max(1, len(os.sched_getaffinity(0)) // layout.ranks - 1)
     share = model.shares(ranks, *parts)[rank % ranks]  # pp is the outermost axis
     return ThreadPoolExecutor(1).submit(model.draw_share, share, seed, threads, unwanted, parts)

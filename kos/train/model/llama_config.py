@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kos.errors import ConfigError
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local, Placement, split_layers
+from kos.train.model.shapes import Local, Placement, Stages, split_layers
 
 DRAWN = 1 << 26  # initial weights that have a random generator of their own: half a second of one core
 
@@ -147,12 +147,10 @@ class LlamaConfig:
             range(tp_rank * rows, (tp_rank + 1) * rows), pp_rank == 0, pp_rank == pp - 1, tp_rank, tp,
         )  # fmt: skip
 
-    def chunks(
-        self, tp_rank: int = 0, tp: int = 1, pp_rank: int = 0, pp: int = 1, chunks: int = 1
-    ) -> tuple[Local, ...]:
-        """The parts of one rank whose stage is ``chunks`` runs of layers, as an interleaved pipeline has them."""
-        stages = range(pp_rank, pp * chunks, pp)
-        return tuple(self.local(tp_rank, tp, stage, pp * chunks) for stage in stages)
+    def parts(self, tp_rank: int, tp: int, pp_rank: int, stages: Stages) -> tuple[Local, ...]:
+        """Of one rank, a stage each."""
+        count = sum(map(len, stages))
+        return tuple(self.local(tp_rank, tp, stage, count) for stage in stages[pp_rank])
 
     def placements(self, *parts: Local) -> dict[str, Placement]:
         """Name -> where a rank's part of the tensor lies, in the order in which the backward finishes the gradients.

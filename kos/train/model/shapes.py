@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+Stages = tuple[tuple[int, ...], ...]
+"""Of each rank of a pipeline, the stages of the model that it holds."""
+
 
 class Local(NamedTuple):
     """Shapes of one rank's part: its stage's layers, and of each layer its tensor-parallel part.

@@ -20,6 +20,10 @@ class ContextParallel:
         """Where in the whole sequence the ``tokens`` of this rank stand."""
         return range(tokens)
 
+    def take(self, tokens: Array) -> Array:
+        """This rank's tokens of (B, T)."""
+        return tokens
+
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
         """As ``Ops.attention``, over the keys and values of all ranks."""
         self.ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
