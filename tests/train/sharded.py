@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from kos.comm.communicator import Communicator
 from kos.memory.arena import Arena
@@ -134,6 +135,13 @@ def assert_loads_in(layout: Layout, path: Path, model: LlamaConfig, whole: Whole
         assert_holds(state, whole)
 
     spawn(run, layout.ranks, timeout=100)
+
+
+def tensors_of_run(out: Path) -> dict[str, bytes]:
+    """All that a run has trained, by name, whichever ranks wrote it."""
+    files = checkpoint.find(out).path.glob("*.safetensors")
+    tensors = {name: tensor.tobytes() for file in files for name, tensor in load_file(file).items()}
+    return dict(sorted(tensors.items()))
 
 
 def save_alone(folder: Path, model: LlamaConfig, step: int, seed: int = 0, **options: Any) -> Path:
