@@ -15,6 +15,7 @@ import pytest
 from kos import cuda
 from kos.train.tools.metrics import read_metrics
 from tests.train.beside_torch import losses_beside_torch
+from tests.train.sharded import tensors_of_run
 
 GPUS = len(cuda.visible_devices())
 MPIRUN = shutil.which("mpirun")
@@ -30,7 +31,6 @@ FLOAT32 = ["--dtype", "float32", "--steps", 50, "--lr", "1e-3"]
 
 TAKEN = """
 from kos.cuda import driver
-from tests.train.sharded import tensors_of_run
 driver.set_device(0)
 free, total = driver.call(driver.cu.cuMemGetInfo)
 print(total - free)
