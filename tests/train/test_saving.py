@@ -85,9 +85,9 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all(
     spawn(run, 2, timeout=100)
     assert len(errors) == 2 and len(set(errors)) == 1
     at = min(failing + 2 * beside, 6)
-    for said in (f"after step {at}: ", f"step-{failing}: expected to write a checkpoint on rank 1, got ", "No space left",
-                 f"the last checkpoint, of step {failing - 2}, is good"):  # fmt: skip
-        assert said in errors[0]
+    assert f"after step {at}: " in errors[0] and "No space left" in errors[0]
+    assert f"step-{failing}: expected to write a checkpoint on rank 1, got " in errors[0]
+    assert f"the last checkpoint, of step {failing - 2}, is good" in errors[0]
     assert checkpoint.find(tmp_path).step == failing - 2
     assert not [path.name for path in (tmp_path / "checkpoints").iterdir() if f"step-{failing}" in path.name]
 
@@ -108,12 +108,12 @@ def test_an_error_of_all_waits_for_the_checkpoint_before(text: Path, tmp_path: P
 
     monkeypatch.setattr(CpuEngine, "start_step", poisoned)
     monkeypatch.setattr(saving, "write_tensors", late)
-    with pytest.raises(TrainingError, match="step 4: expected a finite loss, got nan .*; the checkpoints before it are of"):
+    with pytest.raises(TrainingError, match="step 4: expected a finite loss, .*; the checkpoints before it are of"):
         _train(text, tmp_path, 2, save_async=True, **{**SHORT, "save_every": 3})
     assert checkpoint.find(tmp_path).step == 3
 
 
-@pytest.mark.parametrize("layouts", [[{"dp": 2, "tp": 2, "pp": 2, "zero": 1}, {"tp": 4}, {}, {"pp": 2, "cp": 2}]])
+@pytest.mark.parametrize("layouts", [[{"dp": 2, "tp": 2, "pp": 2, "zero": 1}, {"tp": 4}, {}, {"pp": 2, "dp": 2}]])
 def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[dict[str, int]]) -> None:
     """The curve of one rank, in whatever layout each part of it is computed."""
     model = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -125,7 +125,8 @@ def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[d
         _train(text, tmp_path / "parts", ranks, **{**how, **layout, "steps": 2 * part, "resume": "auto"})
     rows = read_metrics(tmp_path / "parts" / "metrics.jsonl")
     np.testing.assert_allclose(_losses(rows), _losses(whole), rtol=1e-5)
-    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == [f"step-{n}" for n in (2, 4, 6, 8)]
+    saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert saved == ["step-2", "step-4", "step-6", "step-8"]
 
 
 CODE = """if True:
@@ -137,13 +138,17 @@ CODE = """if True:
         os.chdir(os.environ.get("RANK_1", "."))
     sys.exit(main())
 """
-FLAGS = ["--hidden-size=32", "--num-hidden-layers=2", "--num-attention-heads=4", "--num-key-value-heads=2", "--seq-len=32",
-         "--intermediate-size=48", "--batch-size=4", "--eval-batches=0", "--sample-tokens=0", "--device=cpu"]  # fmt: skip
+FLAGS = [
+    "--hidden-size=32", "--num-hidden-layers=2", "--num-attention-heads=4", "--num-key-value-heads=2", "--seq-len=32",
+    "--intermediate-size=48", "--batch-size=4", "--eval-batches=0", "--sample-tokens=0", "--device=cpu",
+]  # fmt: skip
 
 
 @needs_mpirun
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_leaves_whole_checkpoints(text: Path, tmp_path: Path, killed: int, rng: np.random.Generator) -> None:
+def test_a_killed_rank_leaves_whole_checkpoints(
+    text: Path, tmp_path: Path, killed: int, rng: np.random.Generator
+) -> None:
     flags = [*FLAGS, "--data", text, "--out", tmp_path, "--save-every=1", "--save-async", "--zero=1", "--steps=100000"]
     command = [MPIRUN, "-n", "2", sys.executable, "-c", CODE, *flags, "--keep=3"]
     process = subprocess.Popen(
@@ -169,9 +174,8 @@ def test_a_killed_rank_leaves_whole_checkpoints(text: Path, tmp_path: Path, kill
     found = {path.name: checkpoint.verify(path).step for path in (tmp_path / "checkpoints").glob("*step-*")}
     assert max(found.values()) >= last - 2, (found, last)
     step = max(found.values())
-    rest = run_program(
-        sys.executable, "-m", "kos.train", *map(str, flags[:-1]), "--resume=auto", f"--steps={step + 1}", env=ENVIRONMENT
-    )
+    command = [sys.executable, "-m", "kos.train", *flags[:-1], "--resume=auto", f"--steps={step + 1}"]
+    rest = run_program(*map(str, command), env=ENVIRONMENT)
     assert rest.returncode == 0, rest.stderr
     left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
     assert f"step-{step + 1}" in left and not [name for name in left if name.startswith(".")]
@@ -184,11 +188,11 @@ def test_a_folder_that_a_rank_does_not_see(text: Path, tmp_path: Path) -> None:
     environment = {**ENVIRONMENT, "RANK_1": str(tmp_path / "elsewhere"), "PYTHONPATH": os.getcwd()}
     command = [MPIRUN, "-n", "2", sys.executable, "-c", CODE, *FLAGS, "--data", str(text), "--steps=1"]
     done = run_program(*command, "--out=run", env=environment, cwd=tmp_path)
-    error = "kos: error: --out run: expected a folder that all ranks share, for each writes its part of a checkpoint; "
-    assert error + "on rank 1 got [Errno 2]" in done.stderr and done.returncode == 2, done.stderr
+    error = "--out run: expected a folder that all ranks share, for each writes its part of a checkpoint; on rank 1 got"
+    assert f"kos: error: {error} [Errno 2]" in done.stderr and done.returncode == 2, done.stderr
     assert done.stderr.count("kos: error") == 1
     _train(text, tmp_path / "first", steps=1, eval_batches=0, sample_tokens=0)
     source = checkpoint.find(tmp_path / "first").path.relative_to(tmp_path)
-    done = run_program(*command, f"--init-from={source}", env=environment, cwd=tmp_path)
+    done = run_program(*command, f"--resume={source}", "--out=second", env=environment, cwd=tmp_path)
     assert f"{source}: expected a folder that all ranks see, got none on rank 1" in done.stderr, done.stderr
     assert done.returncode == 1 and done.stderr.count("kos: error") == 1
