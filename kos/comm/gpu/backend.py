@@ -122,7 +122,8 @@ class DeviceBackend(Backend):
         return False
 
     def details(self) -> list[tuple[str, str, str]]:
-        shared = ("shared memory", "no" if self.shared.calls is None else "in use", self.shared.segment)
+        calls = self.shared.calls
+        shared = ("shared memory", "no" if calls is None or calls.segment.size == 1 else "in use", self.shared.segment)
         return [shared] if self.table is None else [shared, ("tuning table", "in use", self.table.source)]
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
@@ -334,13 +335,14 @@ class DeviceBackend(Backend):
     def inspect(self, o: Call) -> None:
         """Raise for what the library, or a kernel, has found wrong."""
 
-    def confirm(self, o: Call) -> None:
-        """Compare the calls so far with those of the other ranks, before ``o`` that another backend carries."""
+    def confirm(self, calls: Sequence[Call]) -> None:
+        """Compare the calls so far with those of the other ranks, before ``calls`` that another backend carries."""
         try:
             if self.broken is None:
                 self.shared.confirm()
+                self.shared.note(calls)
         except Exception as error:
-            self._raise(o, error)
+            self._raise(calls[0], error)
 
     def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""
@@ -577,8 +579,10 @@ class DeviceBackend(Backend):
 
     def close(self) -> None:
         self.unwatch()
-        self.shared.close()
-        self._scratch.close()
+        try:
+            self.shared.close(orderly=True)
+        finally:
+            self._scratch.close()
 
 
 def is_captured(stream: int) -> bool:

@@ -1,7 +1,7 @@
 """What the backends of one communicator share on a GPU: its streams, the comparison of its calls, and its failure.
 
 Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the backend
-for host memory where there is one, else its own.
+for host memory where there is one, else its own.  Between hosts the first rank of each sends notices (``hosts.py``).
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from kos.comm.backend import Backend
 from kos.comm.failures import EndedEarly, Ledger, again
+from kos.comm.gpu.hosts import HostCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import ABORTED, Calls, open_segment
+from kos.comm.host.shared import ABORTED, Calls, Segment, open_segment, own_segment
 from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveTimeout, KosError, RankLost
@@ -44,16 +46,48 @@ class Shared:
         self._look_at = 0.0  # when the watchdog looks for such ranks again
         self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it first did
         self.broken: KosError | None = None
-        if isinstance(host, HostBackend) and host.calls is not None:
+        if isinstance(host, HostBackend):
             self.calls, self.segment = host.calls, host.shared_memory
         elif rendezvous.size > 1:
             segment, self.segment = open_segment(rendezvous)
-            if segment is not None:
-                self.calls, self._owns_calls = Calls(segment, ledger), True
-                at_exit(self)
+            self._own(segment)
+        self._hosts = self._between_hosts(rendezvous)
+
+    def _own(self, segment: Segment | None) -> None:
+        if segment is not None:
+            self.calls, self._owns_calls = Calls(segment, self.ledger), True
+            at_exit(self)
+
+    def _between_hosts(self, rendezvous: Rendezvous) -> HostCalls | None:
+        """The comparison with other hosts, on the first rank of each host.  Collective if there are several.
+
+        Each is connected with those 1, 2, 4, … hosts away, so that a failure reaches all of many hosts in few steps.
+        """
+        if rendezvous.size == (self.calls.segment.size if self.calls is not None else 1):
+            return None
+        mine = self.calls.segment.ranks[0] if self.calls is not None else rendezvous.rank
+        firsts = sorted({int(rank) for rank in rendezvous.allgather(str(mine).encode())})
+        at, count = firsts.index(mine), len(firsts)
+        others = {firsts[(at + step) % count] for k in range(count.bit_length()) for step in (1 << k, -1 << k)} - {mine}
+        notices = rendezvous.open_notices(others if mine == rendezvous.rank else ())
+        if notices is None or mine != rendezvous.rank:
+            return None
+        if self.calls is None:
+            self._own(own_segment(mine))
+        assert self.calls is not None
+        return HostCalls(self.calls, mine, others, notices)
+
+    def note(self, calls: Sequence[Call]) -> None:
+        """Publish calls that a backend without a segment carries: they have numbers too."""
+        if self.calls is not None and self._owns_calls:
+            for each in calls:
+                if each.collective:
+                    self.calls.announce(each)
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
+        if self._hosts is not None and self._hosts.urgent:
+            self._hosts.send()
         if self.calls is not None and self.last is not None:
             self.compare_at = self.last.sequence + _UNCONFIRMED
             self._confirmed = self.calls.compare(self.last, self._confirmed)
@@ -72,6 +106,7 @@ class Shared:
         if calls is None:
             return
         self.confirm()
+        self._exchange()
         calls.raise_failure(calls.begun - 1)
         now = time.monotonic()
         if now < self._look_at:
@@ -87,6 +122,12 @@ class Shared:
             pass
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
+
+    def _exchange(self) -> None:
+        """Compare the calls with those of other hosts, and exchange failures."""
+        if self._hosts is not None and self.last is not None:
+            self._hosts.send()
+            self._hosts.receive(self.last.group)
 
     def last_of(self, backend: Backend) -> Call | None:
         """The last collective, if ``backend`` carries it and it does not end before all have come."""
@@ -113,6 +154,7 @@ class Shared:
             return error
         try:
             if isinstance(error, EndedEarly):
+                self._exchange()
                 calls.raise_failure(sys.maxsize)  # of any call: it ended this one
             if o.collective and o.sequence >= 0:  # else a wait, which was no call
                 calls.check(o)
@@ -148,13 +190,19 @@ class Shared:
         """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
         reported = self.ledger.shared(failure, lost)
         if self.calls is not None:
-            self.calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self.calls.begun)
+            self._fail(reported, o.sequence if o.collective and o.sequence >= 0 else self.calls.begun)
+
+    def _fail(self, failure: KosError, sequence: int) -> None:
+        if self.calls is not None:
+            self.calls.fail(failure, sequence)
+        if self._hosts is not None:
+            self._hosts.send()
 
     def post_end(self, reason: str) -> None:
         """Before an abort: the other ranks may wait for any of what this one has queued."""
         if self.calls is not None:
             end = self.ledger.end(reason, self.ledger.cause(self.broken, self.calls.killed()))
-            self.calls.fail(end, 0 if self.streams.keepers else self.calls.begun)
+            self._fail(end, 0 if self.streams.keepers else self.calls.begun)
 
     def report_end(self, reason: str) -> None:
         """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
@@ -162,9 +210,14 @@ class Shared:
             self.post_end(reason)
             self.calls.mark_closed(ABORTED)
 
-    def close(self) -> None:
-        """Leave the segment."""
+    def close(self, orderly: bool = False) -> None:
+        """Leave the segment.  If ``orderly``, raises CollectiveMismatch if the last calls of another host differ."""
         closed(self)
-        calls, self.calls = self.calls, None
-        if calls is not None and self._owns_calls:
-            calls.close()
+        hosts, self._hosts = self._hosts, None
+        try:
+            if hosts is not None:
+                hosts.close(self.last.group if orderly and self.last is not None else "")
+        finally:
+            calls, self.calls = self.calls, None
+            if calls is not None and self._owns_calls:
+                calls.close()

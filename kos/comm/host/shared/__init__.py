@@ -3,6 +3,8 @@
 from kos.comm.host.shared.board import SharedBoard
 from kos.comm.host.shared.calls import ABORTED, Calls
 from kos.comm.host.shared.collectives import SharedCollectives
-from kos.comm.host.shared.segment import Segment, open_segment
+from kos.comm.host.shared.segment import RING, Segment, open_segment, own_segment
 
-__all__ = ["ABORTED", "Calls", "Segment", "SharedBoard", "SharedCollectives", "open_segment"]
+__all__ = [
+    "ABORTED", "RING", "Calls", "Segment", "SharedBoard", "SharedCollectives", "open_segment", "own_segment",
+]  # fmt: skip

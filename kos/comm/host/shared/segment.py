@@ -161,6 +161,13 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     return segment, f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
 
 
+def own_segment(rank: int) -> Segment:
+    """A segment of this rank alone, whose calls are compared with those of other hosts."""
+    file = os.memfd_create("kos", os.MFD_CLOEXEC)
+    os.ftruncate(file, _Layout(1).total)
+    return Segment(file, [rank], 0)
+
+
 def started(pid: int) -> int:
     """When the process started, in clock ticks since boot; 0 if it has ended or is a zombie.
 
