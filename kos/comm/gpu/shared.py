@@ -1,7 +1,7 @@
 """What the backends of one communicator share on a GPU: its streams, the comparison of its calls, and its failure.
 
 Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the backend
-for host memory where there is one, else its own.  Between hosts the first rank of each sends notices (``hosts.py``).
+for host memory where there is one, else its own.  Between hosts the first rank of each sends its calls to the others.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 from kos.comm.backend import Backend
 from kos.comm.failures import EndedEarly, Ledger, again
-from kos.comm.gpu.hosts import HostCalls
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import ABORTED, Calls, Segment, open_segment, own_segment
+from kos.comm.host.shared import ABORTED, Calls, HostCalls, Segment, first_ranks, open_segment, own_segment
 from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveTimeout, KosError, RankLost
@@ -59,16 +58,11 @@ class Shared:
             at_exit(self)
 
     def _between_hosts(self, rendezvous: Rendezvous) -> HostCalls | None:
-        """The comparison with other hosts, on the first rank of each host.  Collective if there are several.
-
-        Each is connected with those 1, 2, 4, … hosts away, so that a failure reaches all of many hosts in few steps.
-        """
+        """The comparison with other hosts, on the first rank of each host.  Collective if there are several."""
         if rendezvous.size == (self.calls.segment.size if self.calls is not None else 1):
             return None
         mine = self.calls.segment.ranks[0] if self.calls is not None else rendezvous.rank
-        firsts = sorted({int(rank) for rank in rendezvous.allgather(str(mine).encode())})
-        at, count = firsts.index(mine), len(firsts)
-        others = {firsts[(at + step) % count] for k in range(count.bit_length()) for step in (1 << k, -1 << k)} - {mine}
+        others = first_ranks(rendezvous, mine)
         notices = rendezvous.open_notices(others if mine == rendezvous.rank else ())
         if notices is None or mine != rendezvous.rank:
             return None
@@ -86,8 +80,6 @@ class Shared:
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
-        if self._hosts is not None and self._hosts.urgent:
-            self._hosts.send()
         if self.calls is not None and self.last is not None:
             self.compare_at = self.last.sequence + _UNCONFIRMED
             self._confirmed = self.calls.compare(self.last, self._confirmed)
@@ -126,8 +118,9 @@ class Shared:
     def _exchange(self) -> None:
         """Compare the calls with those of other hosts, and exchange failures."""
         if self._hosts is not None and self.last is not None:
-            self._hosts.send()
-            self._hosts.receive(self.last.group)
+            with self.lock:
+                self._hosts.send()
+                self._hosts.receive(self.last.group)
 
     def last_of(self, backend: Backend) -> Call | None:
         """The last collective, if ``backend`` carries it and it does not end before all have come."""
@@ -196,7 +189,8 @@ class Shared:
         if self.calls is not None:
             self.calls.fail(failure, sequence)
         if self._hosts is not None:
-            self._hosts.send()
+            with self.lock:
+                self._hosts.send()
 
     def post_end(self, reason: str) -> None:
         """Before an abort: the other ranks may wait for any of what this one has queued."""

@@ -79,13 +79,13 @@ class MPINotices:
     def send(self, notice: list[Any]) -> None:
         data = np.frombuffer(json.dumps([self._name, notice]).encode(), np.uint8)
         with contextlib.suppress(self._MPI.Exception):  # a rank is lost
-            for rank in self._ranks:
+            for rank in [] if self._MPI.Is_finalized() else self._ranks:
                 keep_unfinished(self._comm.Isend([data, self._MPI.BYTE], rank, self._tag))
 
     def receive(self) -> list[list[Any]]:
-        MPI, arrived = self._MPI, []
+        MPI, arrived = self._MPI, list[Any]()
         with contextlib.suppress(MPI.Exception):
-            while (probed := self._comm.Improbe(MPI.ANY_SOURCE, self._tag, self._status)) is not None:
+            while not MPI.Is_finalized() and (probed := self._comm.Improbe(tag=self._tag, status=self._status)):
                 data = bytearray(self._status.Get_count())
                 probed.Recv([data, MPI.BYTE])
                 arrived.append(json.loads(data))

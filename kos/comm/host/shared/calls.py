@@ -114,12 +114,12 @@ class Calls(Fingerprints):
             self.raise_failure(o.sequence)
         return max(first, through)
 
-    def since(self, first: int) -> tuple[int, bytes]:
-        """The ring's entries of this rank's calls from the ``first``-th on, and the first call that is still kept."""
-        end = self.begun
-        ring = self._words[self._ring : self._ring + RING].tobytes() * 2
-        first = min(max(first, self.begun - RING + 1), end)  # the program may have overwritten some meanwhile
-        return first, ring[8 * (first % RING) : 8 * (first % RING + end - first)]
+    def since(self, first: int) -> tuple[int, list[int]]:
+        """The fingerprints of this rank's calls from the ``first``-th on, and the first call that is still kept."""
+        words, ring, end = self._words, self._ring, self.begun
+        marks = [words[ring + sequence % RING] - sequence for sequence in range(max(first, end - RING), end)]
+        kept = min(max(first, self.begun - RING + 1), end)  # the program may have overwritten some meanwhile
+        return kept, marks[len(marks) - (end - kept) :]
 
     @property
     def begun(self) -> int:
