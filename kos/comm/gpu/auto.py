@@ -141,7 +141,7 @@ class AutoBackend(Backend):
     def start(self, call: Call) -> Work[Any] | None:
         part: Any = call.route.backend  # type: ignore[union-attr]
         if part is self.host:
-            self._compare((call,))
+            self._compare(call)
         if (part is self.host or self.host.broken is not None) and self.broken is not None:
             self.refuse(call)
         if part is not self.host:
@@ -152,9 +152,9 @@ class AutoBackend(Backend):
         work: Work[Any] | None = part.start(call)
         return work
 
-    def _compare(self, calls: Sequence[Call]) -> None:
-        """Compare the calls on GPUs before some in host memory: the later of two ranks that differ finds it."""
-        self.gpus[0].confirm(calls)
+    def _compare(self, o: Call) -> None:
+        """Compare the calls on GPUs before one in host memory: the later of two ranks that differ finds it."""
+        self.gpus[0].confirm(o)
 
     def _order_backends(self, part: DeviceBackend, calls: Sequence[Call], overlap: bool) -> None:
         """Order the calls of the two GPU backends, one after the other.
@@ -184,7 +184,7 @@ class AutoBackend(Backend):
         for part, several in itertools.groupby(self.in_order(calls), _backend_of):
             mine = list(several)
             if part is self.host:
-                self._compare(mine)
+                self._compare(mine[0])
             elif self._only is None:
                 self._order_backends(part, mine, overlap)
             works.update(zip(map(id, mine), part.start_all(mine, overlap), strict=True))

@@ -335,14 +335,13 @@ class DeviceBackend(Backend):
     def inspect(self, o: Call) -> None:
         """Raise for what the library, or a kernel, has found wrong."""
 
-    def confirm(self, calls: Sequence[Call]) -> None:
-        """Compare the calls so far with those of the other ranks, before ``calls`` that another backend carries."""
+    def confirm(self, o: Call) -> None:
+        """Compare the calls so far with those of the other ranks, before ``o`` that another backend carries."""
         try:
             if self.broken is None:
                 self.shared.confirm()
-                self.shared.note(calls)
         except Exception as error:
-            self._raise(calls[0], error)
+            self._raise(o, error)
 
     def wait_on_host(self, o: Call, over: Callable[[], bool], timeout: float | None) -> None:
         """Wait until ``over()``, at most ``timeout`` seconds; a failure ends what is in flight."""

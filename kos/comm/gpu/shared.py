@@ -9,13 +9,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Sequence
 
 from kos.comm.backend import Backend
 from kos.comm.failures import EndedEarly, Ledger, again
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import ABORTED, Calls, HostCalls, Segment, first_ranks, open_segment, own_segment
+from kos.comm.host.shared import ABORTED, Calls, between_hosts, open_segment
 from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveTimeout, KosError, RankLost
@@ -45,38 +44,14 @@ class Shared:
         self._look_at = 0.0  # when the watchdog looks for such ranks again
         self._seen: tuple[int, float] = -1, 0.0  # the last call that the watchdog saw, and when it first did
         self.broken: KosError | None = None
-        if isinstance(host, HostBackend):
+        if isinstance(host, HostBackend) and host.calls is not None:
             self.calls, self.segment = host.calls, host.shared_memory
         elif rendezvous.size > 1:
             segment, self.segment = open_segment(rendezvous)
-            self._own(segment)
-        self._hosts = self._between_hosts(rendezvous)
-
-    def _own(self, segment: Segment | None) -> None:
-        if segment is not None:
-            self.calls, self._owns_calls = Calls(segment, self.ledger), True
-            at_exit(self)
-
-    def _between_hosts(self, rendezvous: Rendezvous) -> HostCalls | None:
-        """The comparison with other hosts, on the first rank of each host.  Collective if there are several."""
-        if rendezvous.size == (self.calls.segment.size if self.calls is not None else 1):
-            return None
-        mine = self.calls.segment.ranks[0] if self.calls is not None else rendezvous.rank
-        others = first_ranks(rendezvous, mine)
-        notices = rendezvous.open_notices(others if mine == rendezvous.rank else ())
-        if notices is None or mine != rendezvous.rank:
-            return None
-        if self.calls is None:
-            self._own(own_segment(mine))
-        assert self.calls is not None
-        return HostCalls(self.calls, mine, others, notices)
-
-    def note(self, calls: Sequence[Call]) -> None:
-        """Publish calls that a backend without a segment carries: they have numbers too."""
-        if self.calls is not None and self._owns_calls:
-            for each in calls:
-                if each.collective:
-                    self.calls.announce(each)
+            if segment is not None:
+                self.calls, self._owns_calls = Calls(segment, ledger), True
+                at_exit(self)
+        self._hosts = None if rendezvous.size == 1 else between_hosts(rendezvous, self.calls)
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""

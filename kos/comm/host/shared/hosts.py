@@ -15,27 +15,33 @@ from kos.comm.host.fingerprints import TEXTS, described
 from kos.comm.host.shared.calls import Calls
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.notices import Notices
-from kos.errors import KosError
 
 _CLOSE_SECONDS = 0.5
 """In which the last calls of other hosts may arrive when a communicator is closed."""
 
 
-def first_ranks(rendezvous: Rendezvous, mine: int) -> set[int]:
-    """The first ranks of other hosts that rank ``mine``, the first of this host, is connected with.  Collective.
+def between_hosts(rendezvous: Rendezvous, calls: Calls | None) -> HostCalls | None:
+    """The comparison with other hosts, on the first rank of each if there are several.  Collective.
 
-    They are 1, 2, 4, … hosts away in both directions, so that a failure reaches all of many hosts in few steps.
+    Each is connected with those 1, 2, 4, … hosts away, so that a failure reaches all of many hosts in few steps.
     """
+    mine = -1 if calls is None else calls.segment.ranks[0]
+    if calls is not None and calls.segment.size == rendezvous.size:
+        return None
     first = sorted({int(rank) for rank in rendezvous.allgather(str(mine).encode())})
+    if calls is None or first[0] < 0:
+        return None
     steps = [step for k in range(len(first).bit_length()) for step in (1 << k, -1 << k)]
-    return {first[(first.index(mine) + step) % len(first)] for step in steps} - {mine}
+    others = {first[(first.index(mine) + step) % len(first)] for step in steps} - {mine}
+    notices = rendezvous.open_notices(others if mine == rendezvous.rank else ())
+    return None if notices is None or mine != rendezvous.rank else HostCalls(calls, others, notices)
 
 
 class HostCalls:
-    """The calls of one communicator on ``rank``, the first rank of its host, and ``notices`` to and from ``others``."""
+    """The calls of one communicator on the first rank of a host, and ``notices`` to and from ``others``."""
 
-    def __init__(self, calls: Calls, rank: int, others: Iterable[int], notices: Notices) -> None:
-        self._calls, self._rank, self._notices = calls, rank, notices
+    def __init__(self, calls: Calls, others: Iterable[int], notices: Notices) -> None:
+        self._calls, self._rank, self._notices = calls, calls.segment.ranks[0], notices
         self._sent, self._failed = 0, False  # the number of calls that were sent, and whether a failure was
         self._theirs: dict[int, tuple[int, list[int]]] = {other: (0, []) for other in others}  # not compared yet
         self._described: set[int] = set()  # the fingerprints whose descriptions were sent
@@ -65,7 +71,7 @@ class HostCalls:
             start, before = self._theirs[rank]
             self._theirs[rank] = (start, before + marks) if start + len(before) == first else (first, marks)
             if failure is not None:
-                self._record(from_record(failure[0]), failure[1])
+                self._calls.fail(from_record(failure[0]), failure[1])
         for rank, (first, marks) in self._theirs.items():
             if marks:
                 self._compare(group, rank, first, marks)
@@ -75,20 +81,14 @@ class HostCalls:
         for sequence, pair in enumerate(zip(mine, theirs[start - first :], strict=False), start):
             if pair[0] != pair[1]:
                 texts = [self._describe(mark, sequence) for mark in pair]
-                error = self._calls.ledger.mismatch(group, (self._rank, *texts[0]), (rank, *texts[1]))
-                self._record(error, sequence)
-                raise error
+                both = (self._rank, *texts[0]), (rank, *texts[1])
+                self._calls.raise_everywhere(self._calls.ledger.mismatch(group, *both), sequence)
         compared = min(first + len(theirs), start + len(mine))
         self._theirs[rank] = compared, theirs[compared - first :]
 
     def _describe(self, mark: int, sequence: int) -> tuple[str, dict[str, Any]]:
         text = self._texts.get(mark)
         return (f"collective #{sequence}", {}) if text is None else described(text.encode(), sequence)
-
-    def _record(self, failure: KosError, sequence: int) -> None:
-        """Record a failure for the waits of this rank on host memory, and for the other ranks of this host."""
-        self._calls.ledger.record(sequence, failure)
-        self._calls.fail(failure, sequence)
 
     def close(self, group: str) -> None:
         """Compare the last calls, unless ``group`` is empty, and close the notices."""
