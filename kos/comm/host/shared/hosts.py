@@ -45,7 +45,7 @@ class HostCalls:
         self._sent, self._failed = 0, False  # the number of calls that were sent, and whether a failure was
         self._theirs: dict[int, tuple[int, list[int]]] = {other: (0, []) for other in others}  # not compared yet
         self._described: set[int] = set()  # the fingerprints whose descriptions were sent
-        self._texts: dict[int, str] = {}  # descriptions by fingerprint
+        self._texts: dict[int, bytes] = {}  # descriptions of other ranks' calls, by fingerprint
 
     def send(self) -> None:
         """Send the calls begun since the last notice, and the first failure of this host."""
@@ -56,9 +56,8 @@ class HostCalls:
             return
         if len(self._described) > TEXTS:
             self._described.clear()
-        texts = {mark: text.decode() for mark, text in list(calls.texts.items()) if mark not in self._described}
+        texts = {mark: text.decode() for mark, text in calls.texts.copy().items() if mark not in self._described}
         self._described.update(texts)
-        self._texts |= texts
         self._sent, self._failed = first + len(marks), self._failed or known is not None
         self._notices.send([self._rank, first, marks, texts, known and [to_record(known[0]), known[1]]])
 
@@ -67,7 +66,7 @@ class HostCalls:
         for rank, first, marks, texts, failure in self._notices.receive():
             if len(self._texts) > 16 * TEXTS:
                 self._texts.clear()
-            self._texts |= {int(mark): text for mark, text in texts.items()}
+            self._texts |= {int(mark): text.encode() for mark, text in texts.items()}
             start, before = self._theirs[rank]
             self._theirs[rank] = (start, before + marks) if start + len(before) == first else (first, marks)
             if failure is not None:
@@ -87,8 +86,8 @@ class HostCalls:
         self._theirs[rank] = compared, theirs[compared - first :]
 
     def _describe(self, mark: int, sequence: int) -> tuple[str, dict[str, Any]]:
-        text = self._texts.get(mark)
-        return (f"collective #{sequence}", {}) if text is None else described(text.encode(), sequence)
+        text = self._calls.texts.get(mark) or self._texts.get(mark)
+        return (f"collective #{sequence}", {}) if text is None else described(text, sequence)
 
     def close(self, group: str) -> None:
         """Compare the last calls, unless ``group`` is empty, and close the notices."""
