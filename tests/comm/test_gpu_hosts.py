@@ -25,8 +25,8 @@ from kos.comm.host.shared import segment
 from kos.comm.host.tcp import TCPBackend
 from kos.comm.rendezvous import base
 from kos.comm.rendezvous.base import Rendezvous
-from kos.errors import CollectiveMismatch, KosError
-from tests.comm.fake_nccl import Comm, Group, captures, no_gpu
+from kos.errors import CollectiveMismatch, KosError, RankLost
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, no_gpu
 from tests.comm.tcp_ranks import run_ranks
 from tests.comm.test_watchdog import DIFFERENCES, Heard, _nothing, on_gpu
 
@@ -216,6 +216,25 @@ def test_many_calls_between_two_looks(run: Any, calls: int, wrong: int, late: in
             assert f"#{wrong} of float32[{mine}]" in text and f"they differ in count {mine} against {theirs}" in text
 
 
+def test_a_host_that_is_further_behind_than_calls_are_kept(run: Any) -> None:
+    """What it begins later is compared with nothing else, and what both begin then is compared."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard, part = Heard(comm), comm.backend
+        xs = [on_gpu(count) for count in (5, 6, 7)]
+        for ahead in (True, False):
+            for turn in range(3001 if ahead == (comm.rank == 0) else 0):
+                comm.all_reduce(xs[turn % 3])
+                if not ahead and turn % 100 == 0:
+                    part.watch()  # type: ignore[attr-defined]
+            wait_for_looks(comm)
+        assert part.broken is None
+        comm.all_reduce(xs[comm.rank])
+        return all_raise(comm, heard)
+
+    assert all("#3001" in text and "count 5 against 6" in text for text in run(body))
+
+
 @pytest.mark.parametrize("how", ["captured", "batch", "async", "persistent", "cached"])
 def test_every_way_to_call(run: Any, how: str) -> None:
     def body(comm: kos.Communicator) -> str:
@@ -293,6 +312,29 @@ def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int
         return str(error)
 
     assert all("rank 0 is gone: of the test" in text for text in run(body, hosts, kind)[1:])
+
+
+def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL reports that another rank has gone before the notice of its host has come."""
+    monkeypatch.setattr(FakeNCCL, "get_error_string", lambda fake, code: "a remote process exited", raising=False)
+
+    def body(comm: kos.Communicator) -> str:
+        part: Any = comm.backend
+        part.unwatch()
+        comm.all_reduce(on_gpu())
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            monkeypatch.setattr(FakeNCCL, "comm_get_async_error", lambda fake, each: 6)
+            comm.rendezvous.barrier()
+            threading.Timer(0.2, part.abort, ("of the test",)).start()
+        else:
+            comm.rendezvous.barrier()
+            with pytest.raises(RankLost) as raised:
+                comm.synchronize()
+        comm.rendezvous.barrier()
+        return str(raised.value) if comm.rank else ""
+
+    assert "rank 0 is gone: of the test" in run(body)[1]
 
 
 def test_many_hosts(run: Any) -> None:

@@ -117,9 +117,10 @@ class Calls(Fingerprints):
     def since(self, first: int) -> tuple[int, list[int]]:
         """The fingerprints of this rank's calls from the ``first``-th on, and the first call that is still kept."""
         words, ring, end = self._words, self._ring, self.begun
-        marks = [words[ring + sequence % RING] - sequence for sequence in range(max(first, end - RING), end)]
-        kept = min(max(first, self.begun - RING + 1), end)  # the program may have overwritten some meanwhile
-        return kept, marks[len(marks) - (end - kept) :]
+        start = max(first, end - RING)
+        marks = [words[ring + sequence % RING] - sequence for sequence in range(start, end)]
+        kept = max(first, self.begun - RING + 1)  # the program may have overwritten some meanwhile
+        return kept, marks[kept - start :]
 
     @property
     def begun(self) -> int:
