@@ -216,6 +216,24 @@ def test_many_calls_between_two_looks(run: Any, calls: int, wrong: int, late: in
             assert f"#{wrong} of float32[{mine}]" in text and f"they differ in count {mine} against {theirs}" in text
 
 
+def test_calls_that_the_host_ahead_no_longer_keeps(run: Any) -> None:
+    """It has sent them: the host that begins them later compares them."""
+
+    def body(comm: kos.Communicator) -> str:
+        part: Any = comm.backend
+        xs = [on_gpu(count) for count in (5, 6, 7)]
+        for ahead in (True, False):
+            for turn in range(2700 if ahead == (comm.rank == 0) and part.broken is None else 0):
+                if turn % 300 == 0:
+                    part.watch()
+                if part.broken is None:
+                    comm.all_reduce(xs[(turn + (turn == 10 and comm.rank)) % 3])
+            wait_for_looks(comm)
+        return str(part.broken)
+
+    assert all("#10 " in text and "count 6 against 7" in text for text in run(body))
+
+
 def test_a_host_that_is_further_behind_than_calls_are_kept(run: Any) -> None:
     """What it begins later is compared with nothing else, and what both begin then is compared."""
 
@@ -303,7 +321,7 @@ def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int
     def body(comm: kos.Communicator) -> str:
         heard = Heard(comm)
         comm.all_reduce(on_gpu())
-        comm.rendezvous.barrier()
+        wait_for_looks(comm)
         if comm.rank == 0:
             comm.backend.abort("of the test")
             return ""
