@@ -222,6 +222,7 @@ def test_calls_that_the_host_ahead_no_longer_keeps(run: Any) -> None:
     def body(comm: kos.Communicator) -> str:
         part: Any = comm.backend
         xs = [on_gpu(count) for count in (5, 6, 7)]
+        comm.all_reduce(xs[0])
         for ahead in (True, False):
             for turn in range(2700 if ahead == (comm.rank == 0) and part.broken is None else 0):
                 if turn % 300 == 0:
@@ -231,7 +232,7 @@ def test_calls_that_the_host_ahead_no_longer_keeps(run: Any) -> None:
             wait_for_looks(comm)
         return str(part.broken)
 
-    assert all("#10 " in text and "count 6 against 7" in text for text in run(body))
+    assert all("#11 " in text and "count 6 against 7" in text for text in run(body))
 
 
 def test_a_host_that_is_further_behind_than_calls_are_kept(run: Any) -> None:
