@@ -117,10 +117,7 @@ def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int
         assert f"but rank {other} called all_reduce #3 of float32[11] by SUM: they differ in count 10 against" in text
 
 
-OF_NCCL = [case for case in DIFFERENCES if not case.startswith(("allocate", "where"))]
-
-
-@pytest.mark.parametrize("case", OF_NCCL)
+@pytest.mark.parametrize("case", ["all_reduce dtype", "broadcast root", "all_gather_v counts", "operation"])
 def test_calls_that_differ(run: Any, case: str) -> None:
     def body(comm: kos.Communicator) -> str:
         heard = Heard(comm)
@@ -224,10 +221,10 @@ def test_calls_that_the_host_ahead_no_longer_keeps(run: Any) -> None:
         xs = [on_gpu(count) for count in (5, 6, 7)]
         comm.all_reduce(xs[0])
         for ahead in (True, False):
-            for turn in range(2700 if ahead == (comm.rank == 0) and part.broken is None else 0):
-                if turn % 300 == 0:
-                    part.watch()
-                if part.broken is None:
+            with contextlib.suppress(CollectiveMismatch):  # found amid the calls of rank 1
+                for turn in range(2700 if ahead == (comm.rank == 0) else 0):
+                    if turn % 300 == 0:
+                        part.watch()
                     comm.all_reduce(xs[(turn + (turn == 10 and comm.rank)) % 3])
             wait_for_looks(comm)
         return str(part.broken)
@@ -288,8 +285,8 @@ def test_a_split_names_ranks_of_the_world(run: Any) -> None:
         part.all_reduce(on_gpu(10 + (comm.rank == 3)))
         text = all_raise(part, heard) if comm.rank % 2 else None
         comm.rendezvous.barrier()
-        wait_for_looks(part, 0)
         assert comm.rank % 2 or part.backend.broken is None
+        comm.rendezvous.barrier()
         part.abort()
         return text
 
@@ -317,7 +314,7 @@ def test_calls_that_differ_shortly_before_the_end(run: Any, kind: Any) -> None:
 @KINDS
 @pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
 def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
-    """Of four hosts, two of them beyond the first; not of a later collective than a rank has begun."""
+    """Here an abort, as the loss of its rank."""
 
     def body(comm: kos.Communicator) -> str:
         heard = Heard(comm)
