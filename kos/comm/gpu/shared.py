@@ -158,11 +158,12 @@ class Shared:
         """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
         reported = self.ledger.shared(failure, lost)
         if self.calls is not None:
-            self._fail(reported, o.sequence if o.collective and o.sequence >= 0 else self.calls.begun)
+            begun = o.collective and o.sequence >= 0
+            self._fail(self.calls, reported, o.sequence if begun else self.calls.begun)
 
-    def _fail(self, failure: KosError, sequence: int) -> None:
-        if self.calls is not None:
-            self.calls.fail(failure, sequence)
+    def _fail(self, calls: Calls, failure: KosError, sequence: int) -> None:
+        """Report the failure to the other ranks of this host, and its first one to other hosts."""
+        calls.fail(failure, sequence)
         if self._hosts is not None:
             with self.lock:
                 self._hosts.send()
@@ -171,7 +172,7 @@ class Shared:
         """Before an abort: the other ranks may wait for any of what this one has queued."""
         if self.calls is not None:
             end = self.ledger.end(reason, self.ledger.cause(self.broken, self.calls.killed()))
-            self._fail(end, 0 if self.streams.keepers else self.calls.begun)
+            self._fail(self.calls, end, 0 if self.streams.keepers else self.calls.begun)
 
     def report_end(self, reason: str) -> None:
         """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
