@@ -18,7 +18,7 @@ their sums of exponentials, exactly. Keys and values reach the ranks by one of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kos.errors import ConfigError
 from kos.memory.arena import Arena
@@ -38,9 +38,9 @@ def check(seq_len: int, cp: int) -> None:
 class ContextParallel:
     """Attention of the tokens that this rank of ``axis`` holds. With one rank: the plain operations."""
 
-    def __init__(self, ops: Ops, axis: Axis = ALONE, route: str = "ring") -> None:
+    def __init__(self, ops: Ops, axis: Axis = ALONE, route: Literal["ring", "gather"] = "ring") -> None:
         self.ops, self.axis, self.size = ops, axis, axis.size
-        self._exchange = {"ring": self._ring, "gather": self._gather}[route]
+        self._exchange = self._ring if route == "ring" else self._gather
 
     def positions(self, tokens: int) -> Sequence[int]:
         """Where in the whole sequence the ``tokens`` of this rank stand."""
@@ -107,7 +107,8 @@ class ContextParallel:
         wide = self.ops.statistics_dtype(x.dtype)
         if x.dtype == wide:
             return x
-        copy = self.ops.empty_columns(arena, *x.shape, wide)
+        rows, columns = x.shape
+        copy = self.ops.empty_columns(arena, rows, columns, wide)
         self.ops.copy(x, copy)
         return copy
 
@@ -118,16 +119,17 @@ class ContextParallel:
     def _ring(self, kv: Array, d_mine: Array | None, arena: Arena) -> Parts:
         comm, rank, size = self.axis.comm, self.axis.rank, self.size
         after, before = (rank + 1) % size, (rank - 1) % size
-        spare = [arena.take(kv.shape, kv.dtype) for _ in range(2)]
-        d_spare = [] if d_mine is None else [arena.take(kv.shape, d_mine.dtype) for _ in range(2)]
+        buffers = min(2, size - 1)
+        spare = [arena.take(kv.shape, kv.dtype) for _ in range(buffers)]
+        d_spare = [] if d_mine is None else [arena.take(kv.shape, d_mine.dtype) for _ in range(buffers)]
         arriving = d_arriving = None
         for step in range(size):
             if arriving is not None:
                 arriving.wait()
-                kv = spare[step % 2]
+                kv = spare[step % buffers]
             if step + 1 < size:
-                arriving = comm.send_recv(kv, spare[(step + 1) % 2], after, before, async_op=True)
-            d_kv = d_spare[step % 2] if d_spare and step else None
+                arriving = comm.send_recv(kv, spare[(step + 1) % buffers], after, before, async_op=True)
+            d_kv = d_spare[step % buffers] if d_spare and step else None
             yield (rank - step) % size, kv, d_kv
             if d_kv is None:
                 continue
