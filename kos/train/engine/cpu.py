@@ -76,7 +76,7 @@ def plan_memory(
 class CpuEngine(StepProgram):
     """Weights and moments are fp32 arrays of the host; with ``--zero 1`` a rank holds its share of the moments."""
 
-    lag, place = 0, "the CPU"
+    lag, place, dtype = 0, "the CPU", np.dtype(np.float32)
 
     def __init__(self, config: TrainConfig, model: LlamaConfig, data: Dataset, mesh: Mesh, show: Show) -> None:
         self.config, self.data, self.mesh, self.comm, self.show = config, data, mesh, mesh.world, show
@@ -93,16 +93,16 @@ class CpuEngine(StepProgram):
         plan = plan_memory(config, model, locals, self.comm.local_size, group.rank == 0, shards, mesh, slots)
         self.plan = together(self.comm, plan.check)
         shapes, groups = model.parameter_shapes(*locals), model.fused_groups(*locals)
-        self.weights = Parameters(shapes, groups=groups, multiple=BLOCK * shards if sharded else 1)
+        self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else 1)
         self.gradients = self.weights.like()
-        self.build_models(model, numpy_ops, np.dtype(np.float32), recompute=config.recompute)
+        self.build_models(model, numpy_ops, self.dtype, recompute=config.recompute)
         self.parallel = DataParallel(group, self.gradients, deterministic=config.deterministic, sharded=sharded)
         self.optimizer = AdamW(
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,
         )  # fmt: skip
         self.schedule = config.make_schedule()
-        self.count, self.known = np.zeros(1, np.float32), np.zeros(1 + self.accumulation_steps)
+        self.count, self.known = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
         self.known_of_all = self.known[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.known.size))
 
     def describe(self) -> str:
