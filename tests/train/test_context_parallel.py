@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.testing import spawn
 from kos.train.model.llama import Llama
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel.context import ContextParallel, check
+from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
 from tests.train.models import make, make_batch
@@ -167,11 +166,3 @@ def test_positions_and_columns():
     alone = ContextParallel(numpy_ops)
     assert list(alone.positions(3)) == [0, 1, 2]
     assert alone.take(tokens) is tokens
-
-
-def test_check():
-    check(7, 1)
-    check(24, 3)
-    for length in (8, 9):
-        with pytest.raises(ConfigError, match=f"--seq-len: expected a multiple of 2 x --cp = 6, got {length}"):
-            check(length, 3)
