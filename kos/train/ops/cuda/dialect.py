@@ -418,7 +418,7 @@ class CudaOps:
         threads = min(512, _power_of_two(-(-vocabulary // width)))
         if rows:
             self._entropy(
-                name, min(rows, self.multiprocessors * (2048 // threads)), threads, logits, *operands, rows,
+                name, rows, threads, logits, *operands,
                 DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, VOCABULARY=vocabulary, THREADS=threads,
             )  # fmt: skip
 
