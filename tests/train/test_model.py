@@ -150,7 +150,7 @@ def test_two_micro_batches_in_flight_give_the_bits_of_one_after_the_other(recomp
     for index, (slot, (_, targets)) in enumerate(zip(slots, batches, strict=True)):
         into = Gradients(gradients, index > 0, lambda name: None)
         with model.arena.scope():
-            model.queue_backward(weights, slot, into, targets=targets, loss=loss)
+            model.queue_backward(weights, slot, into, np.empty((18, 24), np.float32), targets=targets, loss=loss)
         assert loss[0] == losses[index] and not (slot.inputs or slot.kept)
     assert gradients.flat.tobytes() == expected.flat.tobytes()
     assert model.arena.peak <= scratch, "scratch is shared"
@@ -180,11 +180,10 @@ def test_stages_in_a_row_give_the_bits_of_the_whole(tied, deferred, recompute):
         x_nD = None
         for (model, own, _, _), row in zip(stages, slots, strict=True):
             x_nD = model.queue_forward(own, row[index], tokens, x_nD)
-        dx_nD, loss = None, np.zeros(1)
+        dx_nD, loss = np.full_like(x_nD, np.nan), np.zeros(1)
         for (model, own, gradients, finals), row in reversed([*zip(stages, slots, strict=True)]):
             into = Gradients(gradients, index > 0, finals.append, deferred=row[index].deferred if deferred else None)
-            given = {"targets": targets, "loss": loss} if dx_nD is None else {"dx_nD": dx_nD}
-            dx_nD = model.queue_backward(own, row[index], into, **given)
+            model.queue_backward(own, row[index], into, dx_nD, targets=targets, loss=loss)
         assert loss[0] == losses[index]
     for (model, own, gradients, finals), row in zip(stages, slots, strict=True):
         for index, slot in enumerate(row):

@@ -57,10 +57,10 @@ class GPT2Config(LlamaConfig):
             raise ConfigError(f"--tp {tp} --pp {pp}: expected 1 and 1 with a GPT-2, which is data parallel only")
         return super().local()
 
-    def fused_groups(self, local: Local | None = None) -> dict[str, tuple[str, ...]]:
+    def fused_groups(self, *parts: Local) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def parameter_shapes(self, local: Local | None = None) -> dict[str, tuple[int, ...]]:
+    def parameter_shapes(self, *parts: Local) -> dict[str, tuple[int, ...]]:
         D, F = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
         for layer in reversed(range(self.num_hidden_layers)):

@@ -79,6 +79,13 @@ class Slot:
         self.kept: list[BlockActivations] = []  # of each block; none where whole blocks are computed again
         self.out_nD: Array | None = None
         self.deferred: list[tuple[str, Array, Array]] = []  # see ``Gradients``
+        self.d_out_nD: Array | None = None  # where another stage of this rank has left it
+        self.sent: Any = None  # the send of ``out_nD``
+
+    def clear(self) -> None:
+        """For another micro-batch; nothing of this one is needed any more."""
+        self.arena.release(0)
+        self.__init__(self.arena)  # type: ignore[misc]
 
 
 class Llama:
@@ -104,7 +111,7 @@ class Llama:
         self.recompute = recompute
         self.head_rows = head_rows or HEAD_ROWS
         self.arena = arena or ops.make_arena()
-        self.pause: Callable[[], None] = lambda: None  # called between the parts of a pass, which it may end by raising
+        self.holds_first, self.holds_last = self.local.first, self.local.last  # or another stage of this rank is that
         self._layers = [config.layer_names(layer) for layer in range(config.num_hidden_layers)]
         self._groups = config.fused_groups(self.local)
         self._tables: dict[tuple[int, Any], tuple[Array, Array]] = {}
@@ -143,8 +150,9 @@ class Llama:
         _check_shapes(tokens, targets)
         with self.arena.scope():
             slot = Slot(self.arena)
-            self.queue_forward(weights, slot, tokens)
-            self.queue_backward(weights, slot, into, targets=targets, loss=loss, count=count)
+            out_nD = self.queue_forward(weights, slot, tokens)
+            dx_nD = self.arena.take(out_nD.shape, out_nD.dtype)
+            self.queue_backward(weights, slot, into, dx_nD, targets=targets, loss=loss, count=count)
 
     # --- the part of a rank: its stage of the pipeline -------------------------------------------------
 
@@ -153,11 +161,10 @@ class Llama:
 
         ``x_nD`` is what the stage before gave, in memory of ``slot``, which keeps what ``queue_backward`` needs.
         """
-        slot.tokens_N, slot.seq_len = self._flatten(tokens), tokens.shape[1]
+        slot.tokens_N, slot.seq_len = self._flatten(tokens, slot.arena), tokens.shape[1]
         if x_nD is None:
             x_nD = self.embed(weights, slot.tokens_N, slot.seq_len, slot.arena)
         for layer in self.local.layers:
-            self.pause()
             slot.inputs.append(x_nD)
             out_nD = slot.arena.take(x_nD.shape, x_nD.dtype)
             if self.recompute == "block":
@@ -170,31 +177,29 @@ class Llama:
         return x_nD
 
     def queue_backward(
-        self, weights: Weights, slot: Slot, into: Gradients, *, targets: Array | None = None, loss: Array | None = None,
-        count: Array | None = None, dx_nD: Array | None = None,
-    ) -> Array:  # fmt: skip
-        """The gradient of the input of this rank's stage, and those of its weights; empties ``slot``.
+        self, weights: Weights, slot: Slot, into: Gradients, dx_nD: Array, *, targets: Array | None = None,
+        loss: Array | None = None, count: Array | None = None,
+    ) -> None:  # fmt: skip
+        """The gradients of this rank's stage for the micro-batch in ``slot``.
 
-        The last stage takes ``targets``, ``loss`` and ``count`` as ``queue_loss_and_gradients`` does; the others
-        ``dx_nD``, the gradient of the stage's output, which becomes that of its input.
+        ``dx_nD`` comes as the gradient of the stage's output and goes as that of its input.  The last stage only writes
+        it, and takes ``targets``, ``loss`` and ``count`` as ``queue_loss_and_gradients`` does.
         """
         assert slot.tokens_N is not None and slot.out_nD is not None  # there was a forward
-        if dx_nD is None:
+        if self.local.last:
             assert targets is not None and loss is not None
-            targets_N = self._flatten(targets)
-            losses_N, count = self._loss_arrays(slot.out_nD, targets_N, count)
-            dx_nD = slot.arena.take(slot.out_nD.shape, slot.out_nD.dtype)
-            self.head_loss_and_gradients(weights, slot.out_nD, targets_N, count, losses_N, dx_nD, into)
-            self.ops.mean_loss(losses_N, count, loss)
+            with self.arena.scope():
+                targets_N = self._flatten(targets)
+                losses_N, count = self._loss_arrays(slot.out_nD, targets_N, count)
+                self.head_loss_and_gradients(weights, slot.out_nD, targets_N, count, losses_N, dx_nD, into)
+                self.ops.mean_loss(losses_N, count, loss)
         for layer in reversed(self.local.layers):
-            self.pause()
             x_nD, keep = slot.inputs.pop(), self.arena if into.deferred is None else slot.arena
             with self.arena.scope():
                 kept = slot.kept.pop() if slot.kept else self._activations(layer, weights, x_nD, slot.seq_len, keep)
                 self.block_backward(layer, weights, kept, dx_nD, into, keep)
         if self.local.first:
             self.embed_backward(slot.tokens_N, slot.seq_len, dx_nD, into)
-        return dx_nD
 
     def queue_weight_gradients(self, into: Gradients) -> None:
         """Those that a backward has left in ``into.deferred``; empties it."""
@@ -219,7 +224,6 @@ class Llama:
         if x_nD is None:
             x_nD = self.embed(weights, self._flatten(tokens), tokens.shape[1], self.arena)
         for layer in self.local.layers:
-            self.pause()
             with self.arena.scope():
                 out_nD = self.arena.take(x_nD.shape, x_nD.dtype)
                 self.block(layer, weights, x_nD, tokens.shape[1], out_nD, self.arena)
@@ -247,8 +251,11 @@ class Llama:
     def next_logits(self, weights: Weights, tokens: Array) -> Array:
         """The logits (V,) of what follows ``tokens`` (1, T), on the host; of the whole model."""
         with self.ops.step(self.arena):
-            normed_ND = self._final_norm(weights, self.evaluate_stage(weights, tokens))
-            return self.ops.to_host(self._logits(weights, normed_ND[-1:]))[0]
+            return self.logits_of(weights, self.evaluate_stage(weights, tokens), tokens.shape[1] - 1)
+
+    def logits_of(self, weights: Weights, x_nD: Array, row: int) -> Array:
+        """This rank's part of the logits of one row of ``evaluate_stage``'s output, on the host."""
+        return self.ops.to_host(self._logits(weights, self._final_norm(weights, x_nD)[row : row + 1]))[0]
 
     def _final_norm(self, weights: Weights, x_nD: Array) -> Array:
         """The head's input, of all ranks' rows."""
@@ -268,7 +275,7 @@ class Llama:
     def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:
         """The last of all; a tied head has already put its share there."""
         name = self.config.embedding
-        accumulate = into.accumulate or (self.config.tie_word_embeddings and self.local.last)
+        accumulate = into.accumulate or (self.config.tie_word_embeddings and self.holds_last)
         with self.arena.scope():
             if into.lookups is not None:
                 tokens_N, dx_nD = into.lookups(tokens_N, dx_nD)
@@ -381,7 +388,6 @@ class Llama:
             if into.accumulate and not in_place:
                 ops.copy(d_weight, sum_VD)
             for rows in chunks:
-                self.pause()
                 with arena.scope():
                     logits_NV = self._logits(weights, normed_ND[rows])
                     self.tensor.cross_entropy(logits_NV, targets_N[rows], losses_N[rows], arena, count)
@@ -390,7 +396,7 @@ class Llama:
                     ops.linear_weight_gradient(logits_NV, normed_ND[rows], sum_VD, add, arena)
             if not in_place:
                 ops.copy(sum_VD, d_weight)
-            if into.lookups is not None or not self.config.tie_word_embeddings or not self.local.first:
+            if into.lookups is not None or not self.config.tie_word_embeddings or not self.holds_first:
                 into.final(name)
             ops.zero(dx_nD)
             d_normed_nD = d_normed_ND
@@ -457,9 +463,9 @@ class Llama:
 
     # --- small things --------------------------------------------------------------------------------
 
-    def _flatten(self, numbers: Array) -> Array:
+    def _flatten(self, numbers: Array, arena: Arena | None = None) -> Array:
         """Tokens or targets (B, T), as (N,) where ``ops`` has its arrays."""
-        return self.ops.indices(numbers.reshape(-1), self.arena)
+        return self.ops.indices(numbers.reshape(-1), arena or self.arena)
 
     def _loss_arrays(self, x_ND: Array, targets_N: Array, count: Array | None = None) -> tuple[Array, Array]:
         wide = self.ops.statistics_dtype(x_ND.dtype)

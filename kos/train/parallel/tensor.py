@@ -14,8 +14,6 @@ With one rank every function is the plain operation.
 
 from __future__ import annotations
 
-from typing import Any
-
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.parallel.mesh import Axis
@@ -128,7 +126,3 @@ class TensorParallel:
         """The gradient of a weight that all ranks hold whole, from the terms of their rows."""
         if self.size > 1:
             self.axis.comm.all_reduce(gradient)
-
-    def next_logits(self, logits_v: Any) -> Any:
-        """All logits of one token, on the host, from the ranks' parts there."""
-        return logits_v if self.size == 1 else self.axis.comm.all_gather(logits_v).reshape(-1)
