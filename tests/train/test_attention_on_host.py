@@ -53,6 +53,17 @@ def test_to_others(rng, family, shape):
     on_device.test_to_others(rng, None, family, "bfloat16", shape)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
+def test_to_others_unlike(rng, family):
+    shape = (2, 10, 4, 2, 40, (5, 10), (0, 9)) if family == "simple" else (1, 150, 2, 1, 64, (75, 150), (0, 150))
+    on_device.test_to_others_unlike(rng, None, family, shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_sums_of_others(rng, family):
+    on_device.test_the_largest_sums_of_others(rng, None, family, 64)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_simple(rng, dtype):
     on_device.test_simple(rng, None, dtype, (2, 9, 4, 2, 40))

@@ -129,6 +129,7 @@ struct Worker {
             scores[j + 2] = exp2_fast(scores[j + 2] * LOG2_SCALE - lse.x);
             scores[j + 3] = exp2_fast(scores[j + 3] * LOG2_SCALE - lse.y);
         }
+        // Keys beyond the last are 0, but their probabilities may be inf, and dQ the sum of NaN.
         if (CAUSAL ? token < key - row + 64 : keys < key - row + 64)
 #pragma unroll
             for (int j = 0; j < STEP / 2; ++j)

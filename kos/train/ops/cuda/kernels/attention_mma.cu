@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int j = 0; j < STEP / 2; ++j) {
                 const int column = COLUMN_OF(j, lane);
                 scores[j] = exp2_fast(scores[j] * LOG2_SCALE - statistic[column]);
-                if (CAUSAL ? token + column < key + LOWER(j) * 8 : key + LOWER(j) * 8 >= keys) scores[j] = 0;
+                if (CAUSAL && token + column < key + LOWER(j) * 8) scores[j] = 0;
                 slopes[j] = scores[j] * (slopes[j] - statistic[64 + column]);
             }
 #pragma unroll
