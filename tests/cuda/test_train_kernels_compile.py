@@ -27,8 +27,9 @@ FP32 = {"DTYPE": "float32", "WIDTH": 4}
 ODD = {"DTYPE": "bfloat16", "WIDTH": 1}
 SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
 NORM = [b"norm_forward", b"norm_backward"]
-EMBEDDING = [b"embedding", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
+EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
+OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
 ADAMW = [b"squares", b"finish_norm", b"prepare", b"adamw"]
 CASES = [
     ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32"}, [b"add", b"cast", b"swiglu"]),
@@ -49,6 +50,9 @@ CASES = [
     ("cross_entropy.cu", {**BF16, "BACKWARD": 1, "VOCABULARY": 128_256, "THREADS": 1024, "SLOTS": 14}, ENTROPY),
     ("cross_entropy.cu", {**FP32, "BACKWARD": 0, "VOCABULARY": 32_000, "THREADS": 512, "SLOTS": 0}, ENTROPY),
     ("cross_entropy.cu", {**ODD, "BACKWARD": 1, "VOCABULARY": 50_257, "THREADS": 1024, "SLOTS": 0}, ENTROPY),
+    ("cross_entropy.cu", {**BF16, "BACKWARD": 1, "VOCABULARY": 32_064, "THREADS": 512, "SLOTS": 0}, OF_PARTS),
+    ("cross_entropy.cu", {**FP32, "BACKWARD": 0, "VOCABULARY": 8000, "THREADS": 512, "SLOTS": 0}, OF_PARTS),
+    ("cross_entropy.cu", {**ODD, "BACKWARD": 1, "VOCABULARY": 12_565, "THREADS": 512, "SLOTS": 0}, OF_PARTS),
     ("embedding.cu", {**BF16, **SUMS, "COLUMNS": 768}, EMBEDDING),
     ("embedding.cu", {**ODD, "COLUMNS": 37, "GRADIENT": "bfloat16", "ACCUMULATE": 0}, EMBEDDING),
     ("adamw.cu", {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),

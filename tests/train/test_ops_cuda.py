@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -143,6 +144,39 @@ def test_embedding_of_a_token_outside_is_nan(ops, side):
     ops.embedding(side.ints([1, 4, -1]), table, out)
     got = side.get(out)
     assert (got[0] == 1).all() and np.isnan(got[1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("n", "bounds", "width"), [(23, (0, 2, 11), 7), (1100, (0, 700, 701, 1500), 24), (4099, (0, 512, 300_000), 8)]
+)
+def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
+    """Each part has its own tokens' rows and their gradients, and zeros for those of all others."""
+    tokens = rng.integers(0, bounds[-1], n).astype(np.int32)
+    tokens[:8] = [*bounds[:-1], *(end - 1 for end in bounds[1:]), *range(8)][:8]
+    _, table64 = side.put(rng.normal(size=(bounds[-1], width)))
+    d_out, d_out64 = side.put(rng.normal(size=(n, width)))
+    whole64 = np.full(table64.shape, np.nan)
+    reference.embedding_backward(d_out64, tokens, whole64, False, Arena())
+    for first, end in pairwise(bounds):
+        here, out = (first <= tokens) & (tokens < end), side.nan(n, width)
+        ops.embedding(side.ints(tokens), side.put(table64[first:end])[0], out, first)
+        assert np.array_equal(side.get(out), table64[tokens] * here[:, None])
+
+        def backward(d, add, first=first):
+            ops.embedding_backward(d_out, side.ints(tokens), d, add, arena, first)
+
+        weight_gradients(side, rng, (end - first, width), whole64[first:end], backward, 40)
+
+
+@pytest.mark.parametrize("outside", [4, -1, 7 + 512])
+@pytest.mark.parametrize("n", [1, 32, 33, 1025])
+def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outside):
+    """All others are one run over many blocks, of which nothing is written."""
+    tokens, d_out, own = np.full(n, outside), np.ones((n, 8)), list({n // 2, n - 1})
+    tokens[own], d_out[own] = 7, 2
+    d_table = side.nan(3, 8)
+    ops.embedding_backward(side.put(d_out)[0], side.ints(tokens), d_table, False, arena, 5)
+    assert np.array_equal(side.get(d_table), np.outer([0, 0, 2 * len(own)], np.ones(8)))
 
 
 @pytest.mark.parametrize(("n", "d", "f"), [(13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8)])
@@ -360,6 +394,58 @@ def test_cross_entropy_stands_large_logits(ops, side, arena):
     ops.cross_entropy_with_gradient(logits, side.ints([1, 1, 1]), count, losses, arena)
     assert np.array_equal(side.get(losses), [8192, 0, 0])
     assert np.array_equal(side.get(logits), [[0.5, -0.5], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("n", "bounds"),
+    [(13, (0, 4, 17)), (5, (0, 1, 64, 65)), (70, (0, 256, 1000)), (9, (0, 16_032, 20_008)), (6, (0, 32_064, 128_256))],
+)
+def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
+    """Parts of any size have the losses and the gradient of the whole vocabulary."""
+    (_, whole64), count64, losses64 = side.put(rng.normal(size=(n, bounds[-1])) * 5), np.empty(1), np.empty(n)
+    targets = rng.integers(0, bounds[-1], n).astype(np.int32)
+    targets[:4] = [0, bounds[1] - 1, -1, bounds[1]]
+    parts, on_device, count = list(pairwise(bounds)), side.ints(targets), side.nan(1, dtype="float32")
+    statistics = side.nan(len(parts), 3, n, dtype="float32")
+    for index, (first, end) in enumerate(parts):
+        logits, logits64 = side.put(whole64[:, first:end])
+        ops.logit_statistics(logits, on_device, first, statistics[index], arena)
+        expected = np.empty((3, n))
+        reference.logit_statistics(logits64, targets, first, expected, Arena())
+        top, total, at_target = side.get(statistics[index])
+        assert np.array_equal(side.get(logits), logits64)
+        assert np.array_equal([top, at_target], expected[[0, 2]])
+        np.testing.assert_allclose(total, expected[1], rtol=64 * UNIT["float32"])
+    gradient64 = whole64.copy()
+    reference.count_targets(targets, count64)
+    reference.cross_entropy_with_gradient(gradient64, targets, count64, losses64, Arena())
+    ops.count_targets(on_device, count)
+    first_losses = None
+    for first, end in parts:
+        logits, logits64 = side.put(whole64[:, first:end])
+        alone, losses = side.nan(n, dtype="float32"), side.nan(n, dtype="float32")
+        ops.cross_entropy_of_parts(logits, on_device, first, statistics, None, alone, arena)
+        ops.cross_entropy_of_parts(logits, on_device, first, statistics, count, losses, arena)
+        side.close(losses, losses64, 20, "float32")
+        first_losses = side.get(losses) if first_losses is None else first_losses
+        assert np.array_equal(side.get(losses), first_losses) and np.array_equal(side.get(alone), first_losses)
+        side.close(logits, gradient64[:, first:end], 20 if side.dtype == "float32" else 3)
+        assert not side.get(logits)[2].any()
+
+
+def test_cross_entropy_of_parts_stands_large_logits(ops, side, arena):
+    """And a part in which no token can come next."""
+    whole = np.array([[8192.0, 0, 0], [-8192, 0, -8192], [-math.inf, -math.inf, 1], [-math.inf, -math.inf, 1]])
+    targets, statistics = side.ints([2, 1, 2, -1]), side.nan(2, 3, 4, dtype="float32")
+    parts, (count, _) = {0: whole[:, :2], 2: whole[:, 2:]}, side.put([2.0], "float32")
+    for index, (first, part) in enumerate(parts.items()):
+        ops.logit_statistics(side.put(part)[0], targets, first, statistics[index], arena)
+    gradient = np.array([[0.5, 0, -0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    for first, part in parts.items():
+        logits, losses = side.put(part)[0], side.nan(4, dtype="float32")
+        ops.cross_entropy_of_parts(logits, targets, first, statistics, count, losses, arena)
+        assert np.array_equal(side.get(losses), [8192, 0, 0, 0])
+        assert np.array_equal(side.get(logits), gradient[:, first : first + part.shape[1]])
 
 
 def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):
