@@ -39,6 +39,11 @@ CASES = [
         [b"swiglu_backward", b"gelu", b"gelu_backward"],
     ),
     ("elementwise.cu", {**ODD, "COLUMNS": 29, "SOURCE": "float32"}, [b"swiglu_backward"]),
+    (
+        "elementwise.cu",
+        {**BF16, "COLUMNS": 1024, "SOURCE": "float32"},
+        [b"last_columns", b"add_to_last_columns"],
+    ),
     ("norms.cu", {"CENTERED": 0, **BF16, "COLUMNS": 4096, "THREADS": 256, "ROWS": 2}, NORM),
     ("norms.cu", {"CENTERED": 0, **ODD, "COLUMNS": 37, "THREADS": 32, "ROWS": 8}, NORM),
     ("norms.cu", {"CENTERED": 0, **FP32, "COLUMNS": 8192, "THREADS": 512, "ROWS": 1}, NORM),
