@@ -179,7 +179,13 @@ def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outs
     assert np.array_equal(side.get(d_table), np.outer([0, 0, 2 * len(own)], np.ones(8)))
 
 
-@pytest.mark.parametrize(("n", "d", "f"), [(13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8)])
+@pytest.mark.parametrize(
+    ("n", "d", "f"),
+    [
+        (13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8),
+        (257, 683, 64), (33, 64, 12_565), (4096, 8, 264), (2048, 171, 1),  # parts of a layer: of any size
+    ],
+)  # fmt: skip
 def test_linear(ops, side, rng, arena, n, d, f):
     x, x64 = side.put(rng.normal(size=(n, d)))
     weight, weight64 = side.put(rng.normal(size=(f, d)))
@@ -204,7 +210,7 @@ def test_linear(ops, side, rng, arena, n, d, f):
     side.close(dx, d_out64 @ weight64, 4)
 
 
-@pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768)])
+@pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768), (8191, 341, 171)])
 def test_bfloat16_products_are_rounded_once(ops, rng, n, d, f):
     """A weight's gradient by each algorithm that may be chosen: long sums, cut among blocks, add up in fp32."""
     side, matmul = Side(ops, "bfloat16"), Matmul(0, ops.stream)
