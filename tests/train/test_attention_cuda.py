@@ -262,7 +262,7 @@ def check_to_others(
         d_kv64, Arena(),
     )  # fmt: skip
     added, d_kv = d_qkv_.numpy(stream), d_kv_.numpy(stream)
-    units *= 8 if unlike else 1  # keys have much in common, which is not in dq: slopes add up to 0, but for their rounding
+    units *= 8 if unlike else 1  # what all keys have in common is not in dq: slopes add up to 0, but for their rounding
     close("dq", of(added - d_qkv, queries)[..., : heads * d], of(d_qkv64 - d_qkv, queries)[..., : heads * d], units)
     for name, half in (("dk", slice(0, kv_heads * d)), ("dv", slice(kv_heads * d, None))):
         close(name, of(d_kv, keys)[..., half], of(d_kv64.T, keys)[..., half], units)
@@ -284,7 +284,7 @@ def test_simple_to_others(rng: np.random.Generator, stream: Any, dtype: str, sha
 @pytest.mark.parametrize("shape", [(1, 170, 2, 1, 64, (85, 170), (0, 170)), (2, 200, 2, 2, 128, (0, 200), (0, 150))])
 @pytest.mark.parametrize("family", families())
 def test_to_others_unlike(rng: np.random.Generator, stream: Any, family: str, shape: tuple[Any, ...]) -> None:
-    """Keys that do not exist have no part where all others' scores are lower, and any block may have the largest value."""
+    """Keys that do not exist have no part, though all scores are lower; any block may have the largest value."""
     check_to_others(rng, stream, family, "bfloat16", shape, unlike=True)
 
 
@@ -335,8 +335,8 @@ def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, family: str
     """Run after run, with many blocks at work."""
     samples, length, heads, kv_heads, d = 1, 1000, 16, 4, 64
     tokens, kind = samples * length, DTYPES["bfloat16"].numpy
-    shapes = [(tokens, (heads + 2 * kv_heads) * d), (tokens, 2 * kv_heads * d), (tokens, heads * d), (tokens, heads * d)]
-    qkv, kv, d_out, out = (Array.from_numpy(rng.standard_normal(shape).astype(kind), 0) for shape in shapes)
+    counts = (heads + 2 * kv_heads, 2 * kv_heads, heads, heads)
+    qkv, kv, d_out, out = (Array.from_numpy(rng.standard_normal((tokens, n * d)).astype(kind), 0) for n in counts)
     lse = Array.from_numpy(np.full((samples, heads, length), 8, np.float32), 0)
     to = ops.Others(kv, slice(500, 1000), slice(0, 1000))
     d_qkv, d_kv = (Array.empty(shape, "float32", 0) for shape in (qkv.shape, kv.shape))
@@ -518,8 +518,8 @@ def test_operands_are_checked(rng: np.random.Generator, stream: Any) -> None:
         ops.attention(case.qkv, 4, 2, case.qkv, case.log_sum_exp, launcher(stream))
     kv, out = Array.empty((8, 256), "bfloat16", 0), Array.empty(case.out.shape, "float32", 0)
     operands = (case.qkv, 4, 2, out, case.log_sum_exp, launcher(stream))
+    to = ops.Others(kv, slice(0, 8), slice(0, 4))
     with pytest.raises(InvalidArgument, match="expected out float32"):
-        to = ops.Others(kv, slice(0, 8), slice(0, 4))
         ops.attention(case.qkv, 4, 2, case.out, case.log_sum_exp, launcher(stream), to=to)
     with pytest.raises(InvalidArgument, match=r"expected kv bfloat16\(8, 256\), got bfloat16\(8, 512\)"):
         ops.attention(*operands, to=ops.Others(case.qkv, slice(0, 8), slice(0, 4)))

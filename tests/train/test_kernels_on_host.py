@@ -12,6 +12,7 @@ import pytest
 
 from kos.memory.arena import Arena
 from kos.train.model.parameters import Parameters, Shard
+from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import CHUNK, CudaAdamW
 from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient
 from tests.host_compiler import COMPILER
@@ -87,6 +88,12 @@ def test_sum_rows(ops, side, rng, arena, n, d):
 @pytest.mark.parametrize(("head_dim", "heads", "others", "length"), [(6, 3, 1, 5), (64, 5, 2, 33)])
 def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
     on_ops.test_rope(ops, side, rng, arena, head_dim, heads, others, length)
+
+
+@pytest.mark.parametrize(("ranks", "kv_heads", "head_dim"), [(2, 1, 6), (3, 2, 10)])
+def test_attention_of_ranks(ops, side, rng, arena, monkeypatch, ranks, kv_heads, head_dim):
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
+    on_ops.test_attention_of_ranks(ops, side, rng, arena, ranks, 2, 3, 2, kv_heads, head_dim)
 
 
 @pytest.mark.parametrize(("n", "f"), [(13, 7), (20, 344)])

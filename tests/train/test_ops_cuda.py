@@ -179,7 +179,13 @@ def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outs
     assert np.array_equal(side.get(d_table), np.outer([0, 0, 2 * len(own)], np.ones(8)))
 
 
-@pytest.mark.parametrize(("n", "d", "f"), [(13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8)])
+@pytest.mark.parametrize(
+    ("n", "d", "f"),
+    [
+        (13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8),
+        (257, 683, 64), (33, 64, 12_565), (4096, 8, 264), (2048, 171, 1),  # parts of a layer: of any size
+    ],
+)  # fmt: skip
 def test_linear(ops, side, rng, arena, n, d, f):
     x, x64 = side.put(rng.normal(size=(n, d)))
     weight, weight64 = side.put(rng.normal(size=(f, d)))
@@ -204,7 +210,7 @@ def test_linear(ops, side, rng, arena, n, d, f):
     side.close(dx, d_out64 @ weight64, 4)
 
 
-@pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768)])
+@pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768), (8191, 341, 171)])
 def test_bfloat16_products_are_rounded_once(ops, rng, n, d, f):
     """A weight's gradient by each algorithm that may be chosen: long sums, cut among blocks, add up in fp32."""
     side, matmul = Side(ops, "bfloat16"), Matmul(0, ops.stream)
@@ -310,6 +316,56 @@ def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head
     ops.attention_backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena)
     reference.attention_backward(columns(d_out64), columns(qkv64), out64, lse64, heads, kv_heads, d_qkv64, Arena())
     side.close(d_qkv, d_qkv64, 8)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "samples", "chunk", "heads", "kv_heads", "head_dim"),
+    [(2, 2, 7, 3, 1, 6), (2, 1, 65, 4, 2, 64), (4, 2, 33, 2, 2, 128)],
+)
+def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads, kv_heads, head_dim):
+    """A sequence in zigzag chunks: each rank's attention, to its own keys and others', is that of the whole."""
+    length, n = 2 * ranks * chunk, 2 * samples * chunk
+    whole = [rng.normal(size=(samples, length, count * head_dim)) for count in (heads + 2 * kv_heads, heads)]
+    places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
+    of_ranks = [[side.put(x[:, at].reshape(n, -1))[0] for at in places] for x in whole]
+    outs, d_qkvs, d_kvs = [], [], [np.zeros((n, 2 * kv_heads * head_dim)) for _ in range(ranks)]
+    with arena.scope():
+        kvs = [ops.keys_and_values(qkv, heads, kv_heads, arena) for qkv in of_ranks[0]]
+        for rank, (qkv, d_out) in enumerate(zip(*of_ranks, strict=True)):
+            out, lse = side.nan(n, heads * head_dim), side.nan(samples, heads, 2 * chunk, dtype="float32")
+            seen = {
+                owner: (slice(0 if owner < rank else chunk, 2 * chunk), slice(0, chunk if owner < rank else 2 * chunk))
+                for owner in range(ranks)
+                if owner != rank
+            }
+            wide_out, wide_d_qkv = (side.nan(n, x.shape[2], dtype="float32") for x in reversed(whole))
+            ops.attention(qkv, heads, kv_heads, out, lse, arena)
+            ops.copy(out, wide_out)
+            for owner, parts in seen.items():
+                ops.attention_to(qkv, kvs[owner], heads, kv_heads, *parts, wide_out, lse, arena)
+            ops.copy(wide_out, out)
+            d_qkv, d_kv = side.nan(*qkv.shape), side.nan(*kvs[0].shape, dtype="float32")
+            ops.attention_backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena)
+            ops.copy(d_qkv, wide_d_qkv)
+            for owner, parts in seen.items():
+                ops.attention_to_backward(
+                    d_out, qkv, kvs[owner], out, lse, heads, kv_heads, *parts, wide_d_qkv, d_kv, arena
+                )
+                d_kvs[owner] += side.get(d_kv)
+            outs.append(side.get(out))
+            d_qkvs.append(wide_d_qkv)
+    for d_qkv, d_kv in zip(d_qkvs, d_kvs, strict=True):
+        ops.add_keys_and_values(side.put(d_kv, "float32")[0], d_qkv)
+    qkv64, d_out64 = (columns(side.put(x)[1].reshape(samples * length, -1)) for x in whole)
+    out64, lse64 = columns(np.empty(d_out64.shape)), np.empty((samples, heads, length))
+    d_qkv64 = columns(np.empty(qkv64.shape))
+    reference.attention(qkv64, heads, kv_heads, out64, lse64, Arena())
+    reference.attention_backward(d_out64, qkv64, out64, lse64, heads, kv_heads, d_qkv64, Arena())
+    for got, expected in ((outs, out64), ([side.get(x) for x in d_qkvs], d_qkv64)):
+        for values, at in zip(got, places, strict=True):
+            want = expected.reshape(samples, length, -1)[:, at].reshape(n, -1)
+            error = np.linalg.norm(values - want) / np.linalg.norm(want) / UNIT[side.dtype]
+            assert error < (32 if side.dtype == "float32" else 4), f"{error:.2f} units"
 
 
 @pytest.mark.parametrize(("n", "f"), [(13, 7), (5, 2048), (200, 344)])

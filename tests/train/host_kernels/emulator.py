@@ -28,7 +28,10 @@ KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^\n]*\
 # What the kernels say in PTX.
 PTX = [
     (r'asm\("cvt\.rn\.bf16\.f32[^;]*?;" : "=h"\(out\.bits\) : "f"\(x\)\);', "out.bits = to_bfloat16(x);"),
-    (r'asm\("cvt\.rn\.bf16x2[^;]*?;" : "=r"\((\w+)\)[^;]*;', r"\1 = to_bfloat16(low) | unsigned(to_bfloat16(high)) << 16;"),
+    (
+        r'asm\("cvt\.rn\.bf16x2[^;]*?;" : "=r"\((\w+)\)[^;]*;',
+        r"\1 = to_bfloat16(low) | unsigned(to_bfloat16(high)) << 16;",
+    ),
     (r'asm\("(?:cvt\.rn\.f16x2|\{\.reg \.f16)[^"]*"[^;]*;', "abort();"),  # float16 is not emulated
     (r'asm\("ex2[^;]*?;" : "=f"\(y\) : "f"\(x\)\);', "y = exp2f(x);"),
     (r'asm\("ex2[^;]*?;"[^;]*;', "y = exp2f(fmaf(x, log2e, -shift * log2e));"),
@@ -61,7 +64,10 @@ PTX = [
         r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d\.shared::cluster[^;]*;"[^;]*;',
         "load_a_box(target, &map, barrier, column, token, sample);",
     ),
-    (r'asm volatile\("cp\.async\.bulk\.shared[^;]*;"[^;]*;', "memcpy(target, source, bytes), bytes_came(barrier, bytes);"),
+    (
+        r'asm volatile\("cp\.async\.bulk\.shared[^;]*;"[^;]*;',
+        "memcpy(target, source, bytes), bytes_came(barrier, bytes);",
+    ),
     (
         r'asm volatile\("cp\.async\.bulk\.tensor\.3d\.global[^;]*;"[^;]*;',
         "store_a_box(&map, source, column, token, sample);",
