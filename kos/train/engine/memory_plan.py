@@ -206,7 +206,19 @@ class _Sizing(CudaOps):
     ) -> None:
         if self.cudnn is not None:
             self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
-            return
+        else:
+            self._attention_scratch(qkv, lse, heads, kv_heads, arena)
+
+    def attention_to(self, *operands: Any) -> None:
+        pass
+
+    def attention_to_backward(
+        self, d_out: Any, qkv: Array, kv: Any, out: Any, lse: Array, heads: int, kv_heads: int, queries: slice,
+        keys: slice, d_qkv: Any, d_kv: Any, arena: Arena,
+    ) -> None:  # fmt: skip
+        self._attention_scratch(qkv, lse, heads, kv_heads, arena)  # of all tokens, at most
+
+    def _attention_scratch(self, qkv: Array, lse: Array, heads: int, kv_heads: int, arena: Arena) -> None:
         head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         with arena.scope():
             family = attention.family_for(self.device, qkv.dtype.name, head_dim)
