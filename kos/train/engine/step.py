@@ -291,7 +291,7 @@ class StepProgram:
             if model.local.last:
                 loss = model.arena.take((1,), np.dtype(np.float64))
                 of_all = model.arena.take((1,), ops.statistics_dtype(x_nD.dtype))
-                ops.copy(np.full(1, count, of_all.dtype), of_all)
+                ops.copy(np.full_like(ops.to_host(of_all), count), of_all)
                 model.evaluate_loss(weights, x_nD, targets, loss, of_all)
                 return float(ops.to_host(loss)[0])
             room = received or self._room(True)
