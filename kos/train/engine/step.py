@@ -102,7 +102,7 @@ class StepProgram:
         self._shape = self.tensor.rows(tokens), model.hidden_size
         self._dtype = dtype
         self._free = [Slot(ops.make_arena()) for _ in range(self.pipeline.schedule.slots[mesh.pp.rank])]
-        sizes = {True: 2, False: 3} if mesh.pp.size > 1 else {True: 0, False: 1}
+        sizes = {True: 3, False: 3} if mesh.pp.size > 1 else {True: 0, False: 1}
         self._rooms = {way: [_Room(self.make_array(self._shape, dtype)) for _ in range(n)] for way, n in sizes.items()}
 
     def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -264,6 +264,7 @@ class StepProgram:
         weights, batches, dp = self.whole_weights(), self.data.val_batches(), self.mesh.dp
         sums = np.zeros(-(-len(batches) // dp.size))
         pieces = list(self._validation(batches))
+        self._flight = {}
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
             for action, received in self._with_inputs(schedule.actions[self.mesh.pp.rank]):
@@ -289,14 +290,24 @@ class StepProgram:
     ) -> float:
         """A stage of a piece; on the last stage the sum of this rank's losses over ``count``."""
         model, ops, rows = self.models[action.chunk], self.model.ops, self.tensor.rows(tokens.size)
+        came = received.array if received is not None else None
+        if (turned := self._flight.pop((action.micro_batch, action.chunk - 1), None)) is not None:
+            came = turned.out_nD
+            turned.clear()
+            self._free.append(turned)
         with ops.step(model.arena):
-            x_nD = model.evaluate_stage(weights, tokens, received.array[:rows] if received is not None else None)
+            x_nD = model.evaluate_stage(weights, tokens, came[:rows] if came is not None else None)
             if model.local.last:
                 loss = model.arena.take((1,), np.dtype(np.float64))
                 of_all = model.arena.take((1,), ops.statistics_dtype(x_nD.dtype))
                 ops.copy(np.full_like(ops.to_host(of_all), count), of_all)
                 model.evaluate_loss(weights, x_nD, targets, loss, of_all)
                 return float(ops.to_host(loss)[0])
+            if self.pipeline.turns(action) is not None:
+                slot = self._flight[action.micro_batch, action.chunk] = self._free.pop()
+                slot.out_nD = slot.arena.take(self._shape, self._dtype)
+                ops.copy(x_nD, slot.out_nD[:rows])
+                return 0.0
             room = received or self._room(True)
             if received is None:
                 ops.copy(x_nD, room.array[:rows])
