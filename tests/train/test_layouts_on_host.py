@@ -1,4 +1,4 @@
-"""Every layout on the emulated GPU engine gives the run of one rank, as ``test_layouts.py`` has it of the CPU engine."""
+"""Layouts on the emulated GPU engine give the run of one rank, as ``test_layouts.py`` has it of the CPU engine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 from kos.testing import spawn
 from kos.train.config.options import TrainConfig
 from kos.train.engine import cuda as engine_module
-from kos.train.engine import memory_plan
 from kos.train.engine.cuda import CudaEngine
 from kos.train.model.generate import generate
 from kos.train.model.parameters import Parameters
-from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.parallel.mesh import Layout, Mesh
 from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
