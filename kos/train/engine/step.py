@@ -102,6 +102,7 @@ class StepProgram:
         self._shape = self.tensor.rows(tokens), model.hidden_size
         self._dtype = dtype
         self._free = [Slot(ops.make_arena()) for _ in range(self.pipeline.schedule.slots[mesh.pp.rank])]
+        # One that is received into, one that is computed with, one that is sent from; each way.
         sizes = {True: 3, False: 3} if mesh.pp.size > 1 else {True: 0, False: 1}
         self._rooms = {way: [_Room(self.make_array(self._shape, dtype)) for _ in range(n)] for way, n in sizes.items()}
 
@@ -304,7 +305,8 @@ class StepProgram:
                 model.evaluate_loss(weights, x_nD, targets, loss, of_all)
                 return float(ops.to_host(loss)[0])
             if self.pipeline.turns(action) is not None:
-                slot = self._flight[action.micro_batch, action.chunk] = self._free.pop()
+                slot = self._free.pop() if self._free else Slot(ops.make_arena())
+                self._flight[action.micro_batch, action.chunk] = slot
                 slot.out_nD = slot.arena.take(self._shape, self._dtype)
                 ops.copy(x_nD, slot.out_nD[:rows])
                 return 0.0
