@@ -83,6 +83,7 @@ class _Sizing:
         return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
 
     step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
+    keys_and_values = staticmethod(numpy_ops.keys_and_values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *operands: None

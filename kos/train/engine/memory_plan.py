@@ -157,7 +157,9 @@ def peaks(
         with sizing.step(scratch):
             received = None if local.first else slot.arena.take(rows, dtype)
             llama.queue_forward(weights, slot, tokens, received)
-            dx = slot.arena.take(rows, dtype) if mesh.pp.size > 1 else sizing.zeros(rows, dtype)
+            if any(other.layers.start == local.layers.stop for other in parts):  # which leaves its gradient here
+                slot.arena.take(rows, dtype)
+            dx = sizing.zeros(rows, dtype)
             llama.queue_backward(weights, slot, into, dx, targets=tokens, loss=loss)
             if split:
                 llama.queue_weight_gradients(into)
@@ -206,7 +208,19 @@ class _Sizing(CudaOps):
     ) -> None:
         if self.cudnn is not None:
             self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
-            return
+        else:
+            self._attention_scratch(qkv, lse, heads, kv_heads, arena)
+
+    def attention_to(self, *operands: Any) -> None:
+        pass
+
+    def attention_to_backward(
+        self, d_out: Any, qkv: Array, kv: Any, out: Any, lse: Array, heads: int, kv_heads: int, queries: slice,
+        keys: slice, d_qkv: Any, d_kv: Any, arena: Arena,
+    ) -> None:  # fmt: skip
+        self._attention_scratch(qkv, lse, heads, kv_heads, arena)  # of all tokens, at most
+
+    def _attention_scratch(self, qkv: Array, lse: Array, heads: int, kv_heads: int, arena: Arena) -> None:
         head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         with arena.scope():
             family = attention.family_for(self.device, qkv.dtype.name, head_dim)
