@@ -13,6 +13,7 @@ from kos.memory.arena import Arena
 from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
+from kos.train.engine import head_start
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
 from kos.train.engine.protocol import Show, StepResult
@@ -141,10 +142,11 @@ class CpuEngine(StepProgram):
         return {}
 
     def draw_weights(self) -> None:
-        if self.mesh.layout.ranks > self.mesh.layout.pp:
-            super().draw_weights()
-        else:  # the whole stage is this rank's
-            self.model.config.init_weights(self.weights, self.config.seed, *self.state.parts)
+        model, seed, layout = self.model.config, self.config.seed, self.mesh.layout
+        if layout.ranks > layout.pp:
+            self.drawn = head_start.draw_weights(model, seed, layout, self.mesh.world.rank, self.stages())
+        else:  # its stages are this rank's alone
+            model.init_weights(self.weights, seed, *self.state.parts)
 
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""

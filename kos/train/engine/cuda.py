@@ -246,8 +246,13 @@ class CudaEngine(StepProgram):
         super().read(weights, moments, step)
         self.optimizer.refresh_copy()
 
+    def draw_weights(self) -> None:
+        model, mesh = self.model.config, self.mesh
+        self.drawn = head_start.weights(model, self.config.seed, mesh.layout, mesh.world.rank, self.stages()).result()
+
     def share_weights(self) -> None:
         super().share_weights()
+        head_start.weights.cache_clear()
         self.optimizer.refresh_copy()
 
     def spare_memory(self) -> Array:

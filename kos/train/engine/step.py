@@ -16,7 +16,6 @@ from kos.train.checkpoint.huggingface import TensorFiles
 from kos.train.checkpoint.state import ShardedState
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset
-from kos.train.engine import head_start
 from kos.train.engine.protocol import Show
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Gradients, Llama, Slot, Weights
@@ -62,7 +61,7 @@ class StepProgram:
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
     state: ShardedState
     accumulation_steps: int  # micro-batches of this rank
-    _drawn: np.ndarray | None = None  # this rank's share of the initial weights
+    drawn: np.ndarray | None = None  # this rank's share of the initial weights
     lookups = False  # whether the embedding's lookups are gathered instead of its gradient
 
     count: Array
@@ -371,16 +370,11 @@ class StepProgram:
     def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
         self.state.read(weights, moments, step)
 
-    def draw_weights(self) -> None:
-        model, seed, mesh = self.model.config, self.config.seed, self.mesh
-        self._drawn = head_start.weights(model, seed, mesh.layout, mesh.world.rank, self.stages()).result()
-
     def share_weights(self) -> None:
-        if self._drawn is not None:
-            self.state.scatter(self._drawn, self.spare_memory())
+        if self.drawn is not None:
+            self.state.scatter(self.drawn, self.spare_memory())
             self.model.ops.zero(self.gradients.flat)
-        self._drawn = None
-        head_start.weights.cache_clear()
+        self.drawn = None
 
     def spare_memory(self) -> Array:
         """The gradients' memory, as fp32."""
