@@ -79,7 +79,7 @@ def plan_memory(
 
     ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
-    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is loaded or saved."""
+    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice."""
     assert config.micro_batch_size is not None
     ranks = mesh.gradients.size
     count = -(-model.num_parameters(*parts) // multiple) * multiple
@@ -94,7 +94,7 @@ def plan_memory(
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
     looking = ranks if lookups else 1
     scratch, slot = peaks(config, model, parts, _Sizing(ops), mesh, split, head_rows=head_rows, looking=looking)
-    scratch = max(scratch, 4 * min(bucket, count) + ALIGNMENT)
+    scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
     arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
