@@ -104,6 +104,10 @@ CASES = [
     (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
     (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble", "tied": True}),
     (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
+    (Layout(cp=2), {"recompute": "norms"}),
+    (Layout(cp=2, tp=2), {"tied": True, "graph": False}),
+    (Layout(dp=2, cp=2), {"zero": 1}),
+    (Layout(pp=2, cp=2), {"pp_schedule": "zero-bubble"}),
 ]
 
 
