@@ -305,6 +305,24 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
         assert tensors_of_run(out) == tensors_of_run(tmp_path / "one")
 
 
+def test_a_run_goes_on_in_another_layout(emulated, text, tmp_path):
+    """From its checkpoints: a pipeline's, a part in fp32 each, on tensor-parallel ranks and on one."""
+    settings = {"model": {**SMALL["model"], "intermediate_size": 30}, "sample_tokens": 2}
+    one = train(text, tmp_path / "one", **settings)
+    rows = train(text, tmp_path / "pp", ranks=2, pp=2, pp_schedule="zero-bubble", **settings)
+    step2 = str(tmp_path / "pp" / "checkpoints" / "step-2")
+    runs = {
+        "pp": rows,
+        "tp": train(text, tmp_path / "tp", ranks=2, tp=2, resume=step2, **settings),
+        "alone": train(text, tmp_path / "alone", resume=step2, **settings),
+        "unseen": train(text, tmp_path / "unseen", ranks=2, pp=2, eval_batches=0, **settings),
+    }
+    for layout, got in runs.items():
+        for name in ("loss", "grad_norm", "val_loss")[: 2 if layout == "unseen" else 3]:
+            expected = column(one, name)[-len(column(got, name)) :]
+            np.testing.assert_allclose(column(got, name), expected, rtol=1e-5, err_msg=f"{layout} {name}")
+
+
 def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
     """Weights are bfloat16, in checkpoints too; the same bits eager, resumed, on other ranks and with ZeRO-1."""
     monkeypatch.setattr(engine_module, "BUCKET_BYTES", 8 * CHUNK)

@@ -180,7 +180,7 @@ class TrainConfig(Section):
         return self.model_dump(mode="json")
 
     def for_world(self, size: int, device: str = "cpu") -> TrainConfig:
-        """This configuration as ``size`` data-parallel ranks run it on ``device``: with its dtypes and micro-batch size.
+        """This configuration as ``size`` data-parallel ranks run it on ``device``: its dtypes and micro-batch size.
 
         Each step, a rank takes ``batch_size / (micro_batch_size * size)`` micro-batches.  A size that was
         not given becomes the largest divisor that fits: of ``batch_size / size``, and of at most
