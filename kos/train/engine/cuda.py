@@ -305,7 +305,7 @@ class CudaEngine(StepProgram):
             return done
 
         if self.comm.size > 1:  # raises what stopped the collectives of a graph, whose step is over but of no use
-            self.comm.synchronize(until=over)
+            self.synchronize(until=over)
         while not over():
             pass
         if self._newest is late:
