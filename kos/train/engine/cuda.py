@@ -105,7 +105,7 @@ class CudaEngine(StepProgram):
             ).check()  # fmt: skip
 
         heads = (parts[0].heads, parts[0].kv_heads, model.head_dim)
-        shape = cudnn.Shape(config.micro_batch_size, config.seq_len, *heads, config.dtype)
+        shape = cudnn.Shape(config.micro_batch_size, config.seq_len // mesh.cp.size, *heads, config.dtype)
         asked: str = config.attention
         if config.deterministic or mesh.cp.size > 1:  # not by time; another rank's keys are for our own kernels
             asked = config.attention.replace("auto", "flash")
@@ -124,11 +124,11 @@ class CudaEngine(StepProgram):
             arena.reserve(size)
             arena.fix()
         if mesh.pp.size > 1:
-            evaluated, _ = data.val_batches()[0]()
-            of_sizes = {min(config.micro_batch_size, len(evaluated)), len(evaluated) % config.micro_batch_size}
-            for rows in {config.micro_batch_size, *of_sizes} - {0}:
-                tokens = rows * config.seq_len // mesh.cp.size
-                self.pipeline.connect(self._rooms[True][0].array[: self.tensor.rows(tokens)])
+            micro, evaluated = config.micro_batch_size, [len(batch()[0]) for batch in data.val_batches()[:1]]
+            sizes = {micro, *(min(micro, rows) for rows in evaluated), *(rows % micro for rows in evaluated)} - {0}
+            for rows in sorted(sizes):
+                own = self.tensor.rows(rows * config.seq_len // mesh.cp.size)
+                self.pipeline.connect(self._rooms[True][0].array[:own])
         self.parallel = DataParallel(
             group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
             least_bytes=bucket_bytes // 4, sharded=self.sharded,
@@ -310,7 +310,7 @@ class CudaEngine(StepProgram):
             return done
 
         if self.comm.size > 1:  # raises what stopped the collectives of a graph, whose step is over but of no use
-            self.comm.synchronize(until=over)
+            self.synchronize(until=over)
         while not over():
             pass
         if self._newest is late:

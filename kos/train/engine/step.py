@@ -260,6 +260,14 @@ class StepProgram:
         """The ranks whose losses add up to all."""
         return self.mesh.reporters(self.pipeline.schedule.place(self.pipeline.schedule.stages - 1).rank)
 
+    def synchronize(self, until: Callable[[], bool] | None = None) -> None:
+        """Wait for what all communicators have queued, or ``until`` that is true; raises what stopped any of it.
+
+        A GPU goes on without the data that a failed one has not brought.
+        """
+        for comm in (*self.mesh.communicators(), *self.pipeline.communicators()):
+            comm.synchronize(until=until)
+
     def first_of_all(self, name: str | None) -> str | None:
         """The first tensor that any rank names, in the order in which a backward goes through the model."""
         said = {each.decode() for each in self.mesh.world.all_gather_bytes((name or "").encode())} - {""}
@@ -282,6 +290,7 @@ class StepProgram:
                 sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, count)
             for room in self._rooms[True]:
                 room.free()
+        self.synchronize()
         said = self.mesh.world.all_gather_bytes(sums.tobytes())
         return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(batches)
 
@@ -384,5 +393,5 @@ class StepProgram:
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""
         if self.parallel.sharded:
             self.parallel.gather(self.weights).wait()
-            self.mesh.world.synchronize()  # what waits for a GPU next knows no timeout
+            self.parallel.axis.comm.synchronize()  # what waits for a GPU next knows no timeout
         return self.weights
