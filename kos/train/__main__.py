@@ -33,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = Stop()
     stop.listen()
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if "--plan" in arguments:
+        return import_module("kos.train.tools.plan").main(arguments)
     head_start.begin_cuda(arguments)
     from kos.comm.rendezvous.choose import launched_rank  # which takes a tenth of a second
 

@@ -41,7 +41,7 @@ def plan_memory(
     in ``shards``, and whole on the first where they are saved.
     """
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
-    scratch, slot = peaks(config, model, parts, _Sizing(), mesh, split)
+    scratch, slot = peaks(config, model, parts, Sizing(), mesh, split)
     activations = scratch + slot * schedule.slots[mesh.pp.rank]
     count = model.num_parameters(*parts)
     shapes = model.parameter_shapes(*parts)
@@ -65,7 +65,7 @@ def plan_memory(
     return MemoryPlan(uses, uses["activations"], free, where, knobs)
 
 
-class _Sizing:
+class Sizing:
     """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
 
     dtype = np.dtype

@@ -123,7 +123,9 @@ class Profiler:
         self.marks = Marks(None if self.on_host else self.ops.stream)
         self.different = functools.cache(self._different)
         self.bandwidth, self.arithmetic = self._limits()
-        engine.model.ops = watched = _Watched(self)
+        watched = _Watched(self)
+        for model in engine.models:
+            model.ops = model.tensor.ops = model.context.ops = watched
         if self.on_host:
             engine.start_step = self._alone(engine.start_step)
             engine.optimizer.step = self.timed("optimizer", engine.optimizer.step, (engine.weights.flat,) * 7)
