@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,34 +12,31 @@ import pytest
 
 from kos.errors import ConfigError
 from kos.testing import spawn
+from kos.train import run as loop
 from kos.train.config.flags import make_parser, parse, parse_plan
 from kos.train.engine import choose
-from kos.train.engine.cpu import CpuEngine
-from kos.train.engine.cuda import CudaEngine
-from kos.train.ops.cuda.dialect import CudaOps
-from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools import plan as planning
 from kos.train.tools import rates
 from kos.train.tools.dry_step import Clock, Link
 from kos.train.tools.plan import make_job, predict
 from kos.train.tools.rates import Rates, gpu_rates
+from tests.train.host_kernels.engine import DeviceComm, host_engine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SLOW = Rates("the CPU", 1e9, (1e9, 1e9), 1e9, 1e-6, 1e9, 1e-5, False)
-D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 8  # of the flags below; W: q, k and v together
-SHAPE = (
-    "--device cpu --hidden-size 32 --intermediate-size 48 --num-attention-heads 4 --num-key-value-heads 2 "
-    "--num-hidden-layers 4 --seq-len 16 --batch-size 8 --micro-batch-size 2 --no-tie-word-embeddings"
-).split()
+D, F, V, A, W, LAYERS, T, B = 32, 48, 256, 32, 64, 4, 16, 2  # of the flags below; W: q, k and v together
+SHAPE = [
+    "--device=cpu", "--hidden-size=32", "--intermediate-size=48", "--num-attention-heads=4", "--num-key-value-heads=2",
+    "--num-hidden-layers=4", "--seq-len=16", "--batch-size=8", "--micro-batch-size=2", "--no-tie-word-embeddings",
+]  # fmt: skip
 MATRICES = LAYERS * (W * D + D * A + 3 * F * D)
 PARAMETERS = 2 * V * D + MATRICES + (2 * LAYERS + 1) * D
 
 
 def predicted(*flags, axes=None, speed=SLOW):
-    config = parse([*SHAPE, *flags])
-    layout = Layout(**(axes or {}))
-    job = make_job(config, config.model_config_for(V), layout, speed)
+    job = make_job(config := parse([*SHAPE, *flags]), config.model_config_for(V), Layout(**(axes or {})), speed)
     return predict(job, job.memory(0))
 
 
@@ -60,12 +56,12 @@ def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
     """
     tp = 2
     sent = predicted("--batch-size", str(batch), axes={"tp": tp}).sent
-    one = 2 * T * D * 4 * (tp - 1) / tp  # of a micro-batch's residual stream
-    statistics = 3 * 2 * T * 4 * (tp - 1)
+    one = B * T * D * 4 * (tp - 1) / tp  # of a micro-batch's residual stream
+    statistics = 3 * B * T * 4 * (tp - 1)
     norms = 2 * (tp - 1) / tp * (2 * LAYERS + 1) * D * 4
     forward, backward = 4 * LAYERS + 1, 6 * LAYERS + 1
     head = 2
-    assert sent["tp"] == batch // 2 * ((forward + backward + head) * one + statistics) + norms
+    assert sent["tp"] == batch // B * ((forward + backward + head) * one + statistics) + norms
     assert sent["gradients"] == sent["pp"] == sent["cp"] == 0
 
 
@@ -73,7 +69,14 @@ def test_tensor_parallel_sends_four_activations_each_way_in_a_block(batch):
 def test_a_pipeline_sends_an_activation_and_a_gradient_a_border(schedule, borders):
     """Each rank of two; of an interleaved one rank 0 sends two activations and one gradient, rank 1 the reverse."""
     sent = predicted("--pp-schedule", schedule, axes={"pp": 2}).sent
-    assert sent["pp"] == 4 * borders * 2 * T * D * 4 and sent["tp"] == sent["gradients"] == 0
+    assert sent["pp"] == 4 * borders * B * T * D * 4 and sent["tp"] == sent["gradients"] == 0
+
+
+def test_context_parallel_passes_keys_and_values_round_and_their_gradients_too():
+    cp = 4
+    sent = predicted(axes={"cp": cp}).sent
+    assert sent["cp"] == 4 * LAYERS * 3 * (cp - 1) * B * T // cp * (W - A) * 4
+    assert sent["gradients"] == 2 * (cp - 1) / cp * 4 * PARAMETERS and sent["tp"] == sent["pp"] == 0
 
 
 def test_many_micro_batches_count_as_each_of_a_few():
@@ -125,7 +128,8 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
     assert all("expected" in reason and "got" in reason for _, reason in refused)
     for each in legal:
         config, layout = as_run(each, ranks)
-        assert (config, layout) == (each.job.config.model_copy(update={"dp": config.dp, **axes(config)}), each.job.layout)
+        asked = {axis: getattr(config, axis) for axis in ("dp", "tp", "pp", "cp")}
+        assert (config, layout) == (each.job.config.model_copy(update=asked), each.job.layout)
         model = config.model_config_for(V)
         for stage in range(each.job.schedule.stages):
             model.local(0, layout.tp, stage, each.job.schedule.stages)
@@ -133,17 +137,13 @@ def test_every_layout_is_proposed_or_refused_with_its_reason(ranks):
     assert speeds == sorted(speeds) and (ranks == 1 or len(speeds) > 1)
 
 
-def axes(config):
-    return {axis: getattr(config, axis) for axis in ("tp", "pp", "cp")}
-
-
 def test_what_does_not_divide_is_refused():
     refused = {tuple(sizes.values()): reason for sizes, reason in planned(8)[1]}
     assert "--tp 4: expected num_key_value_heads to be a multiple of 4, got 2" in refused[2, 4, 1, 1]
     assert "--pp 8: expected at most a stage a layer, 4, got 8" in refused[1, 1, 8, 1]
-    # dp, tp, pp, cp: a batch of 8 in micro-batches of 2 has four ranks
     assert "--batch-size: expected a multiple of micro-batch size" in refused[8, 1, 1, 1]
-    assert "--seq-len: expected a multiple of" in {tuple(s.values()): r for s, r in planned(4, "--seq-len", "18")[1]}[1, 1, 1, 4]
+    refused = {tuple(sizes.values()): reason for sizes, reason in planned(4, "--seq-len", "18")[1]}
+    assert "--seq-len: expected a multiple of" in refused[1, 1, 1, 4]
 
 
 def test_what_is_given_stays():
@@ -154,7 +154,7 @@ def test_what_is_given_stays():
 
 
 def test_of_what_does_not_fit_the_least_is_shown():
-    config, given, ranks, _, _ = parse_plan("--plan --ranks 2 --preset 8b --seq-len 32768".split())
+    config, given, ranks, _, _ = parse_plan(["--plan", "--ranks=1", "--preset=8b"])
     config = config.model_copy(update={"device": "cuda"})
     legal, _ = planning.plan(config, given, ranks, gpu_rates("A100", 128), config.model_config_for(256))
     assert legal and not any(each.fits for each in legal)
@@ -165,18 +165,33 @@ def test_of_what_does_not_fit_the_least_is_shown():
 # --- memory and time -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}])
 def test_memory_is_the_plan_of_the_engine(sizes, tmp_path):
     (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
     flags = [*SHAPE, "--data", str(tmp_path / "text"), "--steps", "1", "--eval-batches", "0", "--sample-tokens", "0"]
     flags += ["--zero", "1", "--out", str(tmp_path / "run")]
     config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
-    uses = spawn(lambda comm: Trainer(config, comm).engine.plan.uses, 2, timeout=100)
+    plans = spawn(lambda comm: Trainer(config, comm).engine.plan, 2, timeout=100)
     job = make_job(config, config.model_config_for(V), Layout(**sizes), SLOW)
-    stages = [rank if "pp" in sizes else 0 for rank in range(2)]
-    for rank, stage in enumerate(stages):
-        if rank == stage:
-            assert job.memory(stage).uses == uses[rank]
+    for rank in range(sizes.get("pp", 1)):
+        assert job.memory(rank).uses == plans[rank].uses and job.memory(rank).knobs.keys() == plans[rank].knobs.keys()
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"pp": 2}])
+def test_memory_is_the_plan_of_the_engine_of_gpus(sizes, tmp_path, monkeypatch):
+    """On the emulated device, of three multiprocessors: what blocks of theirs add up is not the same."""
+    host_engine(monkeypatch)
+    monkeypatch.setattr(loop, "choose_device", lambda asked, comm: asked)
+    (tmp_path / "text").write_bytes(b"the quick brown fox " * 200)
+    flags = [*SHAPE[1:], "--device=cuda", "--eval-batches=0", f"--data={tmp_path / 'text'}", f"--out={tmp_path}/run"]
+    config = parse([*flags, *(f"--{axis}={size}" for axis, size in sizes.items())])
+    plans = spawn(lambda comm: Trainer(config, DeviceComm(comm)).engine.plan, 2, timeout=100)
+    job = make_job(config, config.model_config_for(V), Layout(**sizes), gpu_rates("H200", 8))
+    for rank in range(sizes.get("pp", 1)):
+        ours, theirs = job.memory(rank), plans[rank]
+        assert ours.slot == theirs.slot and ours.uses.keys() == theirs.uses.keys()
+        differ = {use for use, size in ours.uses.items() if size != theirs.uses[use]}
+        assert len(differ) <= 1 and 0 <= ours.total - theirs.total == ours.scratch - theirs.scratch < 132 * 4 * D
 
 
 def results(name):

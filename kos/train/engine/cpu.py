@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from kos.memory.arena import Arena
+from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.machine import free_memory
 from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
 from kos.train.engine.protocol import Show, StepResult
 from kos.train.engine.step import StepProgram
-from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
@@ -32,26 +32,23 @@ from kos.train.parallel.schedules import Schedule
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, schedule: Schedule, ranks: int,
-    first: bool, shards: int = 1,
+    first: bool, shards: int = 1, saved: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """What a rank of ``mesh``, a silent one, will need of its memory, one of ``ranks`` on this host.
 
     What is small is left out.
-    The ``first`` of those that hold the same weights sums gradients in order and saves. With ZeRO-1 the moments are
-    in ``shards``, and whole on the first where they are saved.
+    The ``first`` of those that hold the same weights sums gradients in order. With ZeRO-1 the moments are in
+    ``shards``. ``saved`` bytes are on their way to files at once.
     """
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
     scratch, slot = peaks(config, model, parts, Sizing(), mesh, split)
     activations = scratch + slot * schedule.slots[mesh.pp.rank]
     count = model.num_parameters(*parts)
-    shapes = model.parameter_shapes(*parts)
-    turned = sum(math.prod(x) for name, x in shapes.items() if name.endswith(TRANSPOSED))
     uses = {
         "weights, gradients, both Adam moments": 8 * count + 8 * count // shards,
-        "weights and both Adam moments, to be saved": 12 * count * (shards > 1 and first),
         "gradients summed in order": 4 * count * (config.deterministic and first),
         "activations": activations,
-        "matrices as they are saved": 4 * turned * first,
+        "tensors to be saved": saved,
     }
     free = free_memory() // ranks
     knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
@@ -86,6 +83,7 @@ class Sizing:
         return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
 
     step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
+    keys_and_values = staticmethod(numpy_ops.keys_and_values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *operands: None
@@ -108,7 +106,8 @@ class CpuEngine(StepProgram):
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
         silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
-        plan = plan_memory(config, model, parts, silent, schedule, of_host, group.rank == 0, shards)
+        saved = Shards(model, mesh.layout, self.stages()).host_bytes(mesh.world.rank, config.save_async)
+        plan = plan_memory(config, model, parts, silent, schedule, of_host, group.rank == 0, shards, saved)
         self.plan = together(self.comm, plan.check)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else 1)
@@ -119,6 +118,7 @@ class CpuEngine(StepProgram):
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,
         )  # fmt: skip
+        self.state = self.make_state(model)
         self.schedule = config.make_schedule()
         self.count, self.known = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
         self.known_of_all = self.known[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.known.size))
@@ -140,21 +140,11 @@ class CpuEngine(StepProgram):
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}
 
-    def new_state(self) -> AdamW:
-        return super().new_state() if self.parallel.sharded else self.optimizer
-
     def draw_weights(self) -> None:
-        if self.comm.rank == 0:
-            self.model.config.init_weights(self.weights, self.config.seed)
-
-    def load(self, state: AdamW | None) -> None:
-        super().load(self.optimizer if state is None and self.comm.rank == 0 else state)  # which has the drawn weights
-
-    def state(self) -> AdamW | None:
-        if not self.parallel.sharded:
-            return self.optimizer
-        self.whole_weights()
-        return super().state()
+        if self.mesh.layout.ranks > self.mesh.layout.pp:
+            super().draw_weights()
+        else:  # the whole stage is this rank's
+            self.model.config.init_weights(self.weights, self.config.seed, *self.state.parts)
 
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""

@@ -79,7 +79,7 @@ def plan_memory(
 
     ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
-    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is loaded or saved.
+    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice.
     ``free``: bytes of a GPU that is not there."""
     assert config.micro_batch_size is not None
     ranks = mesh.gradients.size
@@ -96,7 +96,7 @@ def plan_memory(
     looking = ranks if lookups else 1
     sizing = ops if isinstance(ops, Sizing) else Sizing(ops)
     scratch, slot = peaks(config, model, parts, sizing, mesh, split, head_rows=head_rows, looking=looking)
-    scratch = max(scratch, 4 * min(bucket, count) + ALIGNMENT)
+    scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
     arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
@@ -212,7 +212,19 @@ class Sizing(CudaOps):
     ) -> None:
         if self.cudnn is not None:
             self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
-            return
+        else:
+            self._attention_scratch(qkv, lse, heads, kv_heads, arena)
+
+    def attention_to(self, *operands: Any) -> None:
+        pass
+
+    def attention_to_backward(
+        self, d_out: Any, qkv: Array, kv: Any, out: Any, lse: Array, heads: int, kv_heads: int, queries: slice,
+        keys: slice, d_qkv: Any, d_kv: Any, arena: Arena,
+    ) -> None:  # fmt: skip
+        self._attention_scratch(qkv, lse, heads, kv_heads, arena)  # of all tokens, at most
+
+    def _attention_scratch(self, qkv: Array, lse: Array, heads: int, kv_heads: int, arena: Arena) -> None:
         head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         with arena.scope():
             family = self.family(qkv.dtype.name, head_dim)

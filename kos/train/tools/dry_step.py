@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from kos.comm.communicator import Communicator
+from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.engine import cpu, cuda
 from kos.train.engine.memory_plan import MemoryPlan, Sizing
@@ -47,11 +48,9 @@ class Job(NamedTuple):
     schedule: Schedule
     rates: Rates
 
-    def parts(self, stage_rank: int) -> list[Local]:
+    def parts(self, stage_rank: int) -> Sequence[Local]:
         """The stages of a rank of the pipeline. ConfigError where the model does not divide."""
-        schedule = self.schedule
-        stages = (schedule.stage(stage_rank, chunk) for chunk in range(schedule.chunks))
-        return [self.model.local(0, self.layout.tp, stage, schedule.stages) for stage in stages]
+        return self.model.parts(0, self.layout.tp, stage_rank, self.schedule.stages_of_ranks)
 
     def buckets(self, parts: Sequence[Local], mesh: Mesh) -> cuda.Buckets:
         return cuda.Buckets.of(self.config, self.model, parts, mesh, self.schedule.micro_batches, reaches=True)
@@ -59,13 +58,14 @@ class Job(NamedTuple):
     def memory(self, stage_rank: int) -> MemoryPlan:
         """The engine's plan for a rank of the pipeline."""
         config, model, schedule = self.config, self.model, self.schedule
-        mesh = Mesh.silent(self.layout, self.layout.rank({"pp": stage_rank}))
+        mesh = Mesh.silent(self.layout, rank := self.layout.rank({"pp": stage_rank}))
         parts, group = self.parts(stage_rank), mesh.gradients
         if config.device == "cuda":
             ops, free = _AbsentGpu(self.rates.name), GPUS[self.rates.name].free
             return self.buckets(parts, mesh).plan(config, model, parts, ops, mesh, schedule, free=free)
+        saved = Shards(model, self.layout, schedule.stages_of_ranks).host_bytes(rank, config.save_async)
         shards = group.size if config.zero else 1
-        return cpu.plan_memory(config, model, parts, mesh, schedule, self.layout.ranks, group.rank == 0, shards)
+        return cpu.plan_memory(config, model, parts, mesh, schedule, self.layout.ranks, group.rank == 0, shards, saved)
 
 
 class Clock:

@@ -93,7 +93,7 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
         "recompute": ["none", "norms", "block"],
     }
     options |= {name: [getattr(config, name)] for name in options if name in given}
-    recompute, reason = options.pop("recompute"), ConfigError("expected settings that go together, got none")
+    recompute, reasons = options.pop("recompute"), list[ConfigError]()
     fitting, over = list[Prediction](), list[tuple[MemoryPlan, Job]]()
 
     def take(**settings: Any) -> None:
@@ -108,9 +108,9 @@ def best(config: TrainConfig, given: set[str], model: LlamaConfig, layout: Layou
         try:
             take(**dict(zip(options, chosen, strict=True)))
         except ConfigError as error:
-            reason = error
+            reasons.append(error)
     if not fitting and not over:
-        raise reason
+        raise reasons[0]
     if not fitting:
         memory, job = min(over, key=lambda each: each[0].total)
         return predict(job, memory)

@@ -1,0 +1,225 @@
+"""Attention split over ranks gives what one rank gives: outputs, loss and every gradient, in float64."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kos.dtypes import DTYPES
+from kos.memory.arena import Arena
+from kos.memory.array import Array
+from kos.testing import spawn
+from kos.train.model.llama import Llama
+from kos.train.model.parameters import Parameters
+from kos.train.ops import numpy as numpy_ops
+from kos.train.ops.cuda import attention
+from kos.train.parallel.context import ContextParallel
+from kos.train.parallel.mesh import Axis, Layout, Mesh
+from kos.train.parallel.tensor import TensorParallel
+from tests.host_compiler import COMPILER
+from tests.train.host_kernels import emulator
+from tests.train.host_kernels.engine import on_host
+from tests.train.models import make, make_batch
+from tests.train.test_ops import columns, nan, nan_columns, poisoned_slab
+from tests.train.test_tensor_parallel import part_of
+
+ROUTES = ("ring", "gather")
+
+
+class Late:
+    """A communicator whose exchanges happen when they are waited for; ``lost`` of rank 0 brings zeros.
+
+    So an array that is read too early or written too early shows.
+    """
+
+    def __init__(self, comm, lost=None):
+        self.comm, self.rank, self.exchanges = comm, comm.rank, 0
+        self.lost = lost if comm.rank == 0 else None
+
+    def __getattr__(self, name):
+        def exchange(x, out, *others, async_op=False):
+            out.fill(np.nan)
+            number, self.exchanges = self.exchanges, self.exchanges + 1
+
+            def wait():
+                getattr(self.comm, name)(x, out, *others)
+                if number == self.lost:
+                    out.fill(0)
+
+            return SimpleNamespace(wait=wait) if async_op else wait()
+
+        return exchange
+
+
+class OnDevice(Late):
+    """The same for arrays of the emulated GPU."""
+
+    def __getattr__(self, name):
+        exchange = super().__getattr__(name)
+        return lambda *operands, async_op=False: exchange(
+            *(on_host(x) if isinstance(x, Array) else x for x in operands), async_op=async_op
+        )
+
+
+class Whole:
+    """Random sequences, their plain attention, and what a rank has of each array."""
+
+    heads, kv_heads, d = 4, 2, 3
+
+    def __init__(self, samples, length):
+        rng, self.samples, self.length = np.random.default_rng(7), samples, length
+        self.qkv, self.d_out = (
+            rng.normal(size=(samples * length, n * self.d)) for n in (self.heads + 2 * self.kv_heads, self.heads)
+        )
+        self.out, self.lse = nan_columns(*self.d_out.shape), nan(samples, self.heads, length)
+        self.d_qkv, q, shape = nan_columns(*self.qkv.shape), columns(self.qkv), (self.heads, self.kv_heads)
+        numpy_ops.attention(q, *shape, self.out, self.lse, Arena())
+        numpy_ops.attention_backward(columns(self.d_out), q, self.out, self.lse, *shape, self.d_qkv, Arena())
+
+    def part(self, name, positions):
+        """Rows of tokens; of ``lse`` (B, H, T)."""
+        x = getattr(self, name)
+        if name == "lse":
+            return x[..., positions]
+        return x.reshape(self.samples, self.length, -1)[:, positions].reshape(self.samples * len(positions), -1)
+
+
+def attention_of_ranks(
+    size, route, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, place=None, read=np.array
+):
+    """``ContextParallel`` of ``size`` ranks against the plain attention of whole sequences; exchanges of each rank.
+
+    ``place(array, arena)`` gives an array of ``ops``, ``read`` the host's.
+    """
+    whole, wide = Whole(samples, 2 * size * chunk), ops.statistics_dtype(dtype)
+
+    def run(comm):
+        comm = group(comm) if group else comm
+        context = ContextParallel(ops, Axis(comm.rank, size, comm), route)
+        arena = Arena(0, poisoned_slab) if place is None else ops.make_arena()
+        positions = context.positions(2 * chunk)
+
+        def mine(name, dtype=dtype, poison=1.0):
+            part = whole.part(name, positions) * poison
+            if place:
+                return place(part, dtype, arena)
+            return (part if name == "lse" else columns(part)).astype(dtype)
+
+        shape, qkv, d_out = (whole.heads, whole.kv_heads), mine("qkv"), mine("d_out")
+        out, lse, d_qkv = mine("out", poison=np.nan), mine("lse", wide, np.nan), mine("d_qkv", poison=np.nan)
+        context.attention(qkv, *shape, out, lse, arena)
+        context.attention_backward(d_out, qkv, out, lse, *shape, d_qkv, arena)
+        for name, got in (("out", out), ("lse", lse), ("d_qkv", d_qkv)):
+            np.testing.assert_allclose(read(got), whole.part(name, positions), rtol, atol=rtol, err_msg=name)
+        return getattr(comm, "exchanges", None)
+
+    return spawn(run, size)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 40])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_attention(size, route, chunk, monkeypatch):
+    monkeypatch.setattr(numpy_ops, "QUERY_BLOCK", 32)
+    attention_of_ranks(size, route, chunk=chunk)
+    attention_of_ranks(size, route, samples=1, chunk=chunk, group=Late)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_statistics_of_another_dtype(route):
+    """As on a GPU: sums are wider than activations, which are rounded once."""
+    ops = SimpleNamespace(**vars(numpy_ops) | {"statistics_dtype": lambda dtype: np.dtype(np.float64)})
+    attention_of_ranks(4, route, ops=ops, dtype=np.dtype(np.float32), rtol=2e-6)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+@pytest.mark.parametrize(
+    ("route", "dtype", "rtol"), [("ring", "float32", 2e-6), ("ring", "bfloat16", 4e-2), ("gather", "float32", 2e-6)]
+)
+def test_on_an_emulated_gpu(route, dtype, rtol, monkeypatch):
+    emulator.host_memory(monkeypatch)
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
+
+    def place(values, dtype, arena):
+        return arena.take(values.shape, dtype).copy_from(np.ascontiguousarray(values).astype(dtype.numpy))
+
+    ops, dtype = emulator.HostOps(), DTYPES[dtype]
+    attention_of_ranks(
+        3, route, group=OnDevice, ops=ops, dtype=dtype, rtol=rtol, place=place, read=lambda x: x.numpy().astype(float)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("route", "size"), [("ring", 2), ("ring", 4), ("gather", 3)])
+def test_every_exchange_counts(route, size):
+    count = attention_of_ranks(size, route, group=Late)[0]
+    assert count == (3 * (size - 1) if route == "ring" else 3)
+    for lost in range(count):
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            attention_of_ranks(size, route, group=lambda comm, lost=lost: Late(comm, lost))
+
+
+def compare(layout, kind="untied", samples=3, recompute="none", route="ring"):
+    """Loss and gradients of a layout of cp and tp against the whole model's."""
+    config, whole, weights, expected = make(kind, np.float64, vocab_size=40, intermediate_size=28)
+    tokens, targets = make_batch(config, samples, 24, seed=3)
+    targets[0, :5] = -1
+    count = np.array([np.count_nonzero(targets >= 0)], np.float64)
+    loss = whole.loss_and_gradients(weights, tokens, targets, expected, accumulate=False)
+
+    def run(comm):
+        mesh = Mesh(comm, layout)
+        local = config.local(mesh.tp.rank, layout.tp)
+        own = Parameters(config.parameter_shapes(local), np.float64, config.fused_groups(local))
+        for name in own:
+            own[name][...] = part_of(name, weights[name], config, layout.tp, mesh.tp.rank)
+        gradients = own.like()
+        gradients.flat[:] = np.nan
+        model = Llama(
+            config, numpy_ops, recompute=recompute, local=local,
+            tensor=(tensor := TensorParallel(numpy_ops, mesh.tp, local.vocabulary.start)),
+            context=(context := ContextParallel(numpy_ops, mesh.cp, route)),
+        )  # fmt: skip
+        for accumulate in (False, True):
+            got = model.loss_and_gradients(
+                own, context.take(tokens), context.take(targets), gradients, accumulate=accumulate, count=count
+            )
+            assert mesh.gradients.comm.all_reduce(np.array([got])) == pytest.approx(loss, rel=1e-12)
+        mesh.gradients.comm.all_reduce(gradients.flat)
+        for name, value in gradients.items():
+            if value.ndim == 1:
+                tensor.sum_replicated(value)
+            wanted = 2 * part_of(name, expected[name], config, layout.tp, mesh.tp.rank)
+            np.testing.assert_allclose(value, wanted, rtol=1e-9, atol=1e-12, err_msg=name)
+
+    spawn(run, layout.ranks)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "llama3", "multi-query", "multi-head"])
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_gradients(cp, kind):
+    compare(Layout(cp=cp), kind)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("recompute", ["none", "norms", "block"])
+def test_recompute(recompute, route):
+    compare(Layout(cp=2), samples=1, recompute=recompute, route=route)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("cp", [2, 3])
+def test_gradients_beside_tensor_parallelism(cp, route):
+    compare(Layout(cp=cp, tp=2), samples=3, route=route)
+    compare(Layout(cp=cp, tp=2), "tied", samples=1, recompute="block", route=route)
+
+
+def test_positions_and_columns():
+    axes = [ContextParallel(numpy_ops, Axis(rank, 3, None)) for rank in range(3)]
+    assert [list(axis.positions(4)) for axis in axes] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    tokens = np.arange(24).reshape(2, 12)
+    assert axes[1].take(tokens).tolist() == [[2, 3, 8, 9], [14, 15, 20, 21]]
+    alone = ContextParallel(numpy_ops)
+    assert list(alone.positions(3)) == [0, 1, 2]
+    assert alone.take(tokens) is tokens
