@@ -14,7 +14,7 @@ from kos.errors import ConfigError
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.config.flags import make_parser, parse, parse_plan
-from kos.train.engine import choose
+from kos.train.engine import choose, head_start
 from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools import plan as planning
@@ -80,10 +80,28 @@ def test_context_parallel_passes_keys_and_values_round_and_their_gradients_too()
 
 
 def test_many_micro_batches_count_as_each_of_a_few():
-    few, many = (predicted("--batch-size", str(2 * n), axes={"tp": 2}) for n in (4, 40))
-    fewer = predicted("--batch-size", "6", axes={"tp": 2})
+    two, three, many = (predicted("--batch-size", str(2 * n), axes={"tp": 2}) for n in (2, 3, 40))
     for of in (lambda each: each.sent["tp"], lambda each: each.seconds):
-        assert of(many) - of(few) == pytest.approx(36 * (of(few) - of(fewer)))
+        assert of(many) - of(three) == pytest.approx(37 * (of(three) - of(two))) != 0
+
+
+def test_a_pipeline_has_the_times_of_each_stage_and_pass(monkeypatch):
+    """A backward takes about twice its forward, and its two halves together as long as the whole."""
+    given, simulate = {}, planning.simulate
+
+    def watched(schedule, costs, message):
+        given[schedule.name] = costs
+        return simulate(schedule, costs, message)
+
+    monkeypatch.setattr(planning, "simulate", watched)
+    exact = SLOW._replace(memory=1e15, operation=0.0)
+    times = {name: predicted("--pp-schedule", name, axes={"pp": 2}, speed=exact).seconds for name in ("1f1b", "zero-bubble")}
+    whole, split = given["1f1b"], given["zero-bubble"]
+    assert whole["W"] == [0.0, 0.0] and whole["F"] == split["F"]
+    np.testing.assert_allclose(whole["I"], np.add(split["I"], split["W"]), rtol=1e-4)
+    head = 2.0 * B * T * V * D / exact.linear  # which the backward makes, forward and all
+    np.testing.assert_allclose(whole["I"], np.multiply(whole["F"], 2) + [0, 3 * head], rtol=0.1)
+    assert sum(map(sum, whole.values())) < times["zero-bubble"] < times["1f1b"]
 
 
 def test_what_is_asynchronous_hides_behind_operations():
@@ -230,6 +248,12 @@ def test_the_command_starts_neither_mpi_nor_cuda():
     assert lines[0].startswith("2 ranks on H200, 820,352 parameters, 16 x 128 tokens a step")
     assert lines[1].split()[:4] == ["dp", "tp", "pp", "cp"]
     assert any(line.startswith("proposal: mpirun -n 2 python -m kos.train --preset tiny --") for line in lines)
+
+
+def test_the_command_initialises_no_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(head_start, "DRIVER", tmp_path)
+    monkeypatch.setattr(head_start.ctypes, "CDLL", lambda name: pytest.fail(f"{name} is loaded"))
+    head_start.begin_cuda(["--plan", "--ranks", "2"])
 
 
 def test_bad_requests_are_refused():
