@@ -121,7 +121,7 @@ class CudaEngine(StepProgram):
             head_start.weights(model, config.seed, mesh.layout, comm.rank, self.stages())
         self.sharded = config.zero == 1 and group.size > 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
-        self._reaches = group.size > 1 and "peer" in comm.backend_name
+        self._reaches = group.size > 1 and "peer" in group.comm.backend_name
         silent = Mesh.silent(mesh.layout, comm.rank)
         buckets = Buckets.of(config, model, parts, silent, len(rounds), self._reaches)
         multiple, self.lookups = buckets.multiple, buckets.lookups
@@ -153,6 +153,13 @@ class CudaEngine(StepProgram):
         for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self._free)):
             arena.reserve(size)
             arena.fix()
+        if mesh.pp.size > 1:
+            batches = data.val_batches()  # none with --eval-batches 0
+            evaluated = len(batches[0]()[0]) if batches else 0
+            of_sizes = {min(config.micro_batch_size, evaluated), evaluated % config.micro_batch_size}
+            for rows in {config.micro_batch_size, *of_sizes} - {0}:
+                tokens = rows * config.seq_len // mesh.cp.size
+                self.pipeline.connect(self._rooms[True][0].array[: self.tensor.rows(tokens)])
         self.parallel = DataParallel(
             group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=buckets.nbytes,
             least_bytes=buckets.nbytes // 4, sharded=self.sharded,
