@@ -129,8 +129,8 @@ class Profiler:
         self.different = functools.cache(self._different)
         self.bandwidth, self.arithmetic = self._limits()
         watched = _Watched(self)
-        for model in engine.models:
-            model.ops = model.tensor.ops = model.context.ops = watched
+        for part in (*engine.models, *(model.tensor for model in engine.models), engine.context):
+            part.ops = watched
         if self.on_host:
             engine.start_step = self._alone(engine.start_step)
             engine.optimizer.step = self.timed("optimizer", engine.optimizer.step, (engine.weights.flat,) * 7)
