@@ -32,7 +32,7 @@ def host(monkeypatch):
     monkeypatch.setattr(on_device, "device_arena", ops.make_arena)
 
 
-@pytest.mark.parametrize("shape", [(2, 77, 4, 2, 64), (1, 130, 2, 1, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 77, 4, 2, 64), (1, 130, 1, 1, 128)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_causal(rng, family, shape):
     on_device.test_tensor_cores(rng, None, family, "bfloat16", shape)
@@ -41,10 +41,10 @@ def test_causal(rng, family, shape):
 @pytest.mark.parametrize(
     "shape",
     [
-        (2, 170, 2, 1, 64, (85, 170), (0, 170)),
-        (1, 170, 2, 2, 128, (0, 170), (0, 85)),
+        (2, 150, 2, 1, 64, (75, 150), (0, 150)),
+        (1, 140, 1, 1, 128, (0, 140), (0, 70)),
         (2, 140, 1, 1, 64, (3, 140), (131, 132)),
-        (1, 256, 2, 1, 128, (0, 128), (0, 256)),
+        (1, 256, 2, 1, 64, (0, 128), (0, 256)),
     ],
     ids=str,
 )

@@ -93,6 +93,10 @@ CASES = [
     (Layout(tp=2), {}),
     (Layout(tp=2), {"tied": True, "recompute": "norms", "graph": False}),
     (Layout(tp=4), {"recompute": "block"}),
+    (Layout(cp=2), {"zero": 1}),
+    (Layout(cp=4), {"recompute": "block"}),
+    (Layout(cp=2, tp=2), {"graph": False}),
+    (Layout(cp=2, pp=2), {"pp_schedule": "zero-bubble"}),
     (Layout(dp=2, tp=2), {"zero": 1}),
     (Layout(dp=2, tp=2), {"tied": True}),
     *((Layout(pp=2), {"pp_schedule": name, "tied": number % 2 == 0}) for number, name in enumerate(SCHEDULES)),
@@ -128,6 +132,7 @@ def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
 
 PLANNED = [
     (Layout(tp=2), {}),
+    (Layout(cp=2), {}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms"}),
     (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
     (Layout(pp=2, tp=2), {"pp_schedule": "interleaved", "recompute": "block"}),

@@ -471,7 +471,7 @@ def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
         top, total, at_target = side.get(statistics[index])
         assert np.array_equal(side.get(logits), logits64)
         assert np.array_equal([top, at_target], expected[[0, 2]])
-        np.testing.assert_allclose(total, expected[1], rtol=64 * UNIT["float32"])
+        np.testing.assert_allclose(total, expected[1], rtol=128 * UNIT["float32"])
     gradient64 = whole64.copy()
     reference.count_targets(targets, count64)
     reference.cross_entropy_with_gradient(gradient64, targets, count64, losses64, Arena())

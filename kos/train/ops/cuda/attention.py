@@ -94,6 +94,8 @@ def attention(
     shared = (2 * rows + 2 * int(tiles["STAGES"]) * of_tile) * row + _ALIGNMENT + 256
     other = _map(out, samples, length) if to is None else _map(to.kv, samples, length, keys)
     staying = min(grid, device_info(qkv.device).multiprocessors)
+    if to is not None:  # tiles of equal work: a multiprocessor that would shorten nothing is left to communication
+        staying = -(-grid // -(-grid // staying))
     launch(
         "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows,
         _map(qkv, samples, length, queries), other, lse, *size, section, *((merged, *more[1:]) if more else ()),

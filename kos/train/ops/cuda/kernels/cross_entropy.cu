@@ -159,7 +159,7 @@ cross_entropy_of_parts(T* logits, const int* targets, int first, const float* st
     for (int p = 0; p < parts; ++p) top = fmaxf(top, statistics[3 * p * rows + at]);
     for (int p = 0; p < parts; ++p) {
         const float* of_part = statistics + 3 * p * rows + at;
-        total += of_part[rows] * expf(of_part[0] - top);
+        total = fmaf(of_part[rows], expf(of_part[0] - top), total);  // the same bits on every rank
         logit += of_part[2 * rows];
     }
     const bool kept = targets[at] >= 0;
