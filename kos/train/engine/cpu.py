@@ -42,7 +42,7 @@ def plan_memory(
     ``shards``. ``saved`` bytes are on their way to files at once.
     """
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
-    scratch, slot = peaks(config, model, parts, _Sizing(), mesh, split)
+    scratch, slot = peaks(config, model, parts, Sizing(), mesh, split)
     activations = scratch + slot * schedule.slots[mesh.pp.rank]
     count = model.num_parameters(*parts)
     uses = {
@@ -63,7 +63,7 @@ def plan_memory(
     return MemoryPlan(uses, uses["activations"], free, where, knobs)
 
 
-class _Sizing:
+class Sizing:
     """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
 
     dtype = np.dtype

@@ -46,8 +46,9 @@ def thread_pools() -> ThreadpoolController:
 
 
 def begin_cuda(arguments: Sequence[str]) -> None:
-    """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs or for help."""
-    other = any(word in ("-h", "--help") or "cpu" in word or word.startswith("--config") for word in arguments)
+    """Initialise the driver and this rank's GPU on a thread, unless a command line may ask for CPUs, help or a plan."""
+    alone = ("-h", "--help", "--plan")
+    other = any(word in alone or "cpu" in word or word.startswith("--config") for word in arguments)
     if other or not DRIVER.exists():
         return
     with suppress(OSError):  # by ctypes: the CUDA packages take as long to import

@@ -73,13 +73,14 @@ class MemoryPlan(NamedTuple):
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, *, mesh: Mesh, schedule: Schedule,
     head_rows: int, multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False,
-    staging: int = 0, bucket: int = 0,
+    staging: int = 0, bucket: int = 0, free: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
     """The plan of one rank of ``mesh``, a silent one, which holds ``parts`` of the model, a stage each.
 
     ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
-    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice."""
+    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice.
+    ``free``: bytes of a GPU that is not there."""
     assert config.micro_batch_size is not None
     ranks = mesh.gradients.size
     count = -(-model.num_parameters(*parts) // multiple) * multiple
@@ -93,7 +94,8 @@ def plan_memory(
     logits = rows * len(parts[0].vocabulary) * itemsize * any(part.last for part in parts)
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
     looking = ranks if lookups else 1
-    scratch, slot = peaks(config, model, parts, _Sizing(ops), mesh, split, head_rows=head_rows, looking=looking)
+    sizing = ops if isinstance(ops, Sizing) else Sizing(ops)
+    scratch, slot = peaks(config, model, parts, sizing, mesh, split, head_rows=head_rows, looking=looking)
     scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
@@ -120,7 +122,8 @@ def plan_memory(
         knobs["--grad-dtype bfloat16"] = (DTYPES[config.grad_dtype].itemsize - itemsize) * count
     if config.dtype != master:  # after ZeRO-1, of which a copy for the passes is left
         knobs["--master-weights none"] = (master_size - (itemsize if ranks > 1 else 0)) * shard
-    free, _ = call(cu.cuMemGetInfo)
+    if free is None:
+        free, _ = call(cu.cuMemGetInfo)
     name, uses = f"cuda:{ops.device}", {use: size for use, size in uses.items() if size}
     return MemoryPlan(uses, arena, free // sharing, name, knobs, scratch, slot)
 
@@ -171,12 +174,15 @@ def peaks(
     return scratch.peak + 4 * tokens.nbytes + ALIGNMENT * 4, max(slots)  # validation brings its tokens from the host
 
 
-class _Sizing(CudaOps):
+class Sizing(CudaOps):
     """Operations that do nothing, on arrays without memory: what they take from the arena is counted."""
 
     def __init__(self, ops: CudaOps) -> None:
         self.device, self.stream, self.cudnn = ops.device, ops.stream, ops.cudnn
         self.multiprocessors, self.shared_memory = ops.multiprocessors, ops.shared_memory
+
+    def family(self, dtype: str, head_dim: int) -> str:
+        return attention.family_for(self.device, dtype, head_dim)
 
     def matmul(self, *operands: Any, **options: Any) -> None:  # type: ignore[override]
         pass
@@ -223,7 +229,7 @@ class _Sizing(CudaOps):
     def _attention_scratch(self, qkv: Array, lse: Array, heads: int, kv_heads: int, arena: Arena) -> None:
         head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         with arena.scope():
-            family = attention.family_for(self.device, qkv.dtype.name, head_dim)
+            family = self.family(qkv.dtype.name, head_dim)
             if family != "simple":
                 attention.take_scratch(lse, kv_heads, head_dim, family, arena)
 

@@ -79,9 +79,7 @@ class StepProgram:
     """Whether this rank was asked to stop; the trainer sets it."""
 
     def stages(self) -> Stages:
-        schedule = self.pipeline.schedule
-        chunks = range(schedule.chunks)
-        return tuple(tuple(schedule.stage(rank, chunk) for chunk in chunks) for rank in range(schedule.ranks))
+        return self.pipeline.schedule.stages_of_ranks
 
     def locals(self, model: LlamaConfig) -> tuple[Local, ...]:
         """The parts of the model that this rank holds, a stage each."""
