@@ -188,17 +188,19 @@ def test_rope(rng, arena):
     check_gradients(rng, lambda x: rotated(x, frequencies, length, head_dim, heads), (x,), (dx,), d_out)
 
 
-def attention_formula(qkv, samples, heads, kv_heads):
-    """One query at a time, by the definition."""
+def attention_formula(qkv, samples, heads, kv_heads, others=None, queries=slice(0, 0), keys=slice(0, 0)):
+    """One query at a time, by the definition; ``queries`` look at the ``keys`` of ``others`` too."""
     length = len(qkv) // samples
     d = qkv.shape[1] // (heads + 2 * kv_heads)
-    x = qkv.reshape(samples, length, -1, d)
+    x, y = (z.reshape(samples, length, -1, d) for z in (qkv, qkv if others is None else others))
     out, lse = np.empty((samples, length, heads, d)), np.empty((samples, heads, length))
     for b, h, t in np.ndindex(samples, heads, length):
         kv = h // (heads // kv_heads)
-        scores = x[b, : t + 1, heads + kv] @ x[b, t, h] / math.sqrt(d)
+        seen = [x[b, : t + 1], y[b, keys]] if queries.start <= t < queries.stop else [x[b, : t + 1]]
+        k, v = (np.concatenate([part[:, at + kv] for part in seen]) for at in (heads, heads + kv_heads))
+        scores = k @ x[b, t, h] / math.sqrt(d)
         lse[b, h, t] = np.log(np.exp(scores).sum())
-        out[b, t, h] = np.exp(scores - lse[b, h, t]) @ x[b, : t + 1, heads + kv_heads + kv]
+        out[b, t, h] = np.exp(scores - lse[b, h, t]) @ v
     return out.reshape(len(qkv), -1), lse
 
 
@@ -219,6 +221,57 @@ def test_attention(rng, arena, monkeypatch, heads, kv_heads, length, query_block
     d_out, d_qkv = rng.normal(size=out.shape), nan_columns(*qkv.shape)
     ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, arena)
     check_gradients(rng, lambda x: attention_formula(x, samples, heads, kv_heads)[0], (qkv,), (d_qkv,), d_out)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 3), (4, 2), (4, 1)])
+@pytest.mark.parametrize("scores", [1, 150, 10**6])
+@pytest.mark.parametrize(
+    ("length", "queries", "keys"),
+    [(2, (0, 2), (0, 1)), (8, (0, 8), (0, 4)), (10, (5, 10), (0, 10)), (7, (1, 6), (2, 5)), (9, (8, 9), (8, 9))],
+)
+def test_attention_to_keys_of_another_rank(rng, arena, monkeypatch, heads, kv_heads, scores, length, queries, keys):
+    monkeypatch.setattr(ops, "SCORES", scores)
+    samples, d, queries, keys = 3, 3, slice(*queries), slice(*keys)
+    qkv, others = rng.normal(size=(2, samples * length, (heads + 2 * kv_heads) * d))
+
+    def formula(qkv, others):
+        return attention_formula(qkv, samples, heads, kv_heads, others, queries, keys)
+
+    unseen = others.copy().reshape(samples, length, -1)
+    unseen[:, : keys.start] = unseen[:, keys.stop :] = np.nan
+    kv = ops.keys_and_values(columns(unseen.reshape(others.shape)), heads, kv_heads, arena)
+    out, lse = nan_columns(len(qkv), heads * d), nan(samples, heads, length)
+    ops.attention(columns(qkv), heads, kv_heads, out, lse, arena)
+    ops.attention_to(columns(qkv), kv, heads, kv_heads, queries, keys, out, lse, arena)
+    for got, expected in zip((out, lse), formula(qkv, others), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
+    d_out, d_qkv, d_kv = columns(rng.normal(size=out.shape)), nan_columns(*qkv.shape), nan(*kv.shape)
+    ops.attention_backward(d_out, columns(qkv), out, lse, heads, kv_heads, d_qkv, arena)
+    kv = ops.keys_and_values(columns(others), heads, kv_heads, arena)
+    ops.attention_to_backward(
+        d_out, columns(qkv), kv, out, lse, heads, kv_heads, queries, keys, d_qkv, d_kv, arena
+    )  # fmt: skip
+    d_others = columns(np.zeros(qkv.shape))
+    ops.add_keys_and_values(d_kv, d_others)
+    ops.add_keys_and_values(d_kv, d_others)
+    check_gradients(rng, lambda *x: formula(*x)[0], (qkv, others), (d_qkv, d_others / 2), d_out)
+
+
+def test_attention_to_keys_stands_large_scores(rng, arena):
+    """Of two parts whose scores differ by thousands, the larger counts alone."""
+    for own, other in ((1, 1e3), (1e3, 1), (1e3, 1e3)):
+        qkv, others = rng.normal(size=(2, 5, 6))
+        qkv[:, 2:4] *= own
+        others[:, 2:4] *= other
+        out, lse = nan_columns(5, 2), nan(1, 1, 5)
+        ops.attention(columns(qkv), 1, 1, out, lse, arena)
+        kv = ops.keys_and_values(columns(others), 1, 1, arena)
+        ops.attention_to(columns(qkv), kv, 1, 1, slice(0, 5), slice(0, 5), out, lse, arena)
+        for t in range(5):
+            seen = np.concatenate([qkv[: t + 1], others])
+            scores = seen[:, 2:4] @ qkv[t, :2] / math.sqrt(2)
+            p = np.exp(scores - scores.max())
+            np.testing.assert_allclose(out[t], p / p.sum() @ seen[:, 4:], rtol=1e-9, atol=1e-9)
 
 
 def test_attention_stands_large_scores(rng, arena):

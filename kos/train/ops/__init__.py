@@ -121,6 +121,35 @@ class Ops(Protocol):
     ) -> None:  # fmt: skip
         """d_qkv (N, W) from d_out (N, H d); the probabilities are computed again, not kept."""
 
+    def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
+        """k and v of ``qkv`` (N, W), contiguous, N x 2 K d in the dialect's own order: what a rank sends to another.
+
+        A view of ``qkv``, or a copy in ``arena``.
+        """
+
+    def attention_to(
+        self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,
+        log_sum_exp: Array, arena: Arena,
+    ) -> None:  # fmt: skip
+        """Attention without a mask, of tokens ``queries`` of each sample to tokens ``keys`` of another rank's ``kv``.
+
+        Merged with the attention to other keys that ``out`` (N, H d) and ``log_sum_exp`` (B, H, T) hold, both of the
+        statistics' dtype: l = log(exp(l0) + exp(l1)), out = exp(l0 - l) out0 + exp(l1 - l) out1.  Other tokens stay.
+        ``kv`` is of ``keys_and_values`` and has B samples of T tokens as ``qkv`` has; slices have a start and a stop.
+        """
+
+    def attention_to_backward(
+        self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
+        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
+    ) -> None:  # fmt: skip
+        """ADDS to the heads of q in ``d_qkv`` (N, W); writes ``d_kv``, of the shape of ``kv``, 0 outside of ``keys``.
+
+        ``out`` and ``log_sum_exp`` are merged over all keys; ``d_qkv`` and ``d_kv`` are of the statistics' dtype.
+        """
+
+    def add_keys_and_values(self, d_kv: Array, d_qkv: Array) -> None:
+        """ADDS ``d_kv`` to the heads of k and v in ``d_qkv`` (N, W), of the same dtype."""
+
     def swiglu(self, gate_up: Array, out: Array, arena: Arena) -> None:
         """out (N, F) = silu(gate) up; ``gate_up`` (N, 2F) holds gate, then up."""
 

@@ -276,69 +276,128 @@ def _by_head(x: Array, head_dim: int, length: int) -> Array:
 
 
 def attention(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
-    samples, _, length = log_sum_exp.shape
-    group, d, dtype = heads // kv_heads, out.shape[-1] // heads, qkv.dtype
-    scale = 1 / math.sqrt(d)
-    q_all, k_all, v_all = _split_heads(qkv, heads, kv_heads, length)
-    out_all = _by_kv_head(out, kv_heads, d, length)
-    lse_all = log_sum_exp.reshape(samples, kv_heads, 1, group, length)
-    ones = _ones(length, dtype)
-    for tile in _tiles(samples, kv_heads, group, length):
-        for start in range(0, length, QUERY_BLOCK):
-            end = min(start + QUERY_BLOCK, length)
-            here = (*tile, ..., slice(start, end))
-            k, v = k_all[tile][..., :end], v_all[tile][..., :end]
-            B, K = k.shape[:2]
-            with arena.scope():
-                q = arena.take((B, K, d, group, end - start), dtype)
-                o = arena.take(q.shape, dtype)
-                scores = arena.take((B, K, end, group, end - start), dtype)
-                top = arena.take((B, K, 1, group, end - start), dtype)
-                total = arena.take(top.shape, dtype)
-                np.multiply(q_all[here], scale, out=q)
-                np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
-                scores[:, :, start:] += _causal_mask(end - start, dtype)
-                np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
-                np.subtract(_flat(scores), _flat(top), out=_flat(scores))
-                np.exp(scores, out=scores)
-                np.matmul(ones[:, :end], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
-                np.matmul(v, _flat(scores), out=_flat(o))
-                np.divide(o, total, out=out_all[here])
-                np.log(total, out=total)
-                np.add(top, total, out=lse_all[here])
+    kv = keys_and_values(qkv, heads, kv_heads, arena)
+    _attention(qkv, kv, heads, kv_heads, slice(0, log_sum_exp.shape[-1]), None, out, log_sum_exp, arena)
 
 
 def attention_backward(
     d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array, arena: Arena
 ) -> None:
-    """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
+    kv, d_kv = (keys_and_values(x, heads, kv_heads, arena) for x in (qkv, d_qkv))
+    every = slice(0, log_sum_exp.shape[-1])
+    _attention_backward(d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, every, None, d_qkv, d_kv, arena)
 
-    Both subtractions ride in the matrix products, as one more row: of ones in K and V, of what is
-    subtracted in Q and d_out.
-    """
+
+def keys_and_values(qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
+    """A view: (2 K d, N)."""
+    columns = _columns(qkv)
+    return columns[len(columns) // (heads + 2 * kv_heads) * heads :]
+
+
+def add_keys_and_values(d_kv: Array, d_qkv: Array) -> None:
+    _columns(d_qkv)[-len(d_kv) :] += d_kv
+
+
+def attention_to(
+    qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array, log_sum_exp: Array,
+    arena: Arena,
+) -> None:  # fmt: skip
+    _attention(qkv, kv, heads, kv_heads, queries, keys, out, log_sum_exp, arena)
+
+
+def attention_to_backward(
+    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
+    keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
+) -> None:  # fmt: skip
+    d_kv.fill(0)
+    _attention_backward(d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, queries, keys, d_qkv, d_kv, arena)
+
+
+def _attention(
+    qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice | None, out: Array,
+    log_sum_exp: Array, arena: Arena,
+) -> None:  # fmt: skip
+    """Of ``queries`` to ``keys``, merged with what ``out`` holds; or causal (``keys`` is None), written."""
     samples, _, length = log_sum_exp.shape
     group, d, dtype = heads // kv_heads, out.shape[-1] // heads, qkv.dtype
     scale = 1 / math.sqrt(d)
-    q_all, k_all, v_all = _split_heads(qkv, heads, kv_heads, length)
-    dq_all, dk_all, dv_all = _split_heads(d_qkv, heads, kv_heads, length)
+    q_all = _by_kv_head(qkv[:, : heads * d], kv_heads, d, length)
+    k_all, v_all = _split_keys_and_values(kv, kv_heads, length)
+    out_all = _by_kv_head(out, kv_heads, d, length)
+    lse_all = log_sum_exp.reshape(samples, kv_heads, 1, group, length)
+    ones = _ones(length, dtype)
+    for tile in _tiles(samples, kv_heads, group, length):
+        for start in range(queries.start, queries.stop, QUERY_BLOCK):
+            end = min(start + QUERY_BLOCK, queries.stop)
+            here, seen = (*tile, ..., slice(start, end)), slice(0, end) if keys is None else keys
+            k, v = k_all[tile][..., seen], v_all[tile][..., seen]
+            B, K, _, size = k.shape
+            with arena.scope():
+                q = arena.take((B, K, d, group, end - start), dtype)
+                o = arena.take(q.shape, dtype)
+                scores = arena.take((B, K, size, group, end - start), dtype)
+                top = arena.take((B, K, 1, group, end - start), dtype)
+                total = arena.take(top.shape, dtype)
+                np.multiply(q_all[here], scale, out=q)
+                np.matmul(k.swapaxes(2, 3), _flat(q), out=_flat(scores))
+                if keys is None:
+                    scores[:, :, start:] += _causal_mask(end - start, dtype)
+                np.max(_flat(scores), axis=2, keepdims=True, out=_flat(top))
+                np.subtract(_flat(scores), _flat(top), out=_flat(scores))
+                np.exp(scores, out=scores)
+                np.matmul(ones[:, :size], _flat(scores), out=_flat(total))  # a sum, at BLAS's speed
+                np.matmul(v, _flat(scores), out=_flat(o))
+                if keys is None:
+                    np.divide(o, total, out=out_all[here])
+                    np.log(total, out=total)
+                    np.add(top, total, out=lse_all[here])
+                    continue
+                merged, lse = arena.take(top.shape, dtype), lse_all[here]
+                np.log(total, out=total)
+                total += top
+                np.logaddexp(lse, total, out=merged)
+                for part, weight in ((out_all[here], lse), (o, top)):
+                    np.subtract(weight, merged, out=total)
+                    np.exp(total, out=total)
+                    part *= total
+                out_all[here] += o
+                lse[...] = merged
+
+
+def _attention_backward(
+    d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, queries: slice,
+    keys: slice | None, d_qkv: Array, d_kv: Array, arena: Arena,
+) -> None:  # fmt: skip
+    """P = exp(S - lse), dV = d_out P^T, dS = P (V^T d_out - sum(d_out out)), dQ = K dS, dK = Q dS^T.
+
+    Both subtractions ride in the matrix products, as one more row: of ones in K and V, of what is
+    subtracted in Q and d_out.  Causal (``keys`` is None) it writes dQ, else it adds to it.
+    """
+    samples, _, length = log_sum_exp.shape
+    group, d, dtype = heads // kv_heads, out.shape[-1] // heads, qkv.dtype
+    scale, every = 1 / math.sqrt(d), slice(0, length) if keys is None else keys
+    q_all, dq_all = (_by_kv_head(x[:, : heads * d], kv_heads, d, length) for x in (qkv, d_qkv))
+    k_all, v_all, dk_all, dv_all = (
+        x[..., every] for both in (kv, d_kv) for x in _split_keys_and_values(both, kv_heads, length)
+    )
     out_all, do_all = (_by_kv_head(x, kv_heads, d, length) for x in (out, d_out))
     lse_all = log_sum_exp.reshape(samples, kv_heads, group, length)
     for tile in _tiles(samples, kv_heads, group, length):
-        B, K = k_all[tile].shape[:2]
+        B, K, _, size = k_all[tile].shape
         with arena.scope():
-            k1 = arena.take((B, K, d + 1, length), dtype)
+            k1 = arena.take((B, K, d + 1, size), dtype)
             v1 = arena.take(k1.shape, dtype)
             for with_ones, plain in ((k1, k_all[tile]), (v1, v_all[tile])):
                 with_ones[:, :, :d], with_ones[:, :, d] = plain, 1
             # The last block reaches every key: it writes dk and dv, those before it add.
-            for start in reversed(range(0, length, QUERY_BLOCK)):
-                end = min(start + QUERY_BLOCK, length)
-                here = (*tile, ..., slice(start, end))
+            for start in reversed(range(queries.start, queries.stop, QUERY_BLOCK)):
+                end = min(start + QUERY_BLOCK, queries.stop)
+                here, seen = (*tile, ..., slice(start, end)), end if keys is None else size
                 with arena.scope():
                     q1 = arena.take((B, K, d + 1, group, end - start), dtype)
                     do1 = arena.take(q1.shape, dtype)
                     dq = arena.take((B, K, d, group, end - start), dtype)
-                    p = arena.take((B, K, end, group, end - start), dtype)
+                    p = arena.take((B, K, seen, group, end - start), dtype)
                     ds = arena.take(p.shape, dtype)
                     q, do = q1[:, :, :d], do1[:, :, :d]
                     np.multiply(q_all[here], scale, out=q)
@@ -347,20 +406,25 @@ def attention_backward(
                     np.multiply(do, out_all[here], out=dq)
                     np.sum(dq, axis=2, out=do1[:, :, d])
                     np.negative(do1[:, :, d], out=do1[:, :, d])
-                    np.matmul(k1[..., :end].swapaxes(2, 3), _flat(q1), out=_flat(p))
-                    p[:, :, start:] += _causal_mask(end - start, dtype)
+                    np.matmul(k1[..., :seen].swapaxes(2, 3), _flat(q1), out=_flat(p))
+                    if keys is None:
+                        p[:, :, start:] += _causal_mask(end - start, dtype)
                     np.exp(p, out=p)
-                    np.matmul(v1[..., :end].swapaxes(2, 3), _flat(do1), out=_flat(ds))
+                    np.matmul(v1[..., :seen].swapaxes(2, 3), _flat(do1), out=_flat(ds))
                     ds *= p
-                    np.matmul(k1[:, :, :d, :end], _flat(ds), out=_flat(dq))
-                    np.multiply(dq, scale, out=dq_all[here])
+                    np.matmul(k1[:, :, :d, :seen], _flat(ds), out=_flat(dq))
+                    if keys is None:
+                        np.multiply(dq, scale, out=dq_all[here])
+                    else:
+                        dq *= scale
+                        dq_all[here] += dq
                     for left, right, total in ((q, ds, dk_all[tile]), (do, p, dv_all[tile])):
-                        if end == length:
+                        if end == queries.stop:
                             np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=total)
                         else:
-                            part = arena.take((B, K, d, end), dtype)
+                            part = arena.take((B, K, d, seen), dtype)
                             np.matmul(_flat(left), _flat(right).swapaxes(2, 3), out=part)
-                            total[..., :end] += part
+                            total[..., :seen] += part
 
 
 def _tiles(samples: int, kv_heads: int, group: int, length: int) -> Iterator[tuple[slice, slice]]:
@@ -377,12 +441,10 @@ def _by_kv_head(x: Array, kv_heads: int, d: int, length: int) -> Array:
     return _columns(x).reshape(kv_heads, -1, d, len(x) // length, length).transpose(3, 0, 2, 1, 4)
 
 
-def _split_heads(qkv: Array, heads: int, kv_heads: int, length: int) -> tuple[Array, Array, Array]:
-    """(N, W) of ``empty_columns`` seen as q (B, K, d, G, T), k and v (B, K, d, T)."""
-    d = qkv.shape[-1] // (heads + 2 * kv_heads)
-    q_end, k_end = heads * d, (heads + kv_heads) * d
-    q, k, v = (_by_kv_head(x, kv_heads, d, length) for x in (qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]))
-    return q, k[:, :, :, 0], v[:, :, :, 0]
+def _split_keys_and_values(kv: Array, kv_heads: int, length: int) -> tuple[Array, Array]:
+    """(2 K d, N) seen as k and v, each (B, K, d, T)."""
+    both = kv.reshape(2, kv_heads, -1, kv.shape[1] // length, length).transpose(0, 3, 1, 2, 4)
+    return both[0], both[1]
 
 
 def _flat(x: Array) -> Array:

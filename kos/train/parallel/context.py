@@ -1,24 +1,58 @@
-"""Context parallelism: the tokens of a sequence split over ranks; attention alone looks at more than a rank's own."""
+"""Context parallelism: the tokens of a sequence split over ranks; attention alone looks at more than a rank's own.
+
+A sequence is cut into 2 cp chunks of c tokens; rank r holds chunks r and 2 cp - 1 - r, one after the other (zigzag:
+Llama 3, arXiv:2407.21783; the balance: Brandon et al. 2023, arXiv:2311.09431). A rank's attention is then
+
+- to its own keys: causal, as of one sequence of 2c tokens;
+- to those of a rank before it: of all queries to the first chunk;
+- to those of a rank after it: of the second chunk's queries to all.
+
+Only the first has a mask, and the others cost the same on every rank. Their results are merged by the logarithms of
+their sums of exponentials, exactly. Keys and values reach the ranks by one of two routes with the same results:
+
+- ``ring`` (Liu et al. 2023, arXiv:2310.01889): from neighbour to neighbour, the next ones on their way while these are
+  worked with. In the backward their gradients go round behind them, and end at their owner.
+- ``gather``: an all-gather before, in the backward a reduce-scatter after. Needs memory for the keys of all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
+from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.parallel.mesh import Axis
 from kos.train.parallel.tensor import ALONE
 
+Parts = Iterator[tuple[int, Array, Array | None]]
+
+
+def check(seq_len: int, cp: int) -> None:
+    """ConfigError if a sequence does not split into 2 ``cp`` chunks."""
+    if cp > 1 and seq_len % (2 * cp):
+        raise ConfigError(f"--seq-len: expected a multiple of 2 x --cp = {2 * cp}, got {seq_len}")
+
 
 class ContextParallel:
     """Attention of the tokens that this rank of ``axis`` holds. With one rank: the plain operations."""
 
-    def __init__(self, ops: Ops, axis: Axis = ALONE) -> None:
+    def __init__(self, ops: Ops, axis: Axis = ALONE, route: Literal["ring", "gather"] = "ring") -> None:
         self.ops, self.axis, self.size = ops, axis, axis.size
+        self._exchange = self._ring if route == "ring" else self._gather
 
     def positions(self, tokens: int) -> Sequence[int]:
         """Where in the whole sequence the ``tokens`` of this rank stand."""
-        return range(tokens)
+        if self.size == 1:
+            return range(tokens)
+        chunk = tokens // 2
+        starts = (self.axis.rank * chunk, (2 * self.size - 1 - self.axis.rank) * chunk)
+        return [position for start in starts for position in range(start, start + chunk)]
+
+    def take(self, tokens: Any) -> Any:
+        """This rank's columns of tokens or targets (B, T), on the host."""
+        return tokens if self.size == 1 else tokens[:, self.positions(tokens.shape[1] // self.size)]
 
     def take(self, tokens: Array) -> Array:
         """This rank's tokens of (B, T)."""
@@ -26,11 +60,100 @@ class ContextParallel:
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
         """As ``Ops.attention``, over the keys and values of all ranks."""
-        self.ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
+        ops, merged = self.ops, out
+        if self.size == 1:
+            ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
+            return
+        with arena.scope():
+            mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
+            for owner, kv, _ in self._exchange(mine, None, arena):
+                if owner == self.axis.rank:
+                    ops.attention(qkv, heads, kv_heads, out, log_sum_exp, arena)
+                    merged = self._widen(out, arena)
+                else:
+                    queries, keys = self._seen(owner, log_sum_exp.shape[-1])
+                    ops.attention_to(qkv, kv, heads, kv_heads, queries, keys, merged, log_sum_exp, arena)
+            if merged is not out:
+                ops.copy(merged, out)
 
     def attention_backward(
         self, d_out: Array, qkv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int, d_qkv: Array,
         arena: Arena,
     ) -> None:  # fmt: skip
         """As ``Ops.attention_backward``."""
-        self.ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
+        ops, total = self.ops, d_qkv
+        if self.size == 1:
+            ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
+            return
+        with arena.scope():
+            mine = ops.keys_and_values(qkv, heads, kv_heads, arena)
+            d_mine = arena.take(mine.shape, ops.statistics_dtype(qkv.dtype))
+            for owner, kv, d_kv in self._exchange(mine, d_mine, arena):
+                if owner == self.axis.rank:
+                    ops.attention_backward(d_out, qkv, out, log_sum_exp, heads, kv_heads, d_qkv, arena)
+                    total = self._widen(d_qkv, arena)
+                else:
+                    queries, keys = self._seen(owner, log_sum_exp.shape[-1])
+                    ops.attention_to_backward(
+                        d_out, qkv, kv, out, log_sum_exp, heads, kv_heads, queries, keys, total, d_kv, arena
+                    )
+            ops.add_keys_and_values(d_mine, total)
+            if total is not d_qkv:
+                ops.copy(total, d_qkv)
+
+    def _seen(self, owner: int, length: int) -> tuple[slice, slice]:
+        """Which queries of this rank come after which keys of another."""
+        half, every = length // 2, slice(0, length)
+        return (every, slice(0, half)) if owner < self.axis.rank else (slice(half, length), every)
+
+    def _widen(self, x: Array, arena: Arena) -> Array:
+        """``x`` in the statistics' dtype, to add to."""
+        wide = self.ops.statistics_dtype(x.dtype)
+        if x.dtype == wide:
+            return x
+        rows, columns = x.shape
+        copy = self.ops.empty_columns(arena, rows, columns, wide)
+        self.ops.copy(x, copy)
+        return copy
+
+    # Both routes give, of each rank, this one first: the rank, its keys and values, and, with ``d_mine``, where their
+    # gradient is to be written before the next ones are asked for. At the end ``d_mine`` has that of this rank's keys
+    # and values, the sum of what the other ranks wrote.
+
+    def _ring(self, kv: Array, d_mine: Array | None, arena: Arena) -> Parts:
+        comm, rank, size = self.axis.comm, self.axis.rank, self.size
+        after, before = (rank + 1) % size, (rank - 1) % size
+        buffers = min(2, size - 1)
+        spare = [arena.take(kv.shape, kv.dtype) for _ in range(buffers)]
+        d_spare = [] if d_mine is None else [arena.take(kv.shape, d_mine.dtype) for _ in range(buffers)]
+        arriving = d_arriving = None
+        for step in range(size):
+            if arriving is not None:
+                arriving.wait()
+                kv = spare[step % buffers]
+            if step + 1 < size:
+                arriving = comm.send_recv(kv, spare[(step + 1) % buffers], after, before, async_op=True)
+            d_kv = d_spare[step % buffers] if d_spare and step else None
+            yield (rank - step) % size, kv, d_kv
+            if d_kv is None:
+                continue
+            if d_arriving is not None:
+                d_arriving.wait()
+                self.ops.add(d_kv, d_mine, d_kv)
+            d_arriving = comm.send_recv(d_kv, d_mine, after, before, async_op=True)
+        if d_arriving is not None:
+            d_arriving.wait()
+
+    def _gather(self, kv: Array, d_mine: Array | None, arena: Arena) -> Parts:
+        comm, rank, size = self.axis.comm, self.axis.rank, self.size
+        of_all = arena.take((size, *kv.shape), kv.dtype)
+        d_of_all = None if d_mine is None else arena.take((size, *kv.shape), d_mine.dtype)
+        arriving = comm.all_gather(kv, of_all, async_op=True)
+        yield rank, kv, None
+        arriving.wait()
+        for step in range(1, size):
+            owner = (rank - step) % size
+            yield owner, of_all[owner], None if d_of_all is None else d_of_all[owner]
+        if d_of_all is not None:
+            self.ops.zero(d_of_all[rank])
+            comm.reduce_scatter(d_of_all, d_mine)
