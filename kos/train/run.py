@@ -81,6 +81,7 @@ class Trainer:
             self.source, self.start, self.saved_step = alone(comm, self._find_source)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
+            self.engine.asked = lambda: self.stop.asked
             self._held.callback(self.engine.close)
             self._held.callback(self.console.close)
             self._announce()

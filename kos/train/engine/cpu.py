@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from kos.memory.arena import Arena
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.machine import free_memory
-from kos.train.engine.memory_plan import GIB, MemoryPlan
+from kos.train.engine.memory_plan import GIB, MemoryPlan, peaks
 from kos.train.engine.protocol import Show, StepResult
 from kos.train.engine.step import StepProgram
 from kos.train.model.gpt2 import TRANSPOSED
-from kos.train.model.llama import HEAD_ROWS
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
@@ -27,43 +27,35 @@ from kos.train.parallel.data import DataParallel, deal
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
+from kos.train.parallel.schedules import Schedule
 
 
 def plan_memory(
-    config: TrainConfig, model: LlamaConfig, locals: Sequence[Local], ranks: int, first: bool, shards: int = 1,
-    mesh: Mesh | None = None, slots: int = 1,
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, schedule: Schedule, ranks: int,
+    first: bool, shards: int = 1,
 ) -> MemoryPlan:  # fmt: skip
-    """What a rank, one of ``ranks`` on this host, will need of its memory; what is small is left out.
+    """What a rank of ``mesh``, a silent one, will need of its memory, one of ``ranks`` on this host.
 
+    What is small is left out.
     The ``first`` of those that hold the same weights sums gradients in order and saves. With ZeRO-1 the moments are
-    in ``shards``, and whole on the first where they are saved. ``slots`` micro-batches are in flight in each of
-    ``locals``, the rank's stages.
+    in ``shards``, and whole on the first where they are saved.
     """
-    local, D = locals[0], model.hidden_size
-    tp, cp, pp = (1, 1, 1) if mesh is None else (mesh.tp.size, mesh.cp.size, mesh.pp.size)
-    layers, up = max(len(each.layers) for each in locals), local.intermediate + local.up
-    attended = (2 * local.heads + 2 * local.kv_heads) * model.head_dim + D // tp + local.up
-    normed = local.intermediate + D // tp
-    kept = {"none": attended + normed + 2 * D // tp, "norms": attended + D // tp, "block": D // tp}[config.recompute]
-    again = {"none": 0, "norms": normed, "block": attended + normed}[config.recompute]
-    assert config.micro_batch_size is not None
-    tokens = config.micro_batch_size * config.seq_len // cp
-    head = 2 * tokens * D + min(tokens, HEAD_ROWS) * len(local.vocabulary)
-    in_flight = slots * tokens * (layers * kept + D // tp)
-    backward = tokens * (again + up + D + D // tp) + 2 * tokens * D * (tp > 1)
-    activations = in_flight + max(backward, head) + tokens * D // tp * (1 if pp == 1 else 5)
-    count = model.num_parameters(*locals)
-    shapes = model.parameter_shapes(*locals)
+    split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
+    scratch, slot = peaks(config, model, parts, _Sizing(), mesh, split)
+    activations = scratch + slot * schedule.slots[mesh.pp.rank]
+    count = model.num_parameters(*parts)
+    shapes = model.parameter_shapes(*parts)
     turned = sum(math.prod(x) for name, x in shapes.items() if name.endswith(TRANSPOSED))
     uses = {
         "weights, gradients, both Adam moments": 8 * count + 8 * count // shards,
         "weights and both Adam moments, to be saved": 12 * count * (shards > 1 and first),
         "gradients summed in order": 4 * count * (config.deterministic and first),
-        "activations": 4 * activations,
+        "activations": activations,
         "matrices as they are saved": 4 * turned * first,
     }
     free = free_memory() // ranks
     knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
+    assert config.micro_batch_size is not None
     if config.micro_batch_size > 1:
         knobs[f"a --micro-batch-size below {config.micro_batch_size}"] = 0
     if config.recompute != "block":
@@ -71,6 +63,32 @@ def plan_memory(
     where = "this machine" + f" for each of {ranks} ranks" * (ranks > 1)
     uses = {use: size for use, size in uses.items() if size}
     return MemoryPlan(uses, uses["activations"], free, where, knobs)
+
+
+class _Sizing:
+    """Operations that do nothing, on arrays without memory: what they are given from the arena is counted."""
+
+    dtype = np.dtype
+
+    def make_arena(self) -> Arena:
+        return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))
+
+    def zeros(self, shape: Any, dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def indices(self, source: np.ndarray, arena: Arena) -> np.ndarray:
+        return source
+
+    def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> np.ndarray:
+        return arena.take((columns, rows), dtype).T
+
+    def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> Any:
+        return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
+
+    step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *operands: None
 
 
 class CpuEngine(StepProgram):
@@ -86,13 +104,13 @@ class CpuEngine(StepProgram):
         self.accumulation_steps, self._micro_batches = len(self.rounds), mesh.dp.size * len(self.rounds)
         schedule = schedules.build(config.pp_schedule, mesh.pp.size, self.accumulation_steps, config.pp_chunks)
         self.pipeline = Pipeline(mesh.pp, schedule)
-        locals = self.locals(model)
+        parts = self.locals(model)
         group, sharded = mesh.gradients, config.zero == 1 and mesh.gradients.size > 1
         shards = group.size if sharded else 1
-        slots = self.pipeline.schedule.slots[mesh.pp.rank]
-        plan = plan_memory(config, model, locals, self.comm.local_size, group.rank == 0, shards, mesh, slots)
+        silent, of_host = Mesh.silent(mesh.layout, mesh.world.rank), self.comm.local_size
+        plan = plan_memory(config, model, parts, silent, schedule, of_host, group.rank == 0, shards)
         self.plan = together(self.comm, plan.check)
-        shapes, groups = model.parameter_shapes(*locals), model.fused_groups(*locals)
+        shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else 1)
         self.gradients = self.weights.like()
         self.build_models(model, numpy_ops, self.dtype, recompute=config.recompute)
@@ -148,6 +166,10 @@ class CpuEngine(StepProgram):
         loss = math.fsum(losses.flat) / self._micro_batches
         stopped = bool(self.known_of_all[:, 0].any())
         self._result = StepResult(loss, self._norm, self._lr, time.perf_counter() - began, stopped)
+
+    def queue_gradients(self) -> None:
+        super().queue_gradients()
+        self.known[0] = self.known[0] or self.asked()  # meanwhile
 
     def make_array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)

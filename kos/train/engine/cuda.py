@@ -100,8 +100,8 @@ class CudaEngine(StepProgram):
                 saved = {"weights and both Adam moments, to be saved": 12 * model.num_parameters()}
                 MemoryPlan(saved, 0, free_memory(), "rank 0's host", {}).check()
             return plan_memory(
-                config, model, parts, ops, mesh=mesh, schedule=schedule, head_rows=HEAD_ROWS, multiple=multiple,
-                rounds=len(rounds), sharing=uuids.count(uuids[comm.rank]),
+                config, model, parts, ops, mesh=Mesh.silent(mesh.layout, comm.rank), schedule=schedule,
+                head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds), sharing=uuids.count(uuids[comm.rank]),
                 carry=config.deterministic and group.rank == 0, lookups=self.lookups, staging=staging,
                 bucket=max(bucket_bytes // itemsize, multiple),
             ).check()  # fmt: skip
@@ -171,7 +171,8 @@ class CudaEngine(StepProgram):
         """
         ops, config = self.ops, self.config
         model = dataclasses.replace(model, num_hidden_layers=min(2, model.num_hidden_layers))
-        tp, cp = self.mesh.tp.silent(), self.mesh.cp.silent()
+        silent = Mesh.silent(self.mesh.layout, self.comm.rank)
+        tp, cp = silent.tp, silent.cp
         local = model.local(tp.rank, tp.size)
 
         def passes() -> dict[str, str]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kos.cuda.driver import call, cu
-from kos.dtypes import DTYPES
+from kos.dtypes import DTYPES, DType
 from kos.errors import ConfigError
 from kos.memory.arena import ALIGNMENT, Arena
 from kos.memory.array import Array
@@ -75,7 +75,7 @@ def plan_memory(
     head_rows: int, multiple: int, rounds: int, sharing: int = 1, carry: bool = False, lookups: bool = False,
     staging: int = 0, bucket: int = 0,
 ) -> MemoryPlan:  # fmt: skip
-    """The plan of one rank, which holds ``parts`` of the model, a stage each.
+    """The plan of one rank of ``mesh``, a silent one, which holds ``parts`` of the model, a stage each.
 
     ``sharing``: ranks on this GPU.  ``carry``: one more fp32 gradient (deterministic).
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
@@ -92,7 +92,8 @@ def plan_memory(
     rows = min(head_rows, tokens)
     logits = rows * len(parts[0].vocabulary) * itemsize * any(part.last for part in parts)
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
-    scratch, slot = _peaks(config, model, parts, ops, head_rows, mesh, split, ranks if lookups else 1)
+    looking = ranks if lookups else 1
+    scratch, slot = peaks(config, model, parts, _Sizing(ops), mesh, split, head_rows=head_rows, looking=looking)
     scratch = max(scratch, 4 * min(bucket, count) + ALIGNMENT)
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
@@ -124,15 +125,15 @@ def plan_memory(
     return MemoryPlan(uses, arena, free // sharing, name, knobs, scratch, slot)
 
 
-def _peaks(
-    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], ops: CudaOps, head_rows: int, mesh: Mesh,
-    split: bool, looking: int,
+def peaks(
+    config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], sizing: Any, mesh: Mesh, split: bool, *,
+    head_rows: int | None = None, looking: int = 1,
 ) -> tuple[int, int]:  # fmt: skip
     """Bytes that passes take from the arena of scratch memory, and a micro-batch in flight from its own, at most.
 
-    ``split``: gradients of weights are left for later; ``looking``: ranks whose lookups a backward gathers."""
-    sizing = _Sizing(ops)
-    dtype, scratch, slots = DTYPES[config.dtype], sizing.make_arena(), [0]
+    ``mesh`` is silent, and ``sizing`` are operations that do nothing.  ``split``: gradients of weights are left for
+    later; ``looking``: ranks whose lookups a backward gathers."""
+    dtype, scratch, slots = sizing.dtype(config.dtype), sizing.make_arena(), [0]
     assert config.micro_batch_size is not None
     shape = config.micro_batch_size, config.seq_len // mesh.cp.size
     tokens, loss = sizing.zeros(shape, np.int32), sizing.zeros(1, np.float64)
@@ -141,8 +142,8 @@ def _peaks(
         return [scratch.take((looking * len(x), *x.shape[1:]), x.dtype) for x in mine]
 
     for local in parts:
-        tensor = TensorParallel(sizing, mesh.tp.silent(), local.vocabulary.start)
-        context = ContextParallel(sizing, mesh.cp.silent())
+        tensor = TensorParallel(sizing, mesh.tp, local.vocabulary.start)
+        context = ContextParallel(sizing, mesh.cp)
         llama = make_model(
             model, sizing, head_rows=head_rows, recompute=config.recompute, local=local, tensor=tensor,
             context=context, arena=scratch,
@@ -177,6 +178,9 @@ class _Sizing(CudaOps):
 
     def matmul(self, *operands: Any, **options: Any) -> None:  # type: ignore[override]
         pass
+
+    def dtype(self, name: str) -> DType:
+        return DTYPES[name]
 
     def make_arena(self) -> Arena:
         return Arena(0, lambda nbytes: None, lambda slab, offset, shape, dtype: self.zeros(shape, dtype))

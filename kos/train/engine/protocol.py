@@ -32,6 +32,9 @@ class Engine(Protocol):
     place: str
     """What it computes on, for errors."""
 
+    asked: Callable[[], bool]
+    """Whether this rank was asked to stop; an engine whose steps take long looks again at their end."""
+
     def describe(self) -> str:
         """Lines for the log: where it computes, and with how much memory."""
 

@@ -72,6 +72,9 @@ class StepProgram:
 
     show: Show
 
+    asked: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank was asked to stop; the trainer sets it."""
+
     def locals(self, model: LlamaConfig) -> list[Local]:
         """The parts of the model that this rank holds, a stage each."""
         mesh, stages = self.mesh, self.pipeline.schedule.stages

@@ -61,10 +61,13 @@ class Layout:
 class Silent:
     """In place of a communicator: moves nothing. A rank computes alone, to see how long it takes or what memory."""
 
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
     def _nothing(self, *arrays: object, **options: object) -> Silent:
         return self
 
-    all_gather = all_reduce = reduce_scatter = send = recv = send_recv = wait = _nothing
+    all_gather = all_reduce = reduce_scatter = send = recv = send_recv = split = wait = _nothing
 
 
 class Axis(NamedTuple):
@@ -79,10 +82,6 @@ class Axis(NamedTuple):
         if self.group is None:
             raise InvalidArgument(f"expected an axis of several ranks, got one of {self.size}")
         return self.group
-
-    def silent(self) -> Axis:
-        """The same place, without the others."""
-        return self._replace(group=cast(Communicator, Silent()))
 
 
 class Mesh:
@@ -109,13 +108,17 @@ class Mesh:
             return Axis(0, 1, None)
         elsewhere = {axis: at for axis, at in self.coordinates.items() if axis not in names}
         own = self.layout.rank(self.coordinates) - (first := self.layout.rank(elsewhere))
+        rank, size = 0, 1
+        for name in names:
+            rank = rank * getattr(self.layout, name) + self.coordinates[name]
+            size *= getattr(self.layout, name)
         group = self._groups.get(names)
         if group is None:
             of_all = all(name in names or getattr(self.layout, name) == 1 for name in AXES)
             group = self.world if of_all else self.world.split(first, own)
             assert group is not None  # every rank has a color
             self._groups[names] = group
-        return Axis(group.rank, group.size, group)
+        return Axis(rank, size, group)
 
     def reporters(self, stage_rank: int | None = None) -> list[int]:
         """The world ranks of which each knows losses that no other does: of the last stage, the first of tp.
@@ -125,6 +128,11 @@ class Mesh:
         pp = self.layout.pp - 1 if stage_rank is None else stage_rank
         places = ({"pp": pp, "dp": dp, "cp": cp} for dp in range(self.layout.dp) for cp in range(self.layout.cp))
         return [self.layout.rank(place) for place in places]
+
+    @classmethod
+    def silent(cls, layout: Layout, rank: int = 0) -> Mesh:
+        """What ``rank`` of a job of this layout sees, without the others."""
+        return cls(cast(Communicator, Silent(rank, layout.ranks)), layout)
 
     def close(self) -> None:
         """Close the communicators that were split; the world stays."""
