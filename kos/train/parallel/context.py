@@ -54,9 +54,9 @@ class ContextParallel:
         """This rank's columns of tokens or targets (B, T), on the host."""
         return tokens if self.size == 1 else tokens[:, self.positions(tokens.shape[1] // self.size)]
 
-    def take(self, tokens: Array) -> Array:
-        """This rank's tokens of (B, T)."""
-        return tokens
+    def mean_loss(self, losses: Array, count: Array, out: Array, arena: Arena) -> None:
+        """out (1,), float64, = the sum of this rank's ``losses`` / ``count``."""
+        self.ops.mean_loss(losses, count, out)
 
     def attention(self, qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, arena: Arena) -> None:
         """As ``Ops.attention``, over the keys and values of all ranks."""
