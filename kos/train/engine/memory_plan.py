@@ -97,7 +97,7 @@ def plan_memory(
     scratch = max(scratch, 4 * min(bucket, count) + ALIGNMENT)
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
-    arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 5)
+    arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
     uses = {
         **({f"weights, {config.dtype}": count * itemsize} if has_copy else {}),
         f"{'master ' * has_copy}weights, {master}{share}": DTYPES[master].itemsize * held,

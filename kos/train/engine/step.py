@@ -102,7 +102,8 @@ class StepProgram:
         self._shape = self.tensor.rows(tokens), model.hidden_size
         self._dtype = dtype
         self._free = [Slot(ops.make_arena()) for _ in range(self.pipeline.schedule.slots[mesh.pp.rank])]
-        sizes = {True: 2, False: 3} if mesh.pp.size > 1 else {True: 0, False: 1}
+        # One that is received into, one that is computed with, one that is sent from; each way.
+        sizes = {True: 3, False: 3} if mesh.pp.size > 1 else {True: 0, False: 1}
         self._rooms = {way: [_Room(self.make_array(self._shape, dtype)) for _ in range(n)] for way, n in sizes.items()}
 
     def make_array(self, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -263,6 +264,7 @@ class StepProgram:
         """The mean loss over the validation windows."""
         weights, batches, dp = self.whole_weights(), self.data.val_batches(), self.mesh.dp
         sums = np.zeros(-(-len(batches) // dp.size))
+        self._turned: dict[int, Array] = {}  # a stage's output, by micro-batch, for the next one of this rank
         pieces = list(self._validation(batches))
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
@@ -273,6 +275,7 @@ class StepProgram:
                 sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, count)
             for room in self._rooms[True]:
                 room.free()
+            self._turned.clear()
         said = self.mesh.world.all_gather_bytes(sums.tobytes())
         return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(batches)
 
@@ -290,13 +293,18 @@ class StepProgram:
         """A stage of a piece; on the last stage the sum of this rank's losses over ``count``."""
         model, ops, rows = self.models[action.chunk], self.model.ops, self.tensor.rows(tokens.size)
         with ops.step(model.arena):
-            x_nD = model.evaluate_stage(weights, tokens, received.array[:rows] if received is not None else None)
+            given = received.array[:rows] if received is not None else self._turned.get(action.micro_batch)
+            x_nD = model.evaluate_stage(weights, tokens, None if model.local.first else given)
             if model.local.last:
                 loss = model.arena.take((1,), np.dtype(np.float64))
                 of_all = model.arena.take((1,), ops.statistics_dtype(x_nD.dtype))
                 ops.copy(np.full(1, count, of_all.dtype), of_all)
                 model.evaluate_loss(weights, x_nD, targets, loss, of_all)
                 return float(ops.to_host(loss)[0])
+            if self.pipeline.turns(action) is not None:
+                self._turned[action.micro_batch] = self.make_array(x_nD.shape, self._dtype)
+                ops.copy(x_nD, self._turned[action.micro_batch])
+                return 0.0
             room = received or self._room(True)
             if received is None:
                 ops.copy(x_nD, room.array[:rows])
