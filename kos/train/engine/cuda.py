@@ -47,7 +47,7 @@ from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
 from kos.train.ops.optimizer import AdamW
 from kos.train.parallel import schedules
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel, deal
+from kos.train.parallel.data import DataParallel, deal, waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
@@ -85,7 +85,7 @@ class CudaEngine(StepProgram):
         self.pipeline = Pipeline(mesh.pp, schedule)
         parts = self.locals(model)
         self.sharded = config.zero == 1 and group.size > 1
-        multiple = group.size * CHUNK if self.sharded else ALIGNED if group.size > 1 else 1
+        multiple = group.size * (CHUNK if self.sharded else ALIGNED) if group.size > 1 else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
         self.lookups = group.size == comm.size > 1 and gathers_lookups(config, model, group.size, len(rounds))
         bucket_bytes, staging, itemsize = BUCKET_BYTES, 0, DTYPES[config.grad_dtype].itemsize
@@ -102,7 +102,8 @@ class CudaEngine(StepProgram):
             return plan_memory(
                 config, model, parts, ops, mesh=Mesh.silent(mesh.layout, comm.rank), schedule=schedule,
                 head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds), sharing=uuids.count(uuids[comm.rank]),
-                carry=config.deterministic and group.rank == 0, lookups=self.lookups, staging=staging,
+                waiting=waiting_subtrees(mesh.dp.rank, len(rounds)) if config.deterministic else 0,
+                lookups=self.lookups, staging=staging,
                 bucket=max(bucket_bytes // itemsize, multiple),
             ).check()  # fmt: skip
 
@@ -126,8 +127,8 @@ class CudaEngine(StepProgram):
             arena.reserve(size)
             arena.fix()
         self.parallel = DataParallel(
-            group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=bucket_bytes,
-            least_bytes=bucket_bytes // 4, sharded=self.sharded,
+            group, self.gradients, ops, in_order=(mesh.dp, len(rounds)) if config.deterministic else None,
+            bucket_bytes=bucket_bytes, least_bytes=bucket_bytes // 4, sharded=self.sharded,
             lookups=model.embedding if self.lookups else None, tied=model.tie_word_embeddings,
         )  # fmt: skip
         dtype = config.master_dtype

@@ -38,6 +38,8 @@ def check(seq_len: int, cp: int) -> None:
 class ContextParallel:
     """Attention of the tokens that this rank of ``axis`` holds. With one rank: the plain operations."""
 
+    pieces = 1  # of a sequence, which ``take`` gives as samples of their own
+
     def __init__(self, ops: Ops, axis: Axis = ALONE, route: Literal["ring", "gather"] = "ring") -> None:
         self.ops, self.axis, self.size = ops, axis, axis.size
         self._exchange = self._ring if route == "ring" else self._gather
