@@ -30,7 +30,7 @@ from kos.train.parallel.mesh import Axis
 from kos.train.parallel.tensor import TensorParallel
 
 PARTS = 8
-LEAST_CHUNK = 32  # tokens: shorter ones make products and blocks of queries small
+LEAST_CHUNK = 64  # tokens: shorter ones make products and blocks of queries small
 
 
 class Cut(NamedTuple):
