@@ -92,7 +92,7 @@ class KosTraining:
         limit_threads(comm, threads)
         self.engine = make_engine(config, model, data, Mesh(comm))
         self.engine.draw_weights()
-        self.engine.load(None)
+        self.engine.share_weights()
         self.layout = f"dp{comm.size}" + " zero1" * bool(config.zero)
 
     def run(self, first: int, count: int) -> tuple[list[float], list[float]]:

@@ -56,6 +56,8 @@ MUTATIONS = [
              CONFORMANCE + " -k test_all_reduce"),
     Mutation("kos/comm/reduction.py", "ReduceOp.MIN: _combine(np.minimum)", "ReduceOp.MIN: _combine(np.fmin)",
              CONFORMANCE + " -k nan_wins"),
+    Mutation("kos/comm/host/shared/hosts.py", "if start + len(before) == first else (first, marks)", "",
+             "tests/comm/test_gpu_hosts.py -k behind"),
     Mutation("kos/comm/host/mpi.py", "MPI.SUM if o.reduction.op in _SUMS", "MPI.MAX if o.reduction.op in _SUMS",
              "tests/comm/test_jobs.py -k explain"),
     Mutation("kos/comm/reduction.py", "self.op is ReduceOp.PREMUL_SUM:", "False:", CONFORMANCE + " -k PREMUL", 2),

@@ -1,7 +1,7 @@
 """The kernel zoo: each operation's naive and fast version side by side, checked, then timed.
 
-usage: python -m benchmarks.kernels [--preset 1b] [--tokens 8192] [--dtype bfloat16] [--only rms_norm …]
-                                    [--compile] [--json FILE]
+usage: python -m benchmarks.kernels [--preset 1b] [--tokens 8192] [--seq-len 4096] [--dtype bfloat16]
+                                    [--only rms_norm …] [--compile] [--json FILE]
 
 Checked: both versions, on a few tokens, against the numpy dialect in float64; the error is told in rounding
 units of the dtype.  Timed: replays of a CUDA graph over several sets of inputs, larger together than the L2
@@ -28,4 +28,6 @@ OPERATIONS = {  # by the module that makes their cases
     "loss": ["count_targets", "cross_entropy", "mean_loss"],
     "optimizer": ["gradient_norm", "adamw"],
 }  # fmt: skip
-CUDNN = ["attention_cudnn", "attention_cudnn_backward"]  # need the extra
+ON_REQUEST = [  # cuDNN's need the extra; context parallelism's
+    "attention_cudnn", "attention_cudnn_backward", "attention_to", "attention_to_backward",
+]  # fmt: skip

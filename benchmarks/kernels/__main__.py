@@ -29,8 +29,9 @@ def main() -> None:
     )
     parser.add_argument("--preset", default="1b", choices=PRESETS)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--seq-len", type=int, help="of attention, at most --tokens (default: the preset's)")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--only", nargs="+", default=names, choices=[*names, *kernels.CUDNN])
+    parser.add_argument("--only", nargs="+", default=names, choices=[*names, *kernels.ON_REQUEST])
     parser.add_argument("--compile", action="store_true", help="time torch compiled, too")
     parser.add_argument("--json", type=Path, help="write all rows to this file")
     arguments = parser.parse_args()
@@ -49,7 +50,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     preset = PRESETS[arguments.preset].values
-    zoo = Zoo(ModelSection(**preset["model"]), preset["seq_len"], getattr(torch, arguments.dtype))
+    seq_len = arguments.seq_len or preset["seq_len"]
+    zoo = Zoo(ModelSection(**preset["model"]), seq_len, getattr(torch, arguments.dtype))
     speed = runner.copy_speed(zoo)
     peak = peak_flops(torch.cuda.get_device_name()) if arguments.dtype == "bfloat16" else None
     print(f"{torch.cuda.get_device_name()}, {arguments.preset}, {arguments.tokens} tokens, {arguments.dtype}; "

@@ -123,6 +123,51 @@ def attention_cudnn_backward(zoo: Zoo, n: int) -> Case:
     return attention(zoo, n, backward=True, by_cudnn=True)
 
 
+def attention_to(zoo: Zoo, n: int, backward: bool = False) -> Case:
+    """Of all queries to the first half of another rank's keys; torch's version merges and adds nothing."""
+    heads, kv_heads, d, length = zoo.heads, zoo.kv_heads, zoo.head_dim, min(n, zoo.seq_len)
+    queries, keys, wide = slice(0, length), slice(0, length // 2), torch.float32
+    qkv, kv, d_out = (zoo.random(n, count * d) for count in (heads + 2 * kv_heads, 2 * kv_heads, heads))
+    out = zoo.random(n, heads * d, dtype=zoo.dtype if backward else wide)
+    lse = zoo.random(n // length, heads, length, dtype=wide) + 8
+    d_qkv, d_kv = (zoo.random(*x.shape, dtype=wide) for x in (qkv, kv))
+    a_qkv, a_kv, a_d_out, a_out, a_lse, a_d_qkv, a_d_kv = map(as_array, (qkv, kv, d_out, out, lse, d_qkv, d_kv))
+    read = (a_qkv, a_kv, a_out, a_lse, heads, kv_heads, queries, keys)
+
+    def run() -> None:
+        if backward:
+            zoo.ops.attention_to_backward(a_d_out, *read, a_d_qkv, a_d_kv, zoo.arena)
+        else:
+            zoo.ops.attention_to(*read[:2], *read[4:], a_out, a_lse, zoo.arena)
+
+    def expected() -> list[np.ndarray]:
+        x, dy, y, dx = (to_host(array, columns=True) for array in (qkv, d_out, out, d_qkv))
+        others, lse64 = np.ascontiguousarray(to_host(kv).T), to_host(lse)
+        sizes, d_others = (heads, kv_heads, queries, keys), np.empty_like(others)
+        if backward:
+            reference.attention_to_backward(dy, x, others, y, lse64, *sizes, dx, d_others, Arena())
+            return [dx, d_others.T]
+        reference.attention_to(x, others, *sizes, y, lse64, Arena())
+        return [y, lse64]
+
+    q = qkv.view(-1, length, heads + 2 * kv_heads, d).transpose(1, 2)[:, :heads]
+    both = kv.view(-1, length, 2 * kv_heads, d).transpose(1, 2)[:, :, keys].split([kv_heads, kv_heads], 1)
+    leaves = [part.detach().requires_grad_(backward) for part in (q, *both)]
+    theirs = functools.partial(F.scaled_dot_product_attention, *leaves, enable_gqa=True)
+    return Case(
+        nbytes=size_of(qkv, kv, out, lse) + (size_of(d_out, d_qkv, d_kv) if backward else size_of(out, lse)),
+        fast=run,
+        torch=backward_of(theirs(), leaves, d_out.view(-1, length, heads, d).transpose(1, 2)) if backward else theirs,
+        writes=[d_qkv, d_kv] if backward else [out, lse],
+        expected=expected,
+        flops=2.0 * n * length * heads * d * (2.5 if backward else 1),
+    )
+
+
+def attention_to_backward(zoo: Zoo, n: int) -> Case:
+    return attention_to(zoo, n, backward=True)
+
+
 # --- the naive versions ------------------------------------------------------------------------------
 
 

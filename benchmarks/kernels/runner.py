@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.kernels import CUDNN, OPERATIONS
+from benchmarks.kernels import ON_REQUEST, OPERATIONS
 from benchmarks.kernels.zoo import DEVICE, EAGER, Case, Zoo, size_of, to_host
 from kos import cuda
 from kos.cuda import streams
@@ -23,7 +23,7 @@ LONG = 300_000  # microseconds: what takes longer is replayed less often
 
 
 def make_case(zoo: Zoo, name: str, tokens: int) -> Case:
-    subject = "attention" if name in CUDNN else next(key for key, names in OPERATIONS.items() if name in names)
+    subject = "attention" if name in ON_REQUEST else next(key for key, names in OPERATIONS.items() if name in names)
     return getattr(importlib.import_module(f"benchmarks.kernels.{subject}"), name)(zoo, tokens)
 
 

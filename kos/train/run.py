@@ -12,6 +12,8 @@ import dataclasses
 import fcntl
 import logging
 import math
+import secrets
+import time
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from kos.errors import (
     TrainingError,
 )
 from kos.train.checkpoint import checkpoint, huggingface
+from kos.train.checkpoint.saving import Saving, write_json
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, load_data
 from kos.train.data.tokenizers import NumberTokenizer, has_tokenizer, make_tokenizer
@@ -36,7 +39,6 @@ from kos.train.engine.choose import choose_device, choose_layout, make_engine
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.model.generate import sample_text
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.failures import alone, same_on_all, stop_together, together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.stopping import Stop
@@ -54,6 +56,10 @@ EXACT = (
 )
 """Settings that a resumed run must keep to go on bit for bit."""
 
+
+LOCK = ".lock"
+SEEN_SECONDS = 5.0
+"""How long a rank looks for a file that rank 0 has made: a network's file system shows it late."""
 
 ASTRAY = 20
 """Steps in a row without a finite gradient that end a run: none of them has moved the weights, none after would."""
@@ -78,7 +84,9 @@ class Trainer:
         self._held.callback(self.mesh.close)
         try:
             self._found: checkpoint.Checkpoint | None = None  # on rank 0
-            self.source, self.start, self.saved_step = alone(comm, self._find_source)
+            self._saving: Saving | None = None
+            self._held.callback(self._cancel_save)
+            self.source, self.start, self.saved_step, self._resumes = alone(comm, self._find_source)
             self.model_config = config.model_config_for(self.data.tokenizer.vocab_size)
             self.engine = make_engine(config, self.model_config, self.data, self.mesh, self.console.progress)
             self.engine.asked = lambda: self.stop.asked
@@ -88,6 +96,7 @@ class Trainer:
             self._load()
             self.console.start = self.start
             self.metrics = together(comm, self._open_output)
+            self._name = self._check_shared()
         except BaseException:
             if config.out is None and comm.rank == 0:
                 with contextlib.suppress(OSError):
@@ -114,40 +123,44 @@ class Trainer:
         facts = {name: value for name, value in self.config.to_json().items() if name not in local}
         return {**facts, "data": f"{self.data.name} ({self.data.fingerprint[:12]})"}
 
-    def _find_source(self) -> tuple[str | None, int, int]:
-        """Of a checkpoint or a Hugging Face folder to begin from: where it is, its step, and this if it is our own."""
+    def _find_source(self) -> tuple[str | None, int, int, bool]:
+        """Where a checkpoint or a Hugging Face folder to begin from is, its step, this if it is ours, and which."""
         if self.config.resume == "auto":
             self._found = checkpoint.latest(self.checkpoints)
         elif self.config.resume is not None:
             self._found = checkpoint.find(Path(self.config.resume))
         if self._found is None:
-            return self.config.init_from, 0, -1
+            return self.config.init_from, 0, -1, False
         path, step, _ = self._found
-        return str(path), step, step if path.parent.resolve() == self.checkpoints.resolve() else -1
+        return str(path), step, step if path.parent.resolve() == self.checkpoints.resolve() else -1, True
 
     def _load(self) -> None:
-        """Give the engine its weights: the ``source``'s, which rank 0 reads for all, or drawn."""
-        state = self.engine.new_state() if self.source is not None and self.comm.rank == 0 else None
+        """Give the engine its weights: of the ``source`` each rank reads its part; or all draw them together."""
+        if self.source is not None:
+            alone(self.comm, self._check_source)
 
         @self.stop.at_once()
         def begin() -> None:
             if self.source is None:
-                self.engine.draw_weights()
-            elif state is not None:
-                self._fill(state, Path(self.source))
+                return self.engine.draw_weights()
+            path, shapes = Path(self.source), self.model_config.parameter_shapes()
+            if not path.is_dir():
+                got = f"got none on rank {self.comm.rank}"
+                raise CheckpointError(f"{path}: expected a folder that all ranks see, {got}")
+            moments = checkpoint.moment_files(path, shapes) if self._resumes else None
+            self.engine.read(huggingface.weight_files(path, shapes), moments, self.start)
 
         together(self.comm, begin)
-        self.engine.load(state)
+        if self.source is None:
+            self.engine.share_weights()
 
-    def _fill(self, state: AdamW, source: Path) -> None:
+    def _check_source(self) -> None:
+        source = Path(str(self.source))
         if has_tokenizer(source) and self.data.tokenizer.kind != NumberTokenizer.kind:
             self._compare_tokenizers(source)
         if self._found is not None:
             self._compare_runs(self._found)
         _check_same_model(source, huggingface.read_config(source), self.model_config)
-        if self._found is not None:
-            self._found.load_optimizer(state)
-        huggingface.read_weights(source, state.weights)
 
     def _compare_tokenizers(self, source: Path) -> None:
         """Refuse weights of another tokenizer: token numbers would mean other text."""
@@ -196,12 +209,15 @@ class Trainer:
                 expected = "expected an empty folder, or --resume auto to go on from the checkpoints in it"
                 raise ConfigError(f"--out {self.out}: {expected}, got the {left[0]} of another run")
             self.out.mkdir(parents=True, exist_ok=True)
-            lock = open(self.out / ".lock", "w")  # noqa: SIM115 (held while the run writes here)
+            lock = open(self.out / LOCK, "a")  # noqa: SIM115 (held while the run writes here)
             self._held.callback(lock.close)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.truncate(0)
+            lock.write(secrets.token_hex(8))
+            lock.flush()
             guest = self.config.profile or self.start >= self.config.steps  # which trains nothing there
             if not (guest and (self.out / "config.json").exists()):
-                checkpoint.write_json(self.out / "config.json", self.description)
+                write_json(self.out / "config.json", self.description)
         except BlockingIOError as error:
             raise ConfigError(f"--out {self.out}: expected a free folder, got one that a run is writing to") from error
         except OSError as error:
@@ -211,6 +227,26 @@ class Trainer:
         metrics = MetricsLog(self.out / "metrics.jsonl", self.start)
         self._held.callback(metrics.close)
         return metrics
+
+    def _check_shared(self) -> str:
+        """A name for this run, read from the lock. ConfigError where a rank sees another folder, or none."""
+        lock, rank = self.out / LOCK, self.comm.rank
+        name = alone(self.comm, lock.read_text)
+
+        def check() -> None:
+            limit, got = time.monotonic() + SEEN_SECONDS, ""
+            while got != name:
+                try:
+                    got = lock.read_text()
+                except OSError as error:
+                    got = str(error)
+                time.sleep(0.01)
+                if got != name and time.monotonic() > limit:
+                    expected = "expected a folder that all ranks share, for each writes its part of a checkpoint"
+                    raise ConfigError(f"--out {self.out}: {expected}; on rank {rank} got {got or 'another'}")
+
+        together(self.comm, check)
+        return str(name)
 
     @cached_property
     def description(self) -> dict[str, Any]:
@@ -263,6 +299,7 @@ class Trainer:
                 if not last and _every(config.save_every, step):
                     self._save(step)
             self._save(step)
+            self._finish_save()
             self.console.close()
             self._conclude(step, stopped)
         except CompileError:
@@ -319,6 +356,7 @@ class Trainer:
         return row | engine.measures(row["tokens_per_second"]), result.stop
 
     def _not_finite(self, step: int, name: str, value: float, where: str = "") -> TrainingError:
+        self._finish_save()
         saved = "the checkpoints before it are of finite weights, " if max(self.start, self.saved_step) > 0 else ""
         skip = ", --skip-outliers X leaves out such steps and those of a gradient norm over X"
         return self._for_all(
@@ -333,21 +371,30 @@ class Trainer:
         return error
 
     def _save(self, step: int) -> None:
-        """Collective, like all that asks the engine."""
+        """Save a step, after the checkpoint before is there. Collective, like all that asks the engine.
+
+        With ``--save-async`` the files are written while the loop goes on.
+        """
+        self._finish_save()
         if step == self.saved_step:
             return
-        state = self.engine.state()
+        self._saving = checkpoint.save(
+            self.checkpoints, self.engine.state, step=step, tokenizer=self.data.tokenizer, config=self.description,
+            keep=self.config.keep, before=max(self.start, self.saved_step), run=self._name,
+            at_once=not self.config.save_async,
+        )  # fmt: skip
+        if not self.config.save_async:
+            self._finish_save()
 
-        def write() -> None:
-            assert state is not None  # on rank 0
-            checkpoint.save(
-                self.checkpoints, step=step, optimizer=state, model=self.model_config, config=self.description,
-                tokenizer=self.data.tokenizer, keep=self.config.keep,
-                before=max(self.start, self.saved_step),
-            )  # fmt: skip
+    def _finish_save(self) -> None:
+        """Wait for the checkpoint that is being written; what fails on one rank is raised on all. Collective."""
+        if self._saving is not None:
+            self._saving.finish()
+            self.saved_step, self._saving = self._saving.step, None
 
-        alone(self.comm, write)
-        self.saved_step = step
+    def _cancel_save(self) -> None:
+        if self._saving is not None:
+            self._saving.cancel()
 
     def _announce(self) -> None:
         config, model = self.config, self.model_config

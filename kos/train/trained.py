@@ -85,7 +85,7 @@ def load(folder: str | os.PathLike[str]) -> TrainedModel:
     """
     path = Path(folder)
     if (path / checkpoint.MANIFEST).exists() or not any(path.glob("*.safetensors")):
-        path = checkpoint.find(path, without=checkpoint.OPTIMIZER).path
+        path = checkpoint.find(path, weights_only=True).path
     config = huggingface.read_config(path)
     weights = Parameters(config.parameter_shapes(), groups=config.fused_groups())
     huggingface.read_weights(path, weights)

@@ -46,10 +46,10 @@ def wait(calls: Calls, o: Operation) -> None:
 
 
 class Words:
-    """Those of the segment; once it was read how far rank 1 has come, something happens."""
+    """Those of the segment; once it was read how far a rank has come, something happens."""
 
-    def __init__(self, calls: Calls, then: Callable[[], None]) -> None:
-        self.words, self.then, self.place = calls.segment.words, then, calls.segment.layout.line(1) + ARRIVED
+    def __init__(self, calls: Calls, then: Callable[[], None], rank: int = 1) -> None:
+        self.words, self.then, self.place = calls.segment.words, then, calls.segment.layout.line(rank) + ARRIVED
 
     def __getitem__(self, place: Any) -> Any:
         word = self.words[place]
@@ -84,6 +84,26 @@ def test_a_rank_that_goes_on_while_its_calls_are_read(looks: str) -> None:
         else:
             theirs._words[theirs._ring + 4] = 0  # as it was found the first time
             assert mine.check(o) is None
+
+    together(body)
+
+
+def test_own_calls_that_are_overwritten_while_they_are_read() -> None:
+    """The watchdog reads them for other hosts, while the program goes on."""
+
+    def body(calls: list[Calls]) -> None:
+        mine = calls[0]
+        for sequence in range(RING):
+            mine.announce(varied(sequence))
+
+        def go_on() -> None:
+            for sequence in range(RING, RING + 20):
+                mine.announce(varied(sequence))
+
+        mine._words = Words(mine, go_on, 0)  # type: ignore[assignment]
+        first, marks = mine.since(0)
+        assert first == 21 and marks == [mine.mark(varied(sequence)) for sequence in range(21, RING)]
+        assert mine.since(RING + 20) == (RING + 20, []) and mine.since(RING + 100) == (RING + 100, [])
 
     together(body)
 

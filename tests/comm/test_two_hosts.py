@@ -7,6 +7,7 @@ exist in the namespaces only.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,6 +45,21 @@ try:
     comm.all_reduce(np.ones(4, np.int32 if comm.rank == 1 else np.float32))
 except kos.errors.CollectiveMismatch as error:
     print(" ".join(str(error).split()[-3:]), flush=True)
+"""
+
+ON_GPUS = """
+import pytest
+from kos.comm.rendezvous.choose import default_rendezvous
+from tests.comm.test_gpu_hosts import {kind}, on_gpu, quiet
+from tests.comm.test_watchdog import Heard
+with pytest.MonkeyPatch.context() as patch, quiet(patch):
+    comm = {kind}(default_rendezvous(60.0))
+    heard = Heard(comm)
+    comm.all_reduce(on_gpu(10))
+    comm.all_reduce(on_gpu(10 + (comm.rank == 1)))
+    print(heard.wait(), flush=True)
+    comm.rendezvous.barrier()
+    comm.close()
 """
 
 
@@ -143,6 +159,18 @@ def test_mismatch(hosts: Hosts, tmp_path: Path) -> None:
     assert len(lines) == 3 and set(lines) <= differing
     assert [code for code, _ in results] == [0] * 4
     assert {output.strip() for _, output in results} <= differing, results
+
+
+@pytest.mark.parametrize(("launcher", "kind"), [("environment", "nccl"), ("mpirun", "auto")])
+def test_mismatch_on_gpus(hosts: Hosts, tmp_path: Path, launcher: str, kind: str) -> None:
+    """Of one rank on the second host with two that share memory; the GPUs are stand-ins."""
+    program = sys.executable, "-c", ON_GPUS.format(kind=kind)
+    if launcher == "mpirun":
+        lines = hosts.mpirun(tmp_path, 3, *program).splitlines()
+    else:
+        lines = [output.strip() for _, output in hosts.start([0, 1, 0], *program)]
+    called = r"world: rank 0 called all_reduce #1 of float32\[10\] .* but rank 1 called all_reduce #1 of float32\[11\] "
+    assert len(lines) == 3 and all(re.search(called, line) for line in lines), lines
 
 
 @pytest.mark.parametrize("call", ["all_reduce(x)", "recv(x, src=1)"])

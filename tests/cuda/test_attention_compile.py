@@ -27,19 +27,23 @@ PORTABLE = [
 ]
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize(("file", "dtype", "head_dim", "names"), PORTABLE)
-def test_compiles_everywhere(arch: str, file: str, dtype: str, head_dim: int, names: list[bytes]) -> None:
-    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", arch, macros(dtype, head_dim), KEPT)
+def test_compiles_everywhere(arch: str, file: str, dtype: str, head_dim: int, names: list[bytes], causal: bool) -> None:
+    cubin = compile_kernels(KERNELS / f"attention_{file}.cu", arch, macros(dtype, head_dim, causal), KEPT)
     assert all(b".text." + name in cubin for name in names)
 
 
 @pytest.mark.parametrize(("dtype", "stages"), [("bfloat16", 2), ("bfloat16", 3), ("float16", 2)])
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("file", "names"), [("forward_hopper", FORWARD), ("backward_hopper", ONE_PASS)])
-def test_compiles_for_hopper(file: str, head_dim: int, names: list[bytes], dtype: str, stages: int) -> None:
+def test_compiles_for_hopper(
+    file: str, head_dim: int, names: list[bytes], dtype: str, stages: int, causal: bool
+) -> None:
     tiles = attention._FORWARD if file == "forward_hopper" else attention._BACKWARD
-    defines = {**macros(dtype, head_dim), **tiles[head_dim], "STAGES": stages}
+    defines = {**macros(dtype, head_dim, causal), **tiles[head_dim], "STAGES": stages}
     cubin = compile_kernels(KERNELS / f"attention_{file}.cu", "sm_90a", defines, KEPT)
     assert all(b".text." + name in cubin for name in names)
     with pytest.raises(CompileError):  # these instructions are Hopper's alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,10 @@ from kos.errors import BackendUnavailable
 from kos.train import ops
 from kos.train.config.flags import parse
 from kos.train.engine import memory_plan
+from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.dialect import CudaOps
+from kos.train.parallel import schedules
+from kos.train.parallel.mesh import Layout, Mesh
 from tests.host_compiler import KEPT
 
 try:
@@ -27,8 +31,9 @@ FP32 = {"DTYPE": "float32", "WIDTH": 4}
 ODD = {"DTYPE": "bfloat16", "WIDTH": 1}
 SUMS = {"GRADIENT": "float32", "ACCUMULATE": 1}
 NORM = [b"norm_forward", b"norm_backward"]
-EMBEDDING = [b"embedding", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
+EMBEDDING = [b"embedding", b"count_from", b"digit_counts", b"scan", b"scatter", b"sum_runs", b"join_runs"]
 ENTROPY = [b"cross_entropy", b"count_targets", b"mean_loss"]
+OF_PARTS = [b"logit_statistics", b"cross_entropy_of_parts"]
 ADAMW = [b"squares", b"finish_norm", b"prepare", b"adamw"]
 CASES = [
     ("elementwise.cu", {**BF16, "COLUMNS": 2048, "SOURCE": "float32"}, [b"add", b"cast", b"swiglu"]),
@@ -38,6 +43,11 @@ CASES = [
         [b"swiglu_backward", b"gelu", b"gelu_backward"],
     ),
     ("elementwise.cu", {**ODD, "COLUMNS": 29, "SOURCE": "float32"}, [b"swiglu_backward"]),
+    (
+        "elementwise.cu",
+        {**BF16, "COLUMNS": 1024, "SOURCE": "float32"},
+        [b"last_columns", b"add_to_last_columns"],
+    ),
     ("norms.cu", {"CENTERED": 0, **BF16, "COLUMNS": 4096, "THREADS": 256, "ROWS": 2}, NORM),
     ("norms.cu", {"CENTERED": 0, **ODD, "COLUMNS": 37, "THREADS": 32, "ROWS": 8}, NORM),
     ("norms.cu", {"CENTERED": 0, **FP32, "COLUMNS": 8192, "THREADS": 512, "ROWS": 1}, NORM),
@@ -49,6 +59,9 @@ CASES = [
     ("cross_entropy.cu", {**BF16, "BACKWARD": 1, "VOCABULARY": 128_256, "THREADS": 1024, "SLOTS": 14}, ENTROPY),
     ("cross_entropy.cu", {**FP32, "BACKWARD": 0, "VOCABULARY": 32_000, "THREADS": 512, "SLOTS": 0}, ENTROPY),
     ("cross_entropy.cu", {**ODD, "BACKWARD": 1, "VOCABULARY": 50_257, "THREADS": 1024, "SLOTS": 0}, ENTROPY),
+    ("cross_entropy.cu", {**BF16, "BACKWARD": 1, "VOCABULARY": 32_064, "THREADS": 512, "SLOTS": 0}, OF_PARTS),
+    ("cross_entropy.cu", {**FP32, "BACKWARD": 0, "VOCABULARY": 8000, "THREADS": 512, "SLOTS": 0}, OF_PARTS),
+    ("cross_entropy.cu", {**ODD, "BACKWARD": 1, "VOCABULARY": 12_565, "THREADS": 512, "SLOTS": 0}, OF_PARTS),
     ("embedding.cu", {**BF16, **SUMS, "COLUMNS": 768}, EMBEDDING),
     ("embedding.cu", {**ODD, "COLUMNS": 37, "GRADIENT": "bfloat16", "ACCUMULATE": 0}, EMBEDDING),
     ("adamw.cu", {"MASTER": "float32", "GRADIENT": "float32", "WEIGHT": "bfloat16", "COPY": 1}, ADAMW),
@@ -65,8 +78,12 @@ def test_compiles(arch: str, file: str, macros: dict, names: list[bytes]) -> Non
     assert all(b".text." + name + b"\0" in cubin for name in names)
 
 
-@pytest.mark.parametrize(("preset", "gradients"), [("1b", "float32"), ("gpt2-124m", "bfloat16")])
-def test_what_a_step_launches_compiles(preset, gradients, monkeypatch):
+@pytest.mark.parametrize(
+    ("preset", "gradients", "layout"),
+    [("1b", "float32", Layout()), ("gpt2-124m", "bfloat16", Layout()), ("1b", "bfloat16", Layout(cp=2, tp=4))],
+    ids=str,
+)
+def test_what_a_step_launches_compiles(preset, gradients, layout, monkeypatch):
     """Every kernel of a pass in bf16, with its own macros, and within what a launch may ask for."""
     launches = {}
 
@@ -76,17 +93,24 @@ def test_what_a_step_launches_compiles(preset, gradients, monkeypatch):
         assert 0 < x < 1 << 31 and 0 < y < 1 << 16 and 0 < block <= 1024 and shared <= 227 << 10, name
 
     monkeypatch.setattr(memory_plan._Sizing, "launch", launch)
+    for name in ("attention", "attention_backward", "attention_to", "attention_to_backward"):
+        monkeypatch.setattr(memory_plan._Sizing, name, getattr(CudaOps, name))
+    monkeypatch.setattr(attention, "device_info", lambda device: SimpleNamespace(multiprocessors=132))
+    monkeypatch.setattr(attention, "_map", lambda *arguments: None)
     monkeypatch.setattr(memory_plan, "call", lambda function: (1 << 40, 0))
-    monkeypatch.setattr(memory_plan.attention, "family_for", lambda device, dtype, head_dim: "hopper")
-    config = parse(["--preset", preset, "--grad-dtype", gradients]).for_world(1, "cuda")
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "hopper")
+    asked = ["--preset", preset, "--grad-dtype", gradients, "--tp", str(layout.tp), "--cp", str(layout.cp)]
+    config = parse(asked).for_world(layout.ranks, "cuda")
     assert config.grad_dtype == gradients
     device = CudaOps.__new__(CudaOps)
     device.__dict__.update(device=0, stream=None, multiprocessors=132, shared_memory=227 << 10)
     model = config.model_config_for(256)
     memory_plan.plan_memory(
-        config, model, model.local(), device, ranks=1, head_rows=8192, multiple=1, rounds=2
-    )
+        config, model, [model.local(0, layout.tp)], device, mesh=Mesh.silent(layout),
+        schedule=schedules.build("1f1b", 1, 2), head_rows=8192, multiple=1, rounds=2,
+    )  # fmt: skip
     assert len(launches) > 9
+    assert any("CAUSAL" in dict(defines) for _, defines in launches) == (layout.cp > 1)
     for (file, defines), names in launches.items():
         cubin = compile_kernels(KERNELS / file, "sm_90a", dict(defines), KEPT)
         assert all(name in cubin for name in names), (file, names)

@@ -40,6 +40,15 @@ SHAPES = [
     (2, 512, 3, 3, 64),
 ]
 SMALL = [(2, 65, 4, 2, 48), (1, 130, 4, 1, 128), (1, 40, 2, 2, 200)]
+# samples, T, heads, kv_heads, head_dim, the queries of each sample, and the keys of another rank that they all see
+TO_OTHERS = [
+    (2, 256, 4, 2, 64, (0, 256), (0, 128)),
+    (1, 256, 4, 1, 128, (128, 256), (0, 256)),
+    (2, 170, 3, 3, 128, (0, 170), (0, 85)),
+    (2, 170, 4, 1, 64, (85, 170), (0, 170)),
+    (3, 333, 2, 1, 64, (300, 301), (130, 333)),
+    (2, 333, 2, 2, 128, (1, 333), (332, 333)),
+]
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 
@@ -193,6 +202,154 @@ def test_blocks_that_stay(rng: np.random.Generator, stream: Any, consumers: int)
 def test_simple(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[int, ...]) -> None:
     case = make_case(rng, shape, dtype)
     assert_close(case, case.run(stream, device_arena(), family="simple"), dtype, shape[-1])
+
+
+@pytest.mark.parametrize("shape", TO_OTHERS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", families())
+def test_to_others(rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[Any, ...]) -> None:
+    """Attention to keys of another rank is merged with what is there, and its gradients are added, there alone."""
+    check_to_others(rng, stream, family, dtype, shape)
+
+
+def check_to_others(
+    rng: np.random.Generator, stream: Any, family: str, dtype: str, shape: tuple[Any, ...], unlike: bool = False
+) -> None:
+    """``unlike``: all scores are far below 0, and the last keys' values far above all others."""
+    samples, length, heads, kv_heads, d, *parts = shape
+    queries, keys = (slice(*part) for part in parts)
+    tokens, kind, width = samples * length, DTYPES[dtype].numpy, (heads + 2 * kv_heads) * d
+
+    def some(*shape: int, kind: Any = kind) -> np.ndarray:
+        return rng.standard_normal(shape).astype(kind)
+
+    def columns(x: np.ndarray) -> np.ndarray:
+        return np.asfortranarray(x.astype(np.float64))
+
+    qkv, kv, d_out = some(tokens, width), some(tokens, 2 * kv_heads * d), some(tokens, heads * d)
+    out, lse = some(tokens, heads * d, kind="float32"), 5 + some(samples, heads, length, kind="float32")
+    d_qkv, launch = some(tokens, width, kind="float32"), launcher(stream)
+    if unlike:
+        qkv[:, : heads * d], lse = 1, lse - 300
+        kv[:, : kv_heads * d] -= 200 / np.sqrt(d)
+        kv.reshape(samples, length, -1)[:, keys][:, -9:, kv_heads * d :] *= 1000
+    out64, lse64, d_qkv64, kv64 = columns(out), lse.astype(np.float64), columns(d_qkv), columns(kv).T
+    reference.attention_to(columns(qkv), kv64, heads, kv_heads, queries, keys, out64, lse64, Arena())
+    on_device = [Array.from_numpy(x, 0) for x in (qkv, kv, out, lse, d_out, d_qkv)]
+    qkv_, kv_, out_, lse_, d_out_, d_qkv_ = on_device
+    to = ops.Others(kv_, queries, keys)
+    ops.attention(qkv_, heads, kv_heads, out_, lse_, launch, to=to, family=family)
+
+    def close(name: str, got: np.ndarray, want: np.ndarray, units: float) -> None:
+        error, size = np.linalg.norm(got - want), np.linalg.norm(want)
+        print(name, error / size / EPSILON[dtype])
+        assert error < units * EPSILON[dtype] * size, f"{name}: {error / size / EPSILON[dtype]:.2f} epsilon"
+
+    def of(x: np.ndarray, part: slice) -> np.ndarray:
+        return x.reshape(samples, length, -1)[:, part]
+
+    units, merged = 16 if dtype == "float32" else 2, out_.numpy(stream)
+    np.testing.assert_allclose(lse_.numpy(stream), lse64, rtol=0, atol=1e-3 if unlike else 2e-5)
+    close("out", of(merged, queries), of(out64, queries), units)
+    merged_kind, d_kv_ = merged.astype(kind), Array.from_numpy(np.zeros(kv.shape, np.float32), 0)
+    ops.attention_backward(
+        d_out_, qkv_, Array.from_numpy(merged_kind, 0), lse_, heads, kv_heads, d_qkv_, device_arena(), launch,
+        to=to, d_kv=d_kv_, family=family,
+    )  # fmt: skip
+    d_kv64 = np.empty(kv64.shape)
+    reference.attention_to_backward(
+        columns(d_out), columns(qkv), kv64, columns(merged_kind), lse64, heads, kv_heads, queries, keys, d_qkv64,
+        d_kv64, Arena(),
+    )  # fmt: skip
+    added, d_kv = d_qkv_.numpy(stream), d_kv_.numpy(stream)
+    units *= 8 if unlike else 1  # what all keys have in common is not in dq: slopes add up to 0, but for their rounding
+    close("dq", of(added - d_qkv, queries)[..., : heads * d], of(d_qkv64 - d_qkv, queries)[..., : heads * d], units)
+    for name, half in (("dk", slice(0, kv_heads * d)), ("dv", slice(kv_heads * d, None))):
+        close(name, of(d_kv, keys)[..., half], of(d_kv64.T, keys)[..., half], units)
+    assert not np.delete(of(d_kv, slice(None)), np.r_[keys], axis=1).any()
+    for before, after in ((out, merged), (d_qkv, added)):
+        unseen = [np.delete(of(x, slice(None)), np.r_[queries], axis=1) for x in (before, after)]
+        np.testing.assert_array_equal(*unseen)
+    np.testing.assert_array_equal(added[:, heads * d :], d_qkv[:, heads * d :])
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 65, 4, 2, 48, (0, 65), (0, 33)), (1, 40, 2, 2, 200, (20, 40), (0, 40))], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_simple_to_others(rng: np.random.Generator, stream: Any, dtype: str, shape: tuple[Any, ...]) -> None:
+    test_to_others(rng, stream, "simple", dtype, shape)
+
+
+@pytest.mark.parametrize("shape", [(1, 170, 2, 1, 64, (85, 170), (0, 170)), (2, 200, 2, 2, 128, (0, 200), (0, 150))])
+@pytest.mark.parametrize("family", families())
+def test_to_others_unlike(rng: np.random.Generator, stream: Any, family: str, shape: tuple[Any, ...]) -> None:
+    """Keys that do not exist have no part, though all scores are lower; any block may have the largest value."""
+    check_to_others(rng, stream, family, "bfloat16", shape, unlike=True)
+
+
+@pytest.mark.parametrize("family", families())
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_largest_sums_of_others(rng: np.random.Generator, stream: Any, family: str, d: int) -> None:
+    """Those of ``test_the_largest_sums``, in the last keys alone."""
+    length, small = 256, slice(0, 128)
+    sign = np.where(rng.random((length, 1)) < 0.5, -1.0, 1.0)
+    kv = np.hstack([3 * sign * np.ones((length, d)), 5 * sign * np.ones((length, d))])
+    kv[small] /= 64
+    qkv, d_out, out = np.zeros((length, 3 * d)), np.full((length, d), 7.0), np.tile(kv[:, d:].mean(0), (length, 1))
+    lse, d_qkv64, d_kv64 = np.full((1, 1, length), np.log(length)), np.zeros(qkv.shape, order="F"), np.empty(kv.T.shape)
+    kind, every = DTYPES["bfloat16"].numpy, slice(0, length)
+    d_out, out = (x.astype(kind) for x in (d_out, out))
+    reference.attention_to_backward(
+        *(np.asfortranarray(x.astype(np.float64)) for x in (d_out, qkv)), np.ascontiguousarray(kv.T),
+        np.asfortranarray(out.astype(np.float64)), lse, 1, 1, every, every, d_qkv64, d_kv64, Arena(),
+    )  # fmt: skip
+    of_kind = [Array.from_numpy(x.astype(kind), 0) for x in (d_out, qkv, out, kv)]
+    wide = [Array.from_numpy(x.astype(np.float32), 0) for x in (lse, 0 * qkv, 0 * kv)]
+    ops.attention_backward(
+        *of_kind[:3], wide[0], 1, 1, wide[1], device_arena(), launcher(stream),
+        to=ops.Others(of_kind[3], every, every), d_kv=wide[2], family=family,
+    )  # fmt: skip
+    error = np.linalg.norm(wide[1].numpy(stream) - d_qkv64) / np.linalg.norm(d_qkv64)
+    assert error < 2 * EPSILON["bfloat16"], f"{error / EPSILON['bfloat16']:.2f} epsilon"
+
+
+@pytest.mark.parametrize("family", families())
+def test_others_that_matter_alone_or_not_at_all(rng: np.random.Generator, stream: Any, family: str) -> None:
+    """Their scores are larger, or smaller, than all others' by hundreds: the merge forgets the one or the other."""
+    qkv, kv = np.ones((64, 3 * 64)), np.ones((64, 2 * 64))
+    kv[:, 64:] = 3
+    for size, before, expected in ((1.0, -500.0, 3.0), (1.0, 500.0, 7.0), (16.0, 0.0, 3.0), (-16.0, 0.0, 7.0)):
+        kv[:, :64] = size
+        on_device = [Array.from_numpy(x.astype(DTYPES["bfloat16"].numpy), 0) for x in (qkv, kv)]
+        out, lse = (Array.from_numpy(np.full(s, x, np.float32), 0) for s, x in (((64, 64), 7), ((1, 1, 64), before)))
+        to = ops.Others(on_device[1], slice(0, 64), slice(0, 64))
+        ops.attention(on_device[0], 1, 1, out, lse, launcher(stream), to=to, family=family)
+        np.testing.assert_array_equal(out.numpy(stream), np.full((64, 64), expected, np.float32))
+        want = max(before, 8 * size + np.log(64))
+        np.testing.assert_allclose(lse.numpy(stream), np.full((1, 1, 64), want, np.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize("family", families())
+def test_equal_bits_to_others(rng: np.random.Generator, stream: Any, family: str) -> None:
+    """Run after run, with many blocks at work."""
+    samples, length, heads, kv_heads, d = 1, 1000, 16, 4, 64
+    tokens, kind = samples * length, DTYPES["bfloat16"].numpy
+    counts = (heads + 2 * kv_heads, 2 * kv_heads, heads, heads)
+    qkv, kv, d_out, out = (Array.from_numpy(rng.standard_normal((tokens, n * d)).astype(kind), 0) for n in counts)
+    lse = Array.from_numpy(np.full((samples, heads, length), 8, np.float32), 0)
+    to = ops.Others(kv, slice(500, 1000), slice(0, 1000))
+    d_qkv, d_kv = (Array.empty(shape, "float32", 0) for shape in (qkv.shape, kv.shape))
+    first, arena = None, device_arena()
+    for _ in range(20):
+        d_qkv.fill_bytes(0, stream), d_kv.fill_bytes(0, stream)
+        ops.attention_backward(
+            d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, launcher(stream), to=to, d_kv=d_kv, family=family
+        )
+        bits = [x.numpy(stream).view(np.uint32) for x in (d_qkv, d_kv)]
+        first = first or bits
+        for one, other in zip(first, bits, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("family", families())
@@ -359,3 +516,12 @@ def test_operands_are_checked(rng: np.random.Generator, stream: Any) -> None:
         ops.attention(case.qkv, 4, 3, case.out, case.log_sum_exp, launcher(stream))
     with pytest.raises(InvalidArgument, match="expected out bfloat16"):
         ops.attention(case.qkv, 4, 2, case.qkv, case.log_sum_exp, launcher(stream))
+    kv, out = Array.empty((8, 256), "bfloat16", 0), Array.empty(case.out.shape, "float32", 0)
+    operands = (case.qkv, 4, 2, out, case.log_sum_exp, launcher(stream))
+    to = ops.Others(kv, slice(0, 8), slice(0, 4))
+    with pytest.raises(InvalidArgument, match="expected out float32"):
+        ops.attention(case.qkv, 4, 2, case.out, case.log_sum_exp, launcher(stream), to=to)
+    with pytest.raises(InvalidArgument, match=r"expected kv bfloat16\(8, 256\), got bfloat16\(8, 512\)"):
+        ops.attention(*operands, to=ops.Others(case.qkv, slice(0, 8), slice(0, 4)))
+    with pytest.raises(InvalidArgument, match="expected keys in 0 to 8, got 4 to 12"):
+        ops.attention(*operands, to=ops.Others(kv, slice(0, 8), slice(4, 12)))

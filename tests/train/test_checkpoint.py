@@ -10,34 +10,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kos.errors import CheckpointError
 from kos.train.checkpoint import checkpoint, huggingface
-from kos.train.data.tokenizers import ByteTokenizer, read_tokenizer
-from kos.train.model.parameters import Parameters
-from kos.train.ops.optimizer import AdamW
+from kos.train.data.tokenizers import read_tokenizer
+from kos.train.parallel.mesh import Layout
 from tests.train.models import small
 from tests.train.refusal import refused
+from tests.train.sharded import assert_loads_in, save_alone, whole_state
 
 MODEL = small(tie_word_embeddings=True)
 
 
-def _state(seed: int) -> AdamW:
-    rng = np.random.default_rng(seed)
-    optimizer = AdamW(Parameters(MODEL.parameter_shapes(), groups=MODEL.fused_groups()))
-    for state in (optimizer.weights, optimizer.exp_avg, optimizer.exp_avg_sq):
-        state.flat[:] = rng.standard_normal(state.flat.size)
-    return optimizer
-
-
-def _save(folder: Path, step: int, seed: int = 0, keep: int = 99) -> Path:
-    return checkpoint.save(
-        folder, step=step, optimizer=_state(seed), model=MODEL, tokenizer=ByteTokenizer(), config={"seed": seed},
-        keep=keep, before=step,
-    )  # fmt: skip
+def _save(folder: Path, step: int, seed: int = 0, **options: Any) -> Path:
+    return save_alone(folder, MODEL, step, seed, **options)
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -45,12 +35,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.config == {"seed": 3}
     assert huggingface.read_config(found.path) == MODEL and read_tokenizer(found.path).kind == "bytes"
-    expected, got = _state(3), _state(4)
-    huggingface.read_weights(found.path, got.weights)
-    found.load_optimizer(got)
-    assert got.step_count == 7
-    for state in ("weights", "exp_avg", "exp_avg_sq"):
-        assert getattr(got, state).flat.tobytes() == getattr(expected, state).flat.tobytes()
+    assert_loads_in(Layout(), found.path, MODEL, whole_state(MODEL, 3))
 
 
 def test_transformers_layout(tmp_path: Path) -> None:
@@ -129,7 +114,7 @@ def test_damage_is_found_and_passed_over(tmp_path: Path, name: str, damage: str)
     if damage == "truncate":
         path.write_bytes(content[: len(content) // 2])
     elif damage == "flip":
-        middle = len(content) // 2 if name != "manifest.json" else content.index(b'"format": 1') + 10
+        middle = len(content) // 2 if name != "manifest.json" else content.index(b'"format": 2') + 10
         content[middle] ^= 1
         path.write_bytes(content)
     else:
@@ -181,11 +166,13 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     name = "model.norm.weight"
     shapes[name] = (17,)
     with pytest.raises(CheckpointError, match=r"model.norm.weight: expected shape \(17,\), got \(24,\)"):
-        huggingface.read_weights(found.path, Parameters(shapes))
-    with pytest.raises(CheckpointError, match=r"expected shape \(17,\), got \(24,\)"):
-        found.load_optimizer(AdamW(Parameters(shapes)))
+        huggingface.weight_files(found.path, shapes)
+    with pytest.raises(CheckpointError, match=r"exp_avg.model.norm.weight: expected shape \(17,\), got \(24,\)"):
+        checkpoint.moment_files(found.path, shapes)
     with pytest.raises(CheckpointError, match="got none named 'extra'"):
-        huggingface.read_weights(found.path, Parameters({**MODEL.parameter_shapes(), "extra": (1,)}))
+        huggingface.weight_files(found.path, {**MODEL.parameter_shapes(), "extra": (1,)})
+    with pytest.raises(CheckpointError, match="expected the tensors of this model, got an unknown 'model"):
+        huggingface.weight_files(found.path, {name: (24,)})
 
 
 def test_full_disk_keeps_the_last_good_one(tmp_path: Path) -> None:

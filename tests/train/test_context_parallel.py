@@ -7,15 +7,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kos.errors import ConfigError
+from kos.dtypes import DTYPES
 from kos.memory.arena import Arena
+from kos.memory.array import Array
 from kos.testing import spawn
 from kos.train.model.llama import Llama
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
-from kos.train.parallel.context import ContextParallel, check
+from kos.train.ops.cuda import attention
+from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.mesh import Axis, Layout, Mesh
 from kos.train.parallel.tensor import TensorParallel
+from tests.host_compiler import COMPILER
+from tests.train.host_kernels import emulator
+from tests.train.host_kernels.engine import on_host
 from tests.train.models import make, make_batch
 from tests.train.test_ops import columns, nan, nan_columns, poisoned_slab
 from tests.train.test_tensor_parallel import part_of
@@ -48,32 +53,66 @@ class Late:
         return exchange
 
 
-def attention_of_ranks(size, route, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10):
-    """``ContextParallel`` of ``size`` ranks against the plain attention of whole sequences; exchanges of each rank."""
-    rng, heads, kv_heads, d, length = np.random.default_rng(7), 4, 2, 3, 2 * size * chunk
-    width, wide = (heads + 2 * kv_heads) * d, ops.statistics_dtype(dtype)
-    qkv, d_out = rng.normal(size=(samples * length, width)), rng.normal(size=(samples * length, heads * d))
-    out, lse = nan_columns(*d_out.shape), nan(samples, heads, length)
-    numpy_ops.attention(columns(qkv), heads, kv_heads, out, lse, Arena())
-    d_qkv = nan_columns(*qkv.shape)
-    numpy_ops.attention_backward(columns(d_out), columns(qkv), out, lse, heads, kv_heads, d_qkv, Arena())
+class OnDevice(Late):
+    """The same for arrays of the emulated GPU."""
+
+    def __getattr__(self, name):
+        exchange = super().__getattr__(name)
+        return lambda *operands, async_op=False: exchange(
+            *(on_host(x) if isinstance(x, Array) else x for x in operands), async_op=async_op
+        )
+
+
+class Whole:
+    """Random sequences, their plain attention, and what a rank has of each array."""
+
+    heads, kv_heads, d = 4, 2, 3
+
+    def __init__(self, samples, length):
+        rng, self.samples, self.length = np.random.default_rng(7), samples, length
+        self.qkv, self.d_out = (
+            rng.normal(size=(samples * length, n * self.d)) for n in (self.heads + 2 * self.kv_heads, self.heads)
+        )
+        self.out, self.lse = nan_columns(*self.d_out.shape), nan(samples, self.heads, length)
+        self.d_qkv, q, shape = nan_columns(*self.qkv.shape), columns(self.qkv), (self.heads, self.kv_heads)
+        numpy_ops.attention(q, *shape, self.out, self.lse, Arena())
+        numpy_ops.attention_backward(columns(self.d_out), q, self.out, self.lse, *shape, self.d_qkv, Arena())
+
+    def part(self, name, positions):
+        """Rows of tokens; of ``lse`` (B, H, T)."""
+        x = getattr(self, name)
+        if name == "lse":
+            return x[..., positions]
+        return x.reshape(self.samples, self.length, -1)[:, positions].reshape(self.samples * len(positions), -1)
+
+
+def attention_of_ranks(
+    size, route, samples=2, chunk=3, group=None, ops=numpy_ops, dtype=np.float64, rtol=1e-10, place=None, read=np.array
+):
+    """``ContextParallel`` of ``size`` ranks against the plain attention of whole sequences; exchanges of each rank.
+
+    ``place(array, arena)`` gives an array of ``ops``, ``read`` the host's.
+    """
+    whole, wide = Whole(samples, 2 * size * chunk), ops.statistics_dtype(dtype)
 
     def run(comm):
         comm = group(comm) if group else comm
-        context, arena = ContextParallel(ops, Axis(comm.rank, size, comm), route), Arena(0, poisoned_slab)
+        context = ContextParallel(ops, Axis(comm.rank, size, comm), route)
+        arena = Arena(0, poisoned_slab) if place is None else ops.make_arena()
         positions = context.positions(2 * chunk)
 
-        def mine(x):
-            x = x.reshape(samples, length, -1)[:, positions]
-            return columns(x.reshape(samples * len(positions), -1).astype(dtype))
+        def mine(name, dtype=dtype, poison=1.0):
+            part = whole.part(name, positions) * poison
+            if place:
+                return place(part, dtype, arena)
+            return (part if name == "lse" else columns(part)).astype(dtype)
 
-        got, got_lse = nan_columns(*mine(out).shape).astype(dtype), nan(samples, heads, 2 * chunk).astype(wide)
-        got_d = nan_columns(*mine(qkv).shape).astype(dtype)
-        context.attention(mine(qkv), heads, kv_heads, got, got_lse, arena)
-        np.testing.assert_allclose(got, mine(out), rtol, atol=rtol)
-        np.testing.assert_allclose(got_lse, lse[..., positions], rtol, atol=rtol)
-        context.attention_backward(mine(d_out), mine(qkv), got, got_lse, heads, kv_heads, got_d, arena)
-        np.testing.assert_allclose(got_d, mine(d_qkv), rtol, atol=rtol)
+        shape, qkv, d_out = (whole.heads, whole.kv_heads), mine("qkv"), mine("d_out")
+        out, lse, d_qkv = mine("out", poison=np.nan), mine("lse", wide, np.nan), mine("d_qkv", poison=np.nan)
+        context.attention(qkv, *shape, out, lse, arena)
+        context.attention_backward(d_out, qkv, out, lse, *shape, d_qkv, arena)
+        for name, got in (("out", out), ("lse", lse), ("d_qkv", d_qkv)):
+            np.testing.assert_allclose(read(got), whole.part(name, positions), rtol, atol=rtol, err_msg=name)
         return getattr(comm, "exchanges", None)
 
     return spawn(run, size)
@@ -93,6 +132,23 @@ def test_statistics_of_another_dtype(route):
     """As on a GPU: sums are wider than activations, which are rounded once."""
     ops = SimpleNamespace(**vars(numpy_ops) | {"statistics_dtype": lambda dtype: np.dtype(np.float64)})
     attention_of_ranks(4, route, ops=ops, dtype=np.dtype(np.float32), rtol=2e-6)
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+@pytest.mark.parametrize(
+    ("route", "dtype", "rtol"), [("ring", "float32", 2e-6), ("ring", "bfloat16", 4e-2), ("gather", "float32", 2e-6)]
+)
+def test_on_an_emulated_gpu(route, dtype, rtol, monkeypatch):
+    emulator.host_memory(monkeypatch)
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
+
+    def place(values, dtype, arena):
+        return arena.take(values.shape, dtype).copy_from(np.ascontiguousarray(values).astype(dtype.numpy))
+
+    ops, dtype = emulator.HostOps(), DTYPES[dtype]
+    attention_of_ranks(
+        3, route, group=OnDevice, ops=ops, dtype=dtype, rtol=rtol, place=place, read=lambda x: x.numpy().astype(float)
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("route", "size"), [("ring", 2), ("ring", 4), ("gather", 3)])
@@ -167,11 +223,3 @@ def test_positions_and_columns():
     alone = ContextParallel(numpy_ops)
     assert list(alone.positions(3)) == [0, 1, 2]
     assert alone.take(tokens) is tokens
-
-
-def test_check():
-    check(7, 1)
-    check(24, 3)
-    for length in (8, 9):
-        with pytest.raises(ConfigError, match=f"--seq-len: expected a multiple of 2 x --cp = 6, got {length}"):
-            check(length, 3)

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 
 from kos.train.checkpoint import checkpoint
+from kos.train.checkpoint.saving import write_json
+from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import MetricsLog, read_metrics
-from tests.train.test_checkpoint import _save
+from tests.train.sharded import save_in, whole_state
+from tests.train.test_checkpoint import MODEL
 
 
 def _content(path: Path | str) -> Any:
@@ -67,15 +70,16 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("there", ["nothing", "a whole one", "a damaged one"])
-def test_a_checkpoint_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk, there: str) -> None:
-    folder = tmp_path / "checkpoints"
+def test_a_checkpoint_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk, there: str, ranks: int) -> None:
+    folder, whole = tmp_path / "checkpoints", whole_state(MODEL)
     if there != "nothing":
-        old = _save(folder, 3)
+        old = save_in(Layout(dp=ranks), folder, 3, MODEL, whole)
     if there == "a damaged one":
         (old / "manifest.json").unlink()
     disk.renamed.clear()
-    path = _save(folder, 3)
+    path = save_in(Layout(dp=ranks), folder, 3, MODEL, whole)
     assert len(disk.durable) >= 6 and "step-3" in disk.renamed
     assert disk.too_early == []
     assert all(disk.is_durable(file) for file in path.iterdir())
@@ -86,7 +90,7 @@ def test_a_checkpoint_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk, the
 def test_a_file_is_on_disk_before_it_shows(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "config.json"
     for value in range(2):
-        checkpoint.write_json(path, {"value": value})
+        write_json(path, {"value": value})
         assert disk.too_early == []
         assert disk.is_durable(path) and disk.durable[tmp_path.stat().st_ino]["config.json"] == path.stat().st_ino
     assert disk.renamed == ["config.json"] * 2

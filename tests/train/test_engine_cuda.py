@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from kos import cuda
-from kos.train.checkpoint import checkpoint
 from kos.train.tools.metrics import read_metrics
 from tests.train.beside_torch import losses_beside_torch
+from tests.train.sharded import tensors_of_run
 
 GPUS = len(cuda.visible_devices())
 MPIRUN = shutil.which("mpirun")
@@ -74,11 +74,6 @@ def column(out: Path, name: str = "loss") -> list[float]:
     return [row[name] for row in read_metrics(out / "metrics.jsonl")]
 
 
-def state(out: Path) -> bytes:
-    found = checkpoint.find(out)
-    return b"".join((found.path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
-
-
 @pytest.fixture(scope="module")
 def one(text, tmp_path_factory):
     """The run that others are held against: one GPU, bf16, a graph, four micro-batches a step."""
@@ -106,33 +101,33 @@ def test_gpt2(text, tmp_path):
     for out in ("first", "second"):
         run(text, tmp_path / out, *gpt2, "--device", "cuda")
     assert column(tmp_path / "first")[-1] < 0.6 * column(tmp_path / "first")[0]
-    assert state(tmp_path / "first") == state(tmp_path / "second")
+    assert tensors_of_run(tmp_path / "first") == tensors_of_run(tmp_path / "second")
 
 
 def test_it_learns_and_repeats_bit_for_bit(one, text, tmp_path):
     losses = column(one)
     assert losses[-1] < 0.6 * losses[0]
     run(text, tmp_path / "again", "--device", "cuda", "--micro-batch-size", 4)
-    assert column(tmp_path / "again") == losses and state(tmp_path / "again") == state(one)
+    assert column(tmp_path / "again") == losses and tensors_of_run(tmp_path / "again") == tensors_of_run(one)
 
 
 def test_without_the_graph_bit_for_bit(one, text, tmp_path):
     run(text, tmp_path / "run", "--device", "cuda", "--micro-batch-size", 4, "--no-graph")
     for name in ("loss", "grad_norm"):
         assert column(tmp_path / "run", name) == column(one, name)
-    assert state(tmp_path / "run") == state(one)
+    assert tensors_of_run(tmp_path / "run") == tensors_of_run(one)
 
 
 @pytest.mark.parametrize("recompute", ["norms", "block"])
 def test_recompute_bit_for_bit(one, text, tmp_path, recompute):
     run(text, tmp_path / "run", "--device", "cuda", "--micro-batch-size", 4, "--recompute", recompute)
-    assert column(tmp_path / "run") == column(one) and state(tmp_path / "run") == state(one)
+    assert column(tmp_path / "run") == column(one) and tensors_of_run(tmp_path / "run") == tensors_of_run(one)
 
 
 def test_resume_bit_for_bit_and_on_the_cpu(one, text, tmp_path):
     middle = one / "checkpoints" / "step-10"
     run(text, tmp_path / "gpu", "--device", "cuda", "--micro-batch-size", 4, "--resume", middle)
-    assert column(tmp_path / "gpu") == column(one)[10:] and state(tmp_path / "gpu") == state(one)
+    assert column(tmp_path / "gpu") == column(one)[10:] and tensors_of_run(tmp_path / "gpu") == tensors_of_run(one)
     run(text, tmp_path / "cpu", "--device", "cpu", "--micro-batch-size", 4, "--resume", middle)
     np.testing.assert_allclose(column(tmp_path / "cpu"), column(one)[10:], rtol=2e-2)
 
@@ -146,7 +141,7 @@ def test_resume_without_master_weights_bit_for_bit(one, text, tmp_path):
     assert np.mean(column(tmp_path / "run")) == pytest.approx(np.mean(column(one)), rel=1e-2)
     run(text, tmp_path / "rest", *flags, "--resume", tmp_path / "run" / "checkpoints" / "step-10")
     assert column(tmp_path / "rest") == column(tmp_path / "run")[10:]
-    assert state(tmp_path / "rest") == state(tmp_path / "run")
+    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "run")
 
 
 def test_bfloat16_gradients(text, tmp_path):
@@ -154,7 +149,7 @@ def test_bfloat16_gradients(text, tmp_path):
     flags = ["--device", "cuda", "--micro-batch-size", 16, "--lr", 1e-4]  # faster, the losses of any two roundings part
     run(text, tmp_path / "fp32", *flags)
     said = run(text, tmp_path / "bf16", *flags, "--grad-dtype", "bfloat16")
-    assert "gradients, bfloat16" in said and state(tmp_path / "bf16") != state(tmp_path / "fp32")
+    assert "gradients, bfloat16" in said and tensors_of_run(tmp_path / "bf16") != tensors_of_run(tmp_path / "fp32")
     for name in ("loss", "grad_norm"):  # the first are of the same pass
         np.testing.assert_allclose(column(tmp_path / "bf16", name)[0], column(tmp_path / "fp32", name)[0], rtol=1e-3)
     np.testing.assert_allclose(column(tmp_path / "bf16"), column(tmp_path / "fp32"), rtol=5e-3)
@@ -162,7 +157,7 @@ def test_bfloat16_gradients(text, tmp_path):
     for name, more in (("again", []), ("eager", ["--no-graph"]), ("rest", ["--resume", middle])):
         run(text, tmp_path / name, *flags, "--grad-dtype", "bfloat16", *more)
         assert column(tmp_path / name) == column(tmp_path / "bf16")[10 * (name == "rest") :], name
-        assert state(tmp_path / name) == state(tmp_path / "bf16"), name
+        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "bf16"), name
 
 
 def test_memory_is_within_the_plan(text, tmp_path):
@@ -200,7 +195,7 @@ def test_ranks(one, text, tmp_path, ranks):
     middle = tmp_path / "zero1" / "checkpoints" / "step-10"
     run(text, tmp_path / "rest", *flags, "--zero", 1, "--resume", middle, ranks=ranks)
     assert column(tmp_path / "rest") == column(tmp_path / "zero1")[10:]
-    assert state(tmp_path / "rest") == state(tmp_path / "zero1") == state(tmp_path / "eager")
+    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "zero1") == tensors_of_run(tmp_path / "eager")
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(n, marks=needs(n)) for n in (2, 4, 8)])
@@ -212,7 +207,7 @@ def test_deterministic_for_any_number_of_ranks(text, tmp_path, ranks):
     for name in ("zero0", "zero1"):
         assert column(tmp_path / name) == column(tmp_path / "one")
         assert column(tmp_path / name, "grad_norm") == column(tmp_path / "one", "grad_norm")
-        assert state(tmp_path / name) == state(tmp_path / "one")
+        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "one")
 
 
 def test_losses_are_those_of_torch():

@@ -23,6 +23,7 @@ from kos.memory import array as array_module
 from kos.testing import spawn
 from kos.train import run as loop
 from kos.train.checkpoint import checkpoint
+from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.engine import choose, head_start, memory_plan
 from kos.train.engine import cuda as engine_module
@@ -35,9 +36,11 @@ from kos.train.model.parameters import Parameters
 from kos.train.ops.cuda import cublaslt
 from kos.train.ops.cuda.adamw import CHUNK
 from kos.train.parallel.data import DataParallel
+from kos.train.parallel.mesh import Layout
 from kos.train.run import Trainer
 from kos.train.tools.metrics import read_metrics
 from tests.train.host_kernels.engine import BFLOAT16, DeviceComm, Event, QueuedOps, host_engine, on_device, on_host
+from tests.train.sharded import tensors_of_run
 
 SMALL: dict[str, Any] = {
     "steps": 4,
@@ -82,11 +85,6 @@ def train(text, out, device="cuda", ranks=1, **changes):
     return read_metrics(out / "metrics.jsonl")
 
 
-def state(out):
-    found = checkpoint.find(out)
-    return b"".join((found.path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
-
-
 def column(rows, name="loss"):
     return [row[name] for row in rows if name in row]
 
@@ -126,10 +124,10 @@ def test_the_graph_resuming_and_the_way_back(emulated, text, tmp_path):
     """Bit for bit on the same device, and on the other from the same checkpoint."""
     whole = train(text, tmp_path / "whole")
     eager = train(text, tmp_path / "eager", graph=False)
-    assert column(eager) == column(whole) and state(tmp_path / "eager") == state(tmp_path / "whole")
+    assert column(eager) == column(whole) and tensors_of_run(tmp_path / "eager") == tensors_of_run(tmp_path / "whole")
     step2 = tmp_path / "whole" / "checkpoints" / "step-2"
     rest = train(text, tmp_path / "rest", resume=str(step2))
-    assert column(rest) == column(whole)[2:] and state(tmp_path / "rest") == state(tmp_path / "whole")
+    assert column(rest) == column(whole)[2:] and tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
     back = train(text, tmp_path / "back", "cpu", resume=str(step2))
     np.testing.assert_allclose(column(back), column(whole)[2:], rtol=1e-5)
     forth = train(text, tmp_path / "forth", resume=str(tmp_path / "back"), steps=6)
@@ -182,7 +180,7 @@ def test_ranks(emulated, text, tmp_path, ranks, dtype, monkeypatch):
             np.testing.assert_allclose(column(rows, name), column(one, name), rtol=tolerance)
     step2 = tmp_path / "1" / "checkpoints" / "step-2"
     rest = train(text, tmp_path / "rest", ranks=ranks, zero=1, dtype=dtype, resume=str(step2))
-    assert column(rest) == column(both[1])[2:] and state(tmp_path / "rest") == state(tmp_path / "1")
+    assert column(rest) == column(both[1])[2:] and tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "1")
     alone = train(text, tmp_path / "alone", dtype=dtype, resume=str(step2))
     np.testing.assert_allclose(column(alone), column(one)[2:], rtol=tolerance)
 
@@ -208,10 +206,12 @@ def test_each_rank_draws_a_share_of_the_initial_weights(emulated, text, tmp_path
         trainer = Trainer(TrainConfig.from_preset("tiny", **values), DeviceComm(comm))
         expected = Parameters(trainer.model_config.parameter_shapes())
         trainer.model_config.init_weights(expected, seed)
-        state = trainer.engine.state()
+        state = trainer.engine.state
+        names, tensors = state.shards.names(comm.rank), [*state.gather()]
         assert not on_host(trainer.engine.gradients.flat).any(), "the weights came through here"
-        if state is not None:
-            assert np.array_equal(state.weights.flat, expected.flat) and not state.exp_avg.flat.any()
+        assert len(tensors) == 3 * len(names)
+        assert all(np.array_equal(expected[name], tensor) for name, tensor in zip(names, tensors, strict=False))
+        assert not any(moment.any() for moment in tensors[len(names) :])
 
     spawn(run, ranks, timeout=100)
 
@@ -301,7 +301,7 @@ def test_deterministic_for_any_number_of_ranks(emulated, text, tmp_path):
         rows = train(text, out, ranks=ranks, zero=zero, deterministic=True)
         for name in ("loss", "grad_norm", "val_loss"):
             assert column(rows, name) == column(one, name)
-        assert state(out) == state(tmp_path / "one")
+        assert tensors_of_run(out) == tensors_of_run(tmp_path / "one")
 
 
 def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
@@ -311,7 +311,7 @@ def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
     near = train(text, tmp_path / "near", dtype="bfloat16")
     one = train(text, tmp_path / "one", **settings)
     np.testing.assert_allclose(column(one), column(near), rtol=5e-3)
-    assert state(tmp_path / "one") != state(tmp_path / "near")
+    assert tensors_of_run(tmp_path / "one") != tensors_of_run(tmp_path / "near")
     step2 = tmp_path / "one" / "checkpoints" / "step-2"
     weights = load_file(step2 / "model.safetensors")
     assert all(np.array_equal(w, w.astype(BFLOAT16).astype(np.float32)) for w in weights.values())
@@ -320,7 +320,8 @@ def test_without_master_weights(emulated, text, tmp_path, monkeypatch):
         "sharded": {"ranks": 4, "zero": 1}, "sharded resumed": {"ranks": 2, "zero": 1, "resume": str(step2)},
     }.items():  # fmt: skip
         rows = train(text, tmp_path / name, **settings, **changes)
-        assert column(rows) == column(one)[-len(rows) :] and state(tmp_path / name) == state(tmp_path / "one"), name
+        assert column(rows) == column(one)[-len(rows) :], name
+        assert tensors_of_run(tmp_path / name) == tensors_of_run(tmp_path / "one"), name
 
 
 def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
@@ -335,16 +336,16 @@ def test_bfloat16_gradients(emulated, text, tmp_path, monkeypatch, capsys):
         assert "gradients, bfloat16" in capsys.readouterr().out
         for name in ("loss", "grad_norm", "val_loss"):
             np.testing.assert_allclose(column(rows, name), column(near, name), rtol=5e-3)
-        assert state(out) != state(tmp_path / "near")
+        assert tensors_of_run(out) != tensors_of_run(tmp_path / "near")
         eager = train(text, tmp_path / f"{ranks} eager", **how, graph=False)
-        assert column(eager) == column(rows) and state(tmp_path / f"{ranks} eager") == state(out)
+        assert column(eager) == column(rows) and tensors_of_run(tmp_path / f"{ranks} eager") == tensors_of_run(out)
         rest = train(text, tmp_path / f"{ranks} rest", **how, resume=str(out / "checkpoints" / "step-2"))
-        assert column(rest) == column(rows)[2:] and state(tmp_path / f"{ranks} rest") == state(out)
+        assert column(rest) == column(rows)[2:] and tensors_of_run(tmp_path / f"{ranks} rest") == tensors_of_run(out)
     several = {"dtype": "bfloat16", "micro_batch_size": 2}
     assert column(train(text, tmp_path / "bf16", **several, grad_dtype="bfloat16")) == column(
         train(text, tmp_path / "fp32", **several)
     )
-    assert state(tmp_path / "bf16") == state(tmp_path / "fp32")
+    assert tensors_of_run(tmp_path / "bf16") == tensors_of_run(tmp_path / "fp32")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -557,11 +558,15 @@ def test_which_gpus_do(monkeypatch, caplog):
 
 
 def test_the_hosts_memory_for_checkpoints_is_planned(emulated, text, tmp_path, monkeypatch):
-    """Rank 0 holds weights and moments of all when it saves: 12 bytes a parameter, which must be there."""
+    """Where steps go on meanwhile, each rank holds its part of weights and moments, and a tensor."""
     model = TrainConfig.from_preset("tiny", **SMALL).model_config_for(256)
-    needed = 12 * model.num_parameters()
+    shards = Shards(model, Layout(dp=2), ((0,),))
+    at_once, needed = (2 * max(shards.host_bytes(rank, whole) for rank in range(2)) for whole in (False, True))
+    assert at_once < 12 * model.num_parameters() < needed
     monkeypatch.setattr(engine_module, "free_memory", lambda: needed - 1)
-    with pytest.raises(ConfigError, match="free on rank 0's host, got .*: weights and both Adam moments, to be saved"):
-        train(text, tmp_path / "less", ranks=2)
+    with pytest.raises(ConfigError, match="free on the host of rank [01], got .*: tensors to be saved"):
+        train(text, tmp_path / "less", ranks=2, save_async=True)
     monkeypatch.setattr(engine_module, "free_memory", lambda: needed)
-    assert len(train(text, tmp_path / "enough", ranks=2)) == 4
+    assert len(train(text, tmp_path / "enough", ranks=2, save_async=True)) == 4
+    monkeypatch.setattr(engine_module, "free_memory", lambda: at_once)
+    assert len(train(text, tmp_path / "at once", ranks=2)) == 4

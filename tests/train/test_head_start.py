@@ -25,6 +25,7 @@ from kos.train.config.presets import PRESETS
 from kos.train.engine import head_start
 from kos.train.engine.machine import limit_threads, provenance
 from kos.train.ops.cuda import cublaslt
+from kos.train.parallel.mesh import Layout
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -183,10 +184,11 @@ def test_weights_are_drawn_once(begun: list[str], monkeypatch: pytest.MonkeyPatc
         head_start.begin(config.model_copy(update={resumed[0][2:].replace("-", "_"): resumed[1]}), model, list)
     assert not drawn
     head_start.begin(config, model, list)
-    first = head_start.weights(config.model_config_for(256), seed, 1, 3)
+    layout = Layout(dp=3)
+    first = head_start.weights(config.model_config_for(256), seed, layout, 1)
     assert np.array_equal(first.result(60), real(model, model.shares(3)[1], seed, 1)) and drawn == [1]
     head_start.unwanted.set()  # an earlier run was stopped
-    other = head_start.weights(model, seed + 1, 1, 3)
+    other = head_start.weights(model, seed + 1, layout, 1)
     assert np.array_equal(other.result(60), real(model, model.shares(3)[1], seed + 1, 1)) and drawn == [1, 1]
     assert not np.array_equal(other.result(60), first.result())
     head_start.weights.cache_clear()
@@ -201,7 +203,7 @@ def test_a_failure_is_raised_where_the_weights_are_wanted(monkeypatch: pytest.Mo
     monkeypatch.setattr(type(model), "draw_share", fail)
     head_start.weights.cache_clear()
     with pytest.raises(MemoryError, match="no room"):
-        head_start.weights(model, 1, 0, 1).result(60)
+        head_start.weights(model, 1, Layout(), 0).result(60)
     head_start.weights.cache_clear()
 
 

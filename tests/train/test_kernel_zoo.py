@@ -13,6 +13,7 @@ from benchmarks import kernels
 from kos.memory.array import Array
 from kos.train.config.model_section import ModelSection
 from kos.train.config.presets import PRESETS
+from kos.train.ops.cuda import attention
 from tests.host_compiler import COMPILER, compiled
 from tests.train.host_kernels import emulator
 from tests.train.host_kernels.engine import on_host
@@ -62,6 +63,16 @@ def zoo(monkeypatch):
     for name in ("synchronize", "ExternalStream"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: None)
     return zoo
+
+
+@pytest.mark.parametrize("name", ["attention_to", "attention_to_backward"])
+@pytest.mark.parametrize("dtype", UNITS)
+def test_attention_to_another_ranks_keys(zoo, monkeypatch, dtype, name):
+    runner = importlib.import_module("benchmarks.kernels.runner")
+    monkeypatch.setattr(runner, "CHECKED_TOKENS", 12)
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
+    torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
+    assert runner.check(zoo.Zoo(ODD, 6, getattr(torch, dtype)), name)["fast"] < UNITS[dtype]
 
 
 @pytest.mark.parametrize(("shape", "seq_len", "tokens"), [(TINY, 16, 32), (ODD, 11, 33)], ids=["tiny", "odd"])

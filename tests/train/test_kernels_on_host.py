@@ -12,6 +12,7 @@ import pytest
 
 from kos.memory.arena import Arena
 from kos.train.model.parameters import Parameters, Shard
+from kos.train.ops.cuda import attention
 from kos.train.ops.cuda.adamw import CHUNK, CudaAdamW
 from kos.train.ops.optimizer import AdamW, Schedule, clip_coefficient
 from tests.host_compiler import COMPILER
@@ -58,6 +59,17 @@ def test_embedding_of_one_token_only(ops, side, arena):
         on_ops.test_embedding_of_one_token_only(ops, side, arena, n)
 
 
+@pytest.mark.parametrize(("bounds", "width"), [((0, 2, 11), 7), ((0, 512, 1403), 24)])
+def test_embedding_of_parts(ops, side, rng, arena, bounds, width):
+    on_ops.test_embedding_of_parts(ops, side, rng, arena, 1100, bounds, width)
+
+
+@pytest.mark.parametrize("outside", [4, -1, 7 + 512])
+def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, outside):
+    for n in (1, 32, 33, 1025):
+        on_ops.test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outside)
+
+
 @pytest.mark.parametrize(("n", "d"), [(13, 11), (26, 768), (2, 5120)])
 def test_rms_norm(ops, side, rng, arena, n, d):
     on_ops.test_rms_norm(ops, side, rng, arena, n, d)
@@ -78,6 +90,12 @@ def test_rope(ops, side, rng, arena, head_dim, heads, others, length):
     on_ops.test_rope(ops, side, rng, arena, head_dim, heads, others, length)
 
 
+@pytest.mark.parametrize(("ranks", "kv_heads", "head_dim"), [(2, 1, 6), (3, 2, 10)])
+def test_attention_of_ranks(ops, side, rng, arena, monkeypatch, ranks, kv_heads, head_dim):
+    monkeypatch.setattr(attention, "family_for", lambda device, dtype, head_dim: "simple")
+    on_ops.test_attention_of_ranks(ops, side, rng, arena, ranks, 2, 3, 2, kv_heads, head_dim)
+
+
 @pytest.mark.parametrize(("n", "f"), [(13, 7), (20, 344)])
 def test_swiglu(ops, side, rng, arena, n, f):
     on_ops.test_swiglu(ops, side, rng, arena, n, f)
@@ -91,6 +109,15 @@ def test_gelu(ops, side, rng, arena):
 @pytest.mark.parametrize(("n", "vocabulary"), [(5, 65), (5, 1000), (7, 60_008), (9, 20_008)])
 def test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary):
     on_ops.test_cross_entropy(ops, side, rng, arena, monkeypatch, n, vocabulary)
+
+
+@pytest.mark.parametrize(("n", "bounds"), [(13, (0, 4, 17)), (5, (0, 256, 1000)), (5, (0, 4008, 20_008))])
+def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
+    on_ops.test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds)
+
+
+def test_cross_entropy_of_parts_stands_large_logits(ops, side, arena):
+    on_ops.test_cross_entropy_of_parts_stands_large_logits(ops, side, arena)
 
 
 def test_cross_entropy_stands_large_logits(ops, side, arena):

@@ -16,9 +16,10 @@ from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Llama
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from tests.train.sharded import tensors_of_run
 from tests.train.test_engine_on_host import emulated
 from tests.train.test_engine_on_host import train as train_on_host
-from tests.train.test_loop import _config, _losses, _train, _weights, text
+from tests.train.test_loop import _config, _losses, _train, text
 
 __all__ = ["emulated", "text"]
 
@@ -89,7 +90,7 @@ def test_where_none_is_left_out_bits_are_those_of_each_ones_own_count(
     own = train_on_host(text, tmp_path / "own", device, **settings)
     for key in ("loss", "grad_norm"):
         assert _losses(ours, key).tobytes() == _losses(own, key).tobytes()
-    assert _weights(tmp_path / "ours") == _weights(tmp_path / "own")
+    assert tensors_of_run(tmp_path / "ours") == tensors_of_run(tmp_path / "own")
 
 
 def test_on_gpus_too(emulated: None, left_out: None, text: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from kos.comm.communicator import Communicator
 from kos.errors import CheckpointError, CollectiveTimeout, CompileError, ConfigError, KosError, TrainingError
 from kos.testing import spawn
 from kos.train import run as loop
-from kos.train.checkpoint import checkpoint
+from kos.train.checkpoint import checkpoint, huggingface
 from kos.train.config.flags import parse
 from kos.train.config.options import TrainConfig
 from kos.train.engine.cpu import CpuEngine
@@ -22,6 +22,7 @@ from kos.train.ops.optimizer import BLOCK
 from kos.train.parallel.data import DataParallel
 from kos.train.run import Trainer
 from kos.train.tools.metrics import MetricsLog, read_metrics
+from tests.train.sharded import tensors_of_run
 
 SMALL: dict[str, Any] = {
     "steps": 50, "batch_size": 8, "seq_len": 32, "lr": 3e-3, "warmup_steps": 5, "eval_every": 25, "eval_batches": 3,
@@ -57,11 +58,6 @@ def _losses(rows: list[dict[str, Any]], key: str = "loss") -> np.ndarray:
     return np.array([row[key] for row in rows])
 
 
-def _weights(out: Path) -> bytes:
-    found = checkpoint.find(out)
-    return b"".join((found.path / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors"))
-
-
 @pytest.mark.parametrize(("ranks", "deterministic"), [(2, True), (3, False)])
 def test_zero_1_gives_the_bits_of_whole_moments(
     text: Path, tmp_path: Path, ranks: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
@@ -85,11 +81,11 @@ def test_zero_1_gives_the_bits_of_whole_moments(
     for key in ("loss", "grad_norm"):
         same = np.array_equal if deterministic else lambda a, b: np.allclose(a, b, rtol=1e-5)
         assert same(_losses(whole, key), _losses(sharded, key)) and same(_losses(on, key), _losses(other, key))
-    assert not deterministic or _weights(tmp_path / "zero0") == _weights(tmp_path / "other")
+    assert not deterministic or tensors_of_run(tmp_path / "zero0") == tensors_of_run(tmp_path / "other")
 
 
 def _size(out: Path) -> int:
-    return sum(x.size for x in load_file(checkpoint.find(out).path / "model.safetensors").values())
+    return huggingface.read_config(checkpoint.find(out).path).num_parameters()
 
 
 def test_a_run_learns_and_leaves_what_it_promises(text: Path, tmp_path: Path, capsys: Any) -> None:
@@ -125,7 +121,7 @@ def test_deterministic_is_bit_identical_for_any_number_of_ranks(text: Path, tmp_
         assert _losses(rows[ranks]).tobytes() == _losses(rows[1]).tobytes()
         assert rows[ranks][-1]["grad_norm"] == rows[1][-1]["grad_norm"]
         assert rows[ranks][-1]["val_loss"] == rows[1][-1]["val_loss"]
-        assert _weights(runs[ranks]) == _weights(runs[1])
+        assert tensors_of_run(runs[ranks]) == tensors_of_run(runs[1])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -142,7 +138,7 @@ def test_resume_continues_bit_for_bit(text: Path, tmp_path: Path, ranks: int, mi
     parts = _train(text, out, ranks, **settings, resume="auto")
     assert [row["step"] for row in parts] == list(range(1, 13))
     assert _losses(parts).tobytes() == _losses(whole).tobytes()
-    assert _weights(out) == _weights(tmp_path / "whole")
+    assert tensors_of_run(out) == tensors_of_run(tmp_path / "whole")
 
 
 def test_deterministic_resume_may_change_the_number_of_ranks(text: Path, tmp_path: Path) -> None:
@@ -151,7 +147,7 @@ def test_deterministic_resume_may_change_the_number_of_ranks(text: Path, tmp_pat
     _train(text, tmp_path / "parts", 2, steps=6, save_every=3, deterministic=True)
     rest = _train(text, tmp_path / "rest", 4, steps=6, deterministic=True, resume=str(first))
     assert _losses(rest).tobytes() == _losses(whole)[3:].tobytes()
-    assert _weights(tmp_path / "rest") == _weights(tmp_path / "whole")
+    assert tensors_of_run(tmp_path / "rest") == tensors_of_run(tmp_path / "whole")
 
 
 def test_resume_with_more_steps_goes_on(text: Path, tmp_path: Path) -> None:
@@ -262,7 +258,7 @@ def test_resume_where_nothing_is_left_to_do_still_saves(text: Path, tmp_path: Pa
     _train(text, tmp_path / "a", steps=3)
     _train(text, tmp_path / "b", steps=2, resume=str(tmp_path / "a"))
     assert f"resuming after step 3, from {tmp_path}/a/checkpoints/step-3 (nothing to do" in capsys.readouterr().out
-    assert _weights(tmp_path / "b") == _weights(tmp_path / "a")
+    assert tensors_of_run(tmp_path / "b") == tensors_of_run(tmp_path / "a")
     config = (tmp_path / "a/config.json").read_bytes()
     _train(text, tmp_path / "a", steps=1, resume="auto")
     assert (tmp_path / "a/config.json").read_bytes() == config  # of the run that trained there

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -145,7 +146,46 @@ def test_embedding_of_a_token_outside_is_nan(ops, side):
     assert (got[0] == 1).all() and np.isnan(got[1:]).all()
 
 
-@pytest.mark.parametrize(("n", "d", "f"), [(13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8)])
+@pytest.mark.parametrize(
+    ("n", "bounds", "width"), [(23, (0, 2, 11), 7), (1100, (0, 700, 701, 1500), 24), (4099, (0, 512, 300_000), 8)]
+)
+def test_embedding_of_parts(ops, side, rng, arena, n, bounds, width):
+    """Each part has its own tokens' rows and their gradients, and zeros for those of all others."""
+    tokens = rng.integers(0, bounds[-1], n).astype(np.int32)
+    tokens[:8] = [*bounds[:-1], *(end - 1 for end in bounds[1:]), *range(8)][:8]
+    _, table64 = side.put(rng.normal(size=(bounds[-1], width)))
+    d_out, d_out64 = side.put(rng.normal(size=(n, width)))
+    whole64 = np.full(table64.shape, np.nan)
+    reference.embedding_backward(d_out64, tokens, whole64, False, Arena())
+    for first, end in pairwise(bounds):
+        here, out = (first <= tokens) & (tokens < end), side.nan(n, width)
+        ops.embedding(side.ints(tokens), side.put(table64[first:end])[0], out, first)
+        assert np.array_equal(side.get(out), table64[tokens] * here[:, None])
+
+        def backward(d, add, first=first):
+            ops.embedding_backward(d_out, side.ints(tokens), d, add, arena, first)
+
+        weight_gradients(side, rng, (end - first, width), whole64[first:end], backward, 40)
+
+
+@pytest.mark.parametrize("outside", [4, -1, 7 + 512])
+@pytest.mark.parametrize("n", [1, 32, 33, 1025])
+def test_embedding_of_a_part_with_one_token_of_its_own(ops, side, arena, n, outside):
+    """All others are one run over many blocks, of which nothing is written."""
+    tokens, d_out, own = np.full(n, outside), np.ones((n, 8)), list({n // 2, n - 1})
+    tokens[own], d_out[own] = 7, 2
+    d_table = side.nan(3, 8)
+    ops.embedding_backward(side.put(d_out)[0], side.ints(tokens), d_table, False, arena, 5)
+    assert np.array_equal(side.get(d_table), np.outer([0, 0, 2 * len(own)], np.ones(8)))
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "f"),
+    [
+        (13, 5, 9), (64, 128, 72), (257, 96, 520), (1, 16, 8),
+        (257, 683, 64), (33, 64, 12_565), (4096, 8, 264), (2048, 171, 1),  # parts of a layer: of any size
+    ],
+)  # fmt: skip
 def test_linear(ops, side, rng, arena, n, d, f):
     x, x64 = side.put(rng.normal(size=(n, d)))
     weight, weight64 = side.put(rng.normal(size=(f, d)))
@@ -170,7 +210,7 @@ def test_linear(ops, side, rng, arena, n, d, f):
     side.close(dx, d_out64 @ weight64, 4)
 
 
-@pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768)])
+@pytest.mark.parametrize(("n", "d", "f"), [(16_384, 64, 72), (8192, 256, 128), (30_000, 40, 768), (8191, 341, 171)])
 def test_bfloat16_products_are_rounded_once(ops, rng, n, d, f):
     """A weight's gradient by each algorithm that may be chosen: long sums, cut among blocks, add up in fp32."""
     side, matmul = Side(ops, "bfloat16"), Matmul(0, ops.stream)
@@ -278,6 +318,56 @@ def test_attention(ops, side, rng, arena, samples, length, heads, kv_heads, head
     side.close(d_qkv, d_qkv64, 8)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "samples", "chunk", "heads", "kv_heads", "head_dim"),
+    [(2, 2, 7, 3, 1, 6), (2, 1, 65, 4, 2, 64), (4, 2, 33, 2, 2, 128)],
+)
+def test_attention_of_ranks(ops, side, rng, arena, ranks, samples, chunk, heads, kv_heads, head_dim):
+    """A sequence in zigzag chunks: each rank's attention, to its own keys and others', is that of the whole."""
+    length, n = 2 * ranks * chunk, 2 * samples * chunk
+    whole = [rng.normal(size=(samples, length, count * head_dim)) for count in (heads + 2 * kv_heads, heads)]
+    places = [np.r_[r * chunk : (r + 1) * chunk, length - (r + 1) * chunk : length - r * chunk] for r in range(ranks)]
+    of_ranks = [[side.put(x[:, at].reshape(n, -1))[0] for at in places] for x in whole]
+    outs, d_qkvs, d_kvs = [], [], [np.zeros((n, 2 * kv_heads * head_dim)) for _ in range(ranks)]
+    with arena.scope():
+        kvs = [ops.keys_and_values(qkv, heads, kv_heads, arena) for qkv in of_ranks[0]]
+        for rank, (qkv, d_out) in enumerate(zip(*of_ranks, strict=True)):
+            out, lse = side.nan(n, heads * head_dim), side.nan(samples, heads, 2 * chunk, dtype="float32")
+            seen = {
+                owner: (slice(0 if owner < rank else chunk, 2 * chunk), slice(0, chunk if owner < rank else 2 * chunk))
+                for owner in range(ranks)
+                if owner != rank
+            }
+            wide_out, wide_d_qkv = (side.nan(n, x.shape[2], dtype="float32") for x in reversed(whole))
+            ops.attention(qkv, heads, kv_heads, out, lse, arena)
+            ops.copy(out, wide_out)
+            for owner, parts in seen.items():
+                ops.attention_to(qkv, kvs[owner], heads, kv_heads, *parts, wide_out, lse, arena)
+            ops.copy(wide_out, out)
+            d_qkv, d_kv = side.nan(*qkv.shape), side.nan(*kvs[0].shape, dtype="float32")
+            ops.attention_backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena)
+            ops.copy(d_qkv, wide_d_qkv)
+            for owner, parts in seen.items():
+                ops.attention_to_backward(
+                    d_out, qkv, kvs[owner], out, lse, heads, kv_heads, *parts, wide_d_qkv, d_kv, arena
+                )
+                d_kvs[owner] += side.get(d_kv)
+            outs.append(side.get(out))
+            d_qkvs.append(wide_d_qkv)
+    for d_qkv, d_kv in zip(d_qkvs, d_kvs, strict=True):
+        ops.add_keys_and_values(side.put(d_kv, "float32")[0], d_qkv)
+    qkv64, d_out64 = (columns(side.put(x)[1].reshape(samples * length, -1)) for x in whole)
+    out64, lse64 = columns(np.empty(d_out64.shape)), np.empty((samples, heads, length))
+    d_qkv64 = columns(np.empty(qkv64.shape))
+    reference.attention(qkv64, heads, kv_heads, out64, lse64, Arena())
+    reference.attention_backward(d_out64, qkv64, out64, lse64, heads, kv_heads, d_qkv64, Arena())
+    for got, expected in ((outs, out64), ([side.get(x) for x in d_qkvs], d_qkv64)):
+        for values, at in zip(got, places, strict=True):
+            want = expected.reshape(samples, length, -1)[:, at].reshape(n, -1)
+            error = np.linalg.norm(values - want) / np.linalg.norm(want) / UNIT[side.dtype]
+            assert error < (32 if side.dtype == "float32" else 4), f"{error:.2f} units"
+
+
 @pytest.mark.parametrize(("n", "f"), [(13, 7), (5, 2048), (200, 344)])
 def test_swiglu(ops, side, rng, arena, n, f):
     gate_up, gate_up64 = side.put(3 * rng.normal(size=(n, 2 * f)))
@@ -360,6 +450,58 @@ def test_cross_entropy_stands_large_logits(ops, side, arena):
     ops.cross_entropy_with_gradient(logits, side.ints([1, 1, 1]), count, losses, arena)
     assert np.array_equal(side.get(losses), [8192, 0, 0])
     assert np.array_equal(side.get(logits), [[0.5, -0.5], [0, 0], [0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("n", "bounds"),
+    [(13, (0, 4, 17)), (5, (0, 1, 64, 65)), (70, (0, 256, 1000)), (9, (0, 16_032, 20_008)), (6, (0, 32_064, 128_256))],
+)
+def test_cross_entropy_of_parts(ops, side, rng, arena, n, bounds):
+    """Parts of any size have the losses and the gradient of the whole vocabulary."""
+    (_, whole64), count64, losses64 = side.put(rng.normal(size=(n, bounds[-1])) * 5), np.empty(1), np.empty(n)
+    targets = rng.integers(0, bounds[-1], n).astype(np.int32)
+    targets[:4] = [0, bounds[1] - 1, -1, bounds[1]]
+    parts, on_device, count = list(pairwise(bounds)), side.ints(targets), side.nan(1, dtype="float32")
+    statistics = side.nan(len(parts), 3, n, dtype="float32")
+    for index, (first, end) in enumerate(parts):
+        logits, logits64 = side.put(whole64[:, first:end])
+        ops.logit_statistics(logits, on_device, first, statistics[index], arena)
+        expected = np.empty((3, n))
+        reference.logit_statistics(logits64, targets, first, expected, Arena())
+        top, total, at_target = side.get(statistics[index])
+        assert np.array_equal(side.get(logits), logits64)
+        assert np.array_equal([top, at_target], expected[[0, 2]])
+        np.testing.assert_allclose(total, expected[1], rtol=64 * UNIT["float32"])
+    gradient64 = whole64.copy()
+    reference.count_targets(targets, count64)
+    reference.cross_entropy_with_gradient(gradient64, targets, count64, losses64, Arena())
+    ops.count_targets(on_device, count)
+    first_losses = None
+    for first, end in parts:
+        logits, logits64 = side.put(whole64[:, first:end])
+        alone, losses = side.nan(n, dtype="float32"), side.nan(n, dtype="float32")
+        ops.cross_entropy_of_parts(logits, on_device, first, statistics, None, alone, arena)
+        ops.cross_entropy_of_parts(logits, on_device, first, statistics, count, losses, arena)
+        side.close(losses, losses64, 20, "float32")
+        first_losses = side.get(losses) if first_losses is None else first_losses
+        assert np.array_equal(side.get(losses), first_losses) and np.array_equal(side.get(alone), first_losses)
+        side.close(logits, gradient64[:, first:end], 20 if side.dtype == "float32" else 3)
+        assert not side.get(logits)[2].any()
+
+
+def test_cross_entropy_of_parts_stands_large_logits(ops, side, arena):
+    """And a part in which no token can come next."""
+    whole = np.array([[8192.0, 0, 0], [-8192, 0, -8192], [-math.inf, -math.inf, 1], [-math.inf, -math.inf, 1]])
+    targets, statistics = side.ints([2, 1, 2, -1]), side.nan(2, 3, 4, dtype="float32")
+    parts, (count, _) = {0: whole[:, :2], 2: whole[:, 2:]}, side.put([2.0], "float32")
+    for index, (first, part) in enumerate(parts.items()):
+        ops.logit_statistics(side.put(part)[0], targets, first, statistics[index], arena)
+    gradient = np.array([[0.5, 0, -0.5], [0, 0, 0], [0, 0, 0], [0, 0, 0]])
+    for first, part in parts.items():
+        logits, losses = side.put(part)[0], side.nan(4, dtype="float32")
+        ops.cross_entropy_of_parts(logits, targets, first, statistics, count, losses, arena)
+        assert np.array_equal(side.get(losses), [8192, 0, 0, 0])
+        assert np.array_equal(side.get(logits), gradient[:, first : first + part.shape[1]])
 
 
 def test_cross_entropy_of_nothing_is_zero(ops, side, rng, arena):

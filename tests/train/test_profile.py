@@ -44,6 +44,11 @@ def test_costs_follow_from_shapes():
     causal = 2 * (2 * samples * heads * length * length * d) / 2  # two products, half of each
     assert cost("attention", (qkv, heads, kv, out, lse, None))[1] == causal
     assert cost("attention_backward", (out, qkv, out, lse, heads, kv, qkv, None))[1] == 2.5 * causal
+    others, parts = qkv[:, heads * d :], (slice(3, 7), slice(0, 5))
+    flops = 2 * (2 * samples * heads * 4 * 5 * d)
+    assert cost("attention_to", (qkv, others, heads, kv, *parts, out, lse, None))[1] == flops
+    backward = (out, qkv, others, out, lse, heads, kv, *parts, qkv, others, None)
+    assert cost("attention_to_backward", backward)[1] == 2.5 * flops
     assert cost("swiglu", (y, x, None)) == (4 * (30 + 24), 0)
     assert cost("swiglu_backward", (x, y, x, y, None)) == (4 * (24 + 2 * 30), 0)
     for rope in ("rope", "rope_backward"):  # the heads of q and k, two of three of width 2

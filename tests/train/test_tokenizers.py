@@ -25,9 +25,8 @@ from kos.train.data.tokenizers import (
     make_tokenizer,
     tokenizer_from_json,
 )
-from kos.train.model.parameters import Parameters
-from kos.train.ops.optimizer import AdamW
 from tests.train.refusal import refused
+from tests.train.sharded import save_alone
 from tests.train.test_checkpoint import MODEL
 from tests.train.test_loop import _config, _train, text
 
@@ -267,10 +266,7 @@ def test_transformers_load_it_from_a_checkpoint(tmp_path: Path, huggingface_file
     transformers = pytest.importorskip("transformers", reason="needs transformers")
     spelt = {tokenizer.kind: (tokenizer, text) for tokenizer, text in SPELT}
     tokenizer, text = spelt.get(kind) or (make_tokenizer(str(huggingface_file)), TEXT)
-    model = Parameters(MODEL.parameter_shapes())
-    path = checkpoint.save(
-        tmp_path, step=1, optimizer=AdamW(model), model=MODEL, tokenizer=tokenizer, config={}, keep=1, before=0
-    )
+    path = save_alone(tmp_path, MODEL, 1, tokenizer=tokenizer)
     theirs = transformers.AutoTokenizer.from_pretrained(str(path))
     ids = tokenizer.encode(text).tolist()
     assert theirs(text, add_special_tokens=False)["input_ids"] == ids and theirs.decode(ids) == text

@@ -14,7 +14,10 @@ import pytest
 import kos.train
 from kos.errors import CheckpointError, InvalidArgument
 from kos.train.checkpoint import checkpoint
+from kos.train.parallel.mesh import Layout
 from kos.train.tools.metrics import read_metrics
+from tests.train.models import small
+from tests.train.sharded import save_in, whole_state
 from tests.train.test_loop import SMALL, _train, text
 
 __all__ = ["text"]
@@ -73,6 +76,19 @@ def test_what_it_is_loaded_from(run: Path, tmp_path: Path) -> None:
     for nothing in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(CheckpointError, match="expected a checkpoint or a run"):
             kos.train.load(nothing)
+
+
+def test_what_several_ranks_have_saved(tmp_path: Path) -> None:
+    """Weights alone are read, and what is damaged of them is found."""
+    shape = small(tie_word_embeddings=True)
+    whole = whole_state(shape)
+    path = save_in(Layout(dp=2, pp=2), tmp_path, 1, shape, whole)
+    (path / "optimizer-00002-of-00004.safetensors").unlink()
+    model = kos.train.load(path)
+    assert all(np.array_equal(model.weights[name], whole[name]) for name in model.weights)
+    (path / "model-00003-of-00004.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="expected a whole checkpoint, got .*model-00003-of-00004"):
+        kos.train.load(path)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from kos.train.model.gpt2 import GPT2Config, make_model
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.ops import numpy as numpy_ops
+from kos.train.parallel.mesh import Layout
 from tests.train.models import SCALING
+from tests.train.sharded import save_in, whole_state
 
 REASON = "the reference needs transformers and torch (pip install transformers torch)"
 transformers = pytest.importorskip("transformers", reason=REASON)
@@ -176,3 +178,15 @@ def test_ours_is_read_by_them_and_comes_back(tmp_path, rng, config):
     again = Parameters(config.parameter_shapes())
     huggingface.read_weights(tmp_path / "again", again)
     assert np.array_equal(again.flat, weights.flat)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(tp=2, pp=2), Layout(dp=2, tp=4)], ids=str)
+def test_what_ranks_of_any_layout_save_is_read_by_them(tmp_path, layout):
+    config = LlamaConfig(80, 64, 88, 3, 8, 4, 8, tie_word_embeddings=layout.pp > 1)
+    whole = whole_state(config)
+    path = save_in(layout, tmp_path, 1, config, whole, zero=True)
+    assert (path / huggingface.INDEX).exists()
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    for name, parameter in theirs.named_parameters():
+        assert np.array_equal(parameter.detach().float().numpy(), whole[name]), name

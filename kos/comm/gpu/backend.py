@@ -122,7 +122,8 @@ class DeviceBackend(Backend):
         return False
 
     def details(self) -> list[tuple[str, str, str]]:
-        shared = ("shared memory", "no" if self.shared.calls is None else "in use", self.shared.segment)
+        calls = self.shared.calls
+        shared = ("shared memory", "no" if calls is None or calls.segment.size == 1 else "in use", self.shared.segment)
         return [shared] if self.table is None else [shared, ("tuning table", "in use", self.table.source)]
 
     def route_of(self, name: str, nbytes: int, symmetric: bool = False, graph: bool = False) -> str:
@@ -577,8 +578,10 @@ class DeviceBackend(Backend):
 
     def close(self) -> None:
         self.unwatch()
-        self.shared.close()
-        self._scratch.close()
+        try:
+            self.shared.close(orderly=True)
+        finally:
+            self._scratch.close()
 
 
 def is_captured(stream: int) -> bool:

@@ -1,7 +1,7 @@
 """What the backends of one communicator share on a GPU: its streams, the comparison of its calls, and its failure.
 
 Ranks that share a host compare their calls in shared memory.  A communicator has one such segment: that of the backend
-for host memory where there is one, else its own.
+for host memory where there is one, else its own.  Between hosts the first rank of each sends its calls to the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kos.comm.backend import Backend
 from kos.comm.failures import EndedEarly, Ledger, again
 from kos.comm.gpu.order import Streams
 from kos.comm.host.backend import HostBackend, at_exit, closed
-from kos.comm.host.shared import ABORTED, Calls, open_segment
+from kos.comm.host.shared import ABORTED, Calls, between_hosts, open_segment
 from kos.comm.operation import Call
 from kos.comm.rendezvous.base import Rendezvous
 from kos.errors import CollectiveTimeout, KosError, RankLost
@@ -51,6 +51,7 @@ class Shared:
             if segment is not None:
                 self.calls, self._owns_calls = Calls(segment, ledger), True
                 at_exit(self)
+        self._hosts = None if rendezvous.size == 1 else between_hosts(rendezvous, self.calls)
 
     def confirm(self) -> None:
         """Compare the calls of the ranks of this host since this was done last: many at a time costs little."""
@@ -72,6 +73,7 @@ class Shared:
         if calls is None:
             return
         self.confirm()
+        self._exchange()
         calls.raise_failure(calls.begun - 1)
         now = time.monotonic()
         if now < self._look_at:
@@ -87,6 +89,13 @@ class Shared:
             pass
         if known is not None and self._lost is not None:
             raise again(self._lost, f"{latest}: {self._lost}")
+
+    def _exchange(self) -> None:
+        """Compare the calls with those of other hosts, and exchange failures."""
+        if self._hosts is not None and self.last is not None:
+            with self.lock:
+                self._hosts.send()
+                self._hosts.receive(self.last.group)
 
     def last_of(self, backend: Backend) -> Call | None:
         """The last collective, if ``backend`` carries it and it does not end before all have come."""
@@ -113,6 +122,7 @@ class Shared:
             return error
         try:
             if isinstance(error, EndedEarly):
+                self._exchange()
                 calls.raise_failure(sys.maxsize)  # of any call: it ended this one
             if o.collective and o.sequence >= 0:  # else a wait, which was no call
                 calls.check(o)
@@ -148,13 +158,21 @@ class Shared:
         """Have the other ranks of the host raise it, too; ``lost``: this rank's GPU is of no more use."""
         reported = self.ledger.shared(failure, lost)
         if self.calls is not None:
-            self.calls.fail(reported, o.sequence if o.collective and o.sequence >= 0 else self.calls.begun)
+            begun = o.collective and o.sequence >= 0
+            self._fail(self.calls, reported, o.sequence if begun else self.calls.begun)
+
+    def _fail(self, calls: Calls, failure: KosError, sequence: int) -> None:
+        """Report the failure to the other ranks of this host, and its first one to other hosts."""
+        calls.fail(failure, sequence)
+        if self._hosts is not None:
+            with self.lock:
+                self._hosts.send()
 
     def post_end(self, reason: str) -> None:
         """Before an abort: the other ranks may wait for any of what this one has queued."""
         if self.calls is not None:
             end = self.ledger.end(reason, self.ledger.cause(self.broken, self.calls.killed()))
-            self.calls.fail(end, 0 if self.streams.keepers else self.calls.begun)
+            self._fail(self.calls, end, 0 if self.streams.keepers else self.calls.begun)
 
     def report_end(self, reason: str) -> None:
         """Report to the other ranks that this one begins nothing more, and why, where no backend for the host does."""
@@ -162,9 +180,14 @@ class Shared:
             self.post_end(reason)
             self.calls.mark_closed(ABORTED)
 
-    def close(self) -> None:
-        """Leave the segment."""
+    def close(self, orderly: bool = False) -> None:
+        """Leave the segment.  If ``orderly``, raises CollectiveMismatch if the last calls of another host differ."""
         closed(self)
-        calls, self.calls = self.calls, None
-        if calls is not None and self._owns_calls:
-            calls.close()
+        hosts, self._hosts = self._hosts, None
+        try:
+            if hosts is not None:
+                hosts.close(self.last.group if orderly and self.last is not None else "")
+        finally:
+            calls, self.calls = self.calls, None
+            if calls is not None and self._owns_calls:
+                calls.close()

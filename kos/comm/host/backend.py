@@ -83,7 +83,7 @@ class HostBackend(MessagingBackend):
 
     def __init__(self, rendezvous: Rendezvous, engine: Engine | None = None) -> None:
         super().__init__(rendezvous, engine)
-        self._segment, self.shared_memory = None, "a group of one"  # the segment, and its description or why it is None
+        self._segment, self.shared_memory = None, "a group of one"  # and its description, or why none is shared
         self._calls: Calls | None = None
         self._shared: SharedCollectives | None = None
         self.crowded, self.one_host = False, self.size == 1
@@ -106,7 +106,7 @@ class HostBackend(MessagingBackend):
     @property
     def shares_memory(self) -> bool:
         """Whether this rank has a segment with others of its host; ``shared_memory`` says why not."""
-        return self._segment is not None
+        return self._segment is not None and self._segment.size > 1
 
     def details(self) -> list[tuple[str, str, str]]:
         return [("shared memory", "in use" if self.shares_memory else "no", self.shared_memory)]

@@ -56,7 +56,7 @@ class TCPBackend(HostBackend):
         return Probe(True, "sockets between the ranks")
 
     def idle(self) -> Idle:
-        return self._poller if self._calls is None else super().idle()
+        return super().idle() if self.shares_memory else self._poller
 
     def split(self, rendezvous: Rendezvous | None, color: int | None = None, key: int = 0) -> TCPBackend | None:
         return None if rendezvous is None else TCPBackend(rendezvous, self.engine, self._poller)

@@ -6,12 +6,13 @@ import json
 import platform
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kos.comm.failures import Ledger, again
+from kos.comm.rendezvous.notices import Notices
 from kos.cuda.devices import process_numa_node
 from kos.errors import CollectiveMismatch, KosError, RendezvousError
 
@@ -23,7 +24,7 @@ class Rendezvous(ABC):
 
     A backend checks its capabilities and never its type: ``threads`` (the ranks are threads of this process and share
     this object), ``mpi_comm`` (an MPI communicator over the same ranks) and ``connect`` (opens a TCP connection to
-    every other rank: each rank calls those below it and accepts those above it).
+    every other rank, or to those given: each rank calls those below it and accepts those above it).
 
     A subclass implements ``_exchange`` and ``_free``.  Every exchange carries ``call`` and a number, so that ranks that
     make different calls all raise CollectiveMismatch.  After the first failure the ranks are out of step, so every
@@ -37,7 +38,7 @@ class Rendezvous(ABC):
     threads: Any = None
     mpi_comm: Any = None
     notices: Any = None  # shared by a backend with the groups split from this one
-    connect: Callable[[], dict[int, Any]] | None = None
+    connect: Callable[..., dict[int, Any]] | None = None
     device: int | None = None
     """The index in this process of the requested GPU."""
     _near: dict[int, int | None] | None = None
@@ -84,6 +85,10 @@ class Rendezvous(ABC):
     @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Rendezvous | None:
         """The group of the ranks of the same ``color``, ordered by (key, rank); None for color None."""
+
+    def open_notices(self, ranks: Collection[int]) -> Notices | None:
+        """Notices to and from these ranks, each of which names this one; None where ranks have none."""
+        return None
 
     def check_shrink(self) -> None:  # noqa: B027
         """Raise BackendUnavailable, with the reason, if this group cannot continue without a rank."""

@@ -18,13 +18,14 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kos.comm.failures import blaming, from_record, to_record
 from kos.comm.rendezvous.base import Rendezvous
 from kos.comm.rendezvous.hub import ABORT, CLOSE, CLOSE_SECONDS, DATA, FAILURES, LOST, Hub, pair
+from kos.comm.rendezvous.notices import Notices, TCPNotices
 from kos.comm.rendezvous.secret import load_secret
 from kos.comm.rendezvous.threads import ThreadGroup
 from kos.comm.rendezvous.wire import Connection, HandshakeError, Network, admit_all, drive, is_loopback
@@ -67,15 +68,17 @@ class TCPRendezvous(Rendezvous):
         hubs = self.allgather(hub_address.encode())
         return self._child(ranks, hubs[ranks[0]].decode(), listener) if ranks else None
 
-    def connect(self) -> dict[int, Connection]:
+    def connect(self, ranks: Collection[int] | None = None) -> dict[int, Connection]:
         deadline, found = time.monotonic() + self.timeout, dict[int, Connection]()
         if self._listener is None:
             return found
+        ranks = range(self.size) if ranks is None else sorted(ranks)
         purpose = self.allgather(os.urandom(16))[0]
-        me, above = self.ledger.names([self.rank], False), set(range(self.rank + 1, self.size))
+        me, above = self.ledger.names([self.rank], False), {rank for rank in ranks if rank > self.rank}
+        peer = self.rank
         with self.waiting():
             try:
-                for peer in range(self.rank):
+                for peer in (rank for rank in ranks if rank < self.rank):
                     found[peer] = self.network.call(*self._addresses[peer], purpose, self.rank, self.size, deadline)
                 key = self.network.key(purpose)
                 others, missing = admit_all(self._listener.dup(), key, above, self.size, deadline)
@@ -89,12 +92,14 @@ class TCPRendezvous(Rendezvous):
                     connection.close()
                 if isinstance(error, RendezvousError) and error.ranks:
                     raise
-                peer = len(found)
                 if isinstance(error, TimeoutError):
                     silent = f"{self.ledger.names([peer], False)} did not answer within {self.timeout:g} s"
                     raise self.ledger.overdue([peer], "tcp", None, silent, RendezvousError) from error
                 raise self.ledger.lost(peer, f"{me} did not reach it: {error}", "tcp") from error
         return found
+
+    def open_notices(self, ranks: Collection[int]) -> Notices | None:
+        return TCPNotices(self.connect(ranks).values())
 
     def check_shrink(self) -> None:
         if self.size > 1 and self._connection is None:

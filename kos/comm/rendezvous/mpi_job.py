@@ -37,6 +37,7 @@ _REPORT_STEP_SECONDS = 0.2  # delay per rank before it prints the frames of an e
 _EXIT_GRACE = 2.0  # seconds in which the other ranks may exit before a rank aborts the job
 
 _unfinished: list[Any] = []  # cancelled requests: MPI may still write to their memory
+_keeping = threading.Lock()
 _abort_code: int | None = None  # exit code of a rank that aborted its communicator
 starting: tuple[Any, Any] | None = None  # the job's communicator whose creation timed out, and its request
 _loss = ""  # a description of the lost rank, if the job continues without it
@@ -194,9 +195,10 @@ def last_loss() -> str:
 
 
 def keep_unfinished(request: Any) -> None:
-    """Hold a cancelled request, and with it the memory that MPI may still use."""
-    _unfinished[:] = [each for each in _unfinished if not is_over(each)]
-    _unfinished.append(request)
+    """Hold a cancelled request, and with it the memory that MPI may still use.  Any thread may call it."""
+    with _keeping:
+        _unfinished[:] = [each for each in _unfinished if not is_over(each)]
+        _unfinished.append(request)
 
 
 def is_over(request: Any) -> bool:

@@ -1,14 +1,15 @@
 """Checkpoints that are either whole or not there.
 
-``step-N/`` holds ``model.safetensors``, ``config.json`` and the tokenizer (all loadable by transformers; kos reads the
-tokenizer in ``kos_tokenizer.json``), ``optimizer.safetensors`` (both Adam moments) and ``manifest.json`` (step, run
-configuration, the size and SHA-256 of every file). It is written under a temporary name, every file and folder is
-fsynced, and one rename makes it appear; a kill at any moment
-leaves the checkpoints before it as they were.
+``step-N/`` holds the weights (``model.safetensors``, or one file of several ranks each and an index), ``config.json``
+and the tokenizer (all loadable by transformers; kos reads the tokenizer in ``kos_tokenizer.json``), both Adam moments
+(``optimizer*.safetensors``) and ``manifest.json``: step, layout, run configuration, the size and SHA-256 of every file.
+Tensors are whole in the files, whatever the layout. All is written under a temporary name, every file and folder is
+fsynced, and one rename makes it appear; a kill of any rank at any moment leaves the checkpoints before it as they were.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -16,23 +17,31 @@ import os
 import re
 import reprlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kos.errors import CheckpointError
-from kos.files import replace_file, sync
+from kos.files import sync
 from kos.train.checkpoint import huggingface
+from kos.train.checkpoint.saving import Files, Saving, write_json
+from kos.train.checkpoint.shards import MOMENTS
+from kos.train.checkpoint.state import ShardedState
 from kos.train.data.tokenizers import SAVED, Tokenizer
-from kos.train.model.llama_config import LlamaConfig
-from kos.train.ops.optimizer import AdamW
+from kos.train.model.parameters import Shape
+from kos.train.parallel.failures import alone
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, FORMAT)
+"""That can be read; in the first one rank wrote all."""
 MANIFEST = "manifest.json"
-OPTIMIZER = "optimizer.safetensors"
-FILES = {"model.safetensors", OPTIMIZER, "config.json", SAVED}
+OPTIMIZER = "optimizer"
+FILES = ("config.json", SAVED, "model", OPTIMIZER)
+"""Beginnings of the names of the files that a checkpoint must have."""
+TEMPORARY = ".saving-"
 _NAME = re.compile(r"(?:replaced-)?step-(\d+)")
 _log = logging.getLogger(__name__)
 
@@ -44,64 +53,97 @@ class Checkpoint(NamedTuple):
     step: int
     config: Mapping[str, Any]
 
-    def load_optimizer(self, optimizer: AdamW) -> None:
-        """Fill both moments and the step count."""
-        path = self.path / OPTIMIZER
-        huggingface.fill(_moments(optimizer), huggingface.read_tensors([path]), path)
-        optimizer.step_count = self.step
+
+def moment_files(path: Path, shapes: Mapping[str, Shape]) -> huggingface.TensorFiles:
+    """Both Adam moments of a checkpoint of a model of these shapes: ``exp_avg.NAME`` and ``exp_avg_sq.NAME``."""
+    with _whole(path):
+        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+    expected = {f"{moment}.{name}": shape for moment in MOMENTS for name, shape in shapes.items()}
+    return huggingface.TensorFiles(path, (name for name in files if name.startswith(OPTIMIZER)), expected)
 
 
 def save(
-    folder: Path, *, step: int, optimizer: AdamW, model: LlamaConfig, tokenizer: Tokenizer,
-    config: Mapping[str, Any], keep: int, before: int,
-) -> Path:  # fmt: skip
-    """Write ``folder/step-N``; once it is there, delete all but the newest ``keep`` up to it.
+    folder: Path, state: ShardedState, *, step: int, tokenizer: Tokenizer, config: Mapping[str, Any], keep: int,
+    before: int, run: str = "", at_once: bool = True,
+) -> Saving:  # fmt: skip
+    """Begin to write ``folder/step-N``, and give up the state. ``Saving.finish`` waits for it. Collective.
 
-    Those later than ``before``, the step that the run saved or went on from last, are deleted too: the run went back
-    behind them, or they are damaged.
+    Once it is there, all but the newest ``keep`` up to it are deleted. Those later than ``before``, the step that the
+    run saved or went on from last, are deleted too: the run went back behind them, or they are damaged. ``run`` is a
+    name that no other run on this folder has. With ``at_once`` this writes nearly all before it returns. Without, it
+    copies the rank's part of the state to host memory and returns.
     """
-    final, replaced, temporary = (folder / name for name in (f"step-{step}", f"replaced-step-{step}", ".saving"))
-    for name, tensor in optimizer.weights.items():
-        if not np.isfinite(tensor).all():
-            raise CheckpointError(f"{final}: expected finite weights, got others in {name}; nothing is saved")
+    world, temporary = state.mesh.world, folder / f"{TEMPORARY}{run}"
+    alone(world, lambda: _begin(folder, temporary))
+    publish = partial(
+        _publish, folder=folder, temporary=temporary, step=step, state=state, tokenizer=tokenizer, config=config,
+        keep=keep, before=before,
+    )  # fmt: skip
+    final, ahead = folder / f"step-{step}", 1 if at_once else 0
+    saving = Saving(final, temporary, step, state.shards.contents(world.rank), world, publish, ahead)
+    try:
+        for tensor in state.gather():
+            saving.put(tensor)
+        saving.put(None)
+    except BaseException:
+        saving.cancel()
+        raise
+    return saving
+
+
+def _begin(folder: Path, temporary: Path) -> None:
+    """Make the folder in which ranks write, in place of any that an earlier run has left."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         sync(folder.parent)
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in folder.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir()
-        _write_tensors(temporary / "model.safetensors", huggingface.tensors_of(optimizer.weights))
-        _write_tensors(temporary / OPTIMIZER, _moments(optimizer))
-        settings = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-        write_json(temporary / "config.json", huggingface.to_huggingface(model) | settings)
-        for name, content in tokenizer.files().items():
-            write_json(temporary / name, content)
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        write_json(temporary / MANIFEST, {"format": FORMAT, "step": step, "config": config, "files": files})
-        if final.exists():  # out of the way, where ``latest`` finds it should we be killed before the next line
-            shutil.rmtree(replaced, ignore_errors=True)
-            final.rename(replaced)
-        temporary.rename(final)
-        sync(folder)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{final}: expected to write a checkpoint, got {error}") from error
+        raise CheckpointError(f"{folder}: expected to write a checkpoint, got {error}") from error
+
+
+def _publish(
+    files: Files, *, folder: Path, temporary: Path, step: int, state: ShardedState, tokenizer: Tokenizer,
+    config: Mapping[str, Any], keep: int, before: int,
+) -> None:  # fmt: skip
+    """Make ``folder/step-N`` of ``temporary``, in which all ranks have written ``files``."""
+    final, replaced = folder / f"step-{step}", folder / f"replaced-step-{step}"
+    tokens = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+    contents: dict[str, Any] = {"config.json": huggingface.to_huggingface(state.model) | tokens}
+    if len(state.shards.ranks) > 1:
+        contents[huggingface.INDEX] = state.shards.index()
+    for name, content in (contents | tokenizer.files()).items():
+        write_json(temporary / name, content)
+        files = {**files, name: _fingerprint(temporary / name)}
+    layout = dataclasses.asdict(state.mesh.layout) | {"zero": int(state.parallel.sharded)}
+    manifest = {"format": FORMAT, "step": step, "layout": layout, "config": config, "files": files}
+    write_json(temporary / MANIFEST, manifest)
+    if final.exists():  # out of the way, where ``latest`` finds it should we be killed before the next line
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    temporary.rename(final)
+    sync(folder)
     limit = min(step - 1, before)
     others = [(number, path) for number, path in steps_in(folder) if path != final]
     earlier = [path for number, path in others if number <= limit]
     later = [path for number, path in others if number > limit]
     for path in later + earlier[: max(0, len(earlier) + 1 - keep)]:
         shutil.rmtree(path, ignore_errors=True)
-    return final
 
 
-def verify(path: Path, without: str | None = None) -> Checkpoint:
-    """The checkpoint at ``path``, size and checksum of every file but ``without`` compared with the manifest."""
-    try:
+def verify(path: Path, weights_only: bool = False) -> Checkpoint:
+    """The checkpoint at ``path``, size and checksum of every file compared with the manifest.
+
+    Files are read side by side; with ``weights_only`` those of the optimizer are not looked at.
+    """
+    with _whole(path):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
+        if manifest["format"] not in FORMATS:
             raise CheckpointError(f"{path}: expected checkpoint format {FORMAT}, got {manifest['format']!r}")
-        if missing := FILES - set(manifest["files"]):
-            raise CheckpointError(f"{path / MANIFEST}: expected the files {sorted(FILES)}, got no {min(missing)}")
+        for start in FILES:
+            if not any(file.startswith(start) for file in manifest["files"]):
+                raise CheckpointError(f"{path / MANIFEST}: expected the files {', '.join(FILES)}, got no {start}")
         step, config = manifest["step"], manifest["config"]
         tables = [config, *(config.get(part, {}) for part in ("config", "derived"))] if isinstance(config, dict) else []
         names = config.get("gpus", []) if tables else []
@@ -112,19 +154,26 @@ def verify(path: Path, without: str | None = None) -> Checkpoint:
         named = _NAME.fullmatch(path.name)
         if named and int(named[1]) != step:
             raise CheckpointError(f"{path}: expected the checkpoint of step {named[1]}, got step {step}")
-        for name, expected in manifest["files"].items():
-            if name == without:
-                continue
-            found = _fingerprint(path / Path(name).name)
-            for key in ("bytes", "sha256"):
-                if found[key] != expected[key]:
-                    raise CheckpointError(f"{path / name}: expected {key} {expected[key]}, got {found[key]}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
+        wanted = [name for name in manifest["files"] if not (weights_only and name.startswith(OPTIMIZER))]
+        with ThreadPoolExecutor() as pool:
+            fingerprints = pool.map(_fingerprint, (path / Path(name).name for name in wanted))
+            for name, found in zip(wanted, fingerprints, strict=True):
+                for key in ("bytes", "sha256"):
+                    if found[key] != (expected := manifest["files"][name][key]):
+                        raise CheckpointError(f"{path / name}: expected {key} {expected}, got {found[key]}")
     return Checkpoint(path, step, config)
 
 
-def latest(folder: Path, without: str | None = None) -> Checkpoint | None:
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """CheckpointError in place of what goes wrong with a damaged checkpoint."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a whole checkpoint, got {type(error).__name__}: {error}") from error
+
+
+def latest(folder: Path, weights_only: bool = False) -> Checkpoint | None:
     """The newest whole checkpoint under ``folder``, damaged ones passed over with a warning; None if there is none.
 
     CheckpointError where there are some and all are damaged.
@@ -132,7 +181,7 @@ def latest(folder: Path, without: str | None = None) -> Checkpoint | None:
     named = steps_in(folder)
     for _, path in reversed(named):
         try:
-            return verify(path, without)
+            return verify(path, weights_only)
         except CheckpointError as error:
             _log.warning("passing over a damaged checkpoint: %s", error)
     if named:
@@ -143,17 +192,14 @@ def latest(folder: Path, without: str | None = None) -> Checkpoint | None:
     return None
 
 
-def find(path: Path, without: str | None = None) -> Checkpoint:
-    """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder.
-
-    A file named by ``without`` is not looked at.
-    """
+def find(path: Path, weights_only: bool = False) -> Checkpoint:
+    """The checkpoint that a user means: a ``step-N`` folder, or the newest whole one of a run's folder."""
     expected = f"{path}: expected a checkpoint or a run with one under checkpoints/"
     try:
         is_one = (path / MANIFEST).exists() or _NAME.fullmatch(path.name)
     except OSError as error:
         raise CheckpointError(f"{expected}, got {error}") from error
-    found = verify(path, without) if is_one else latest(path / "checkpoints", without)
+    found = verify(path, weights_only) if is_one else latest(path / "checkpoints", weights_only)
     if found is None:
         raise CheckpointError(f"{expected}, got none")
     return found
@@ -167,29 +213,6 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
         raise CheckpointError(f"{folder}: expected a folder that can be read, got {error}") from error
     matches = ((_NAME.fullmatch(path.name), path) for path in paths)
     return sorted((int(match[1]), path) for match, path in matches if match)
-
-
-def _moments(optimizer: AdamW) -> dict[str, np.ndarray]:
-    moments = {"exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
-    return {f"{prefix}.{name}": view for prefix, of in moments.items() for name, view in of.items()}
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    path.touch()
-    mode = path.stat().st_mode  # as the umask wants it: the library leaves the file to its owner alone
-    try:
-        save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    path.chmod(mode)
-    sync(path)
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    replace_file(path, json.dumps(value, indent=2).encode() + b"\n")
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:

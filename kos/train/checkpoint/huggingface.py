@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from kos.train.config.model_section import ModelSection
 from kos.train.config.validation import one_line
 from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.llama_config import LlamaConfig, RopeScaling
-from kos.train.model.parameters import Parameters
+from kos.train.model.parameters import Parameters, Shape
 
 INDEX = "model.safetensors.index.json"
 _GPT2 = {  # their settings and ours
@@ -37,6 +38,7 @@ _REQUIRED = {
     "llama": ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     "gpt2": ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
 }
+_DTYPES = ("F64", "F32", "F16", "BF16")
 _BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of the names of what is no weight
 
 
@@ -111,15 +113,29 @@ def read_config(directory: Path) -> LlamaConfig:
     return from_huggingface(settings, str(path))
 
 
+def as_saved(name: str, array: np.ndarray) -> np.ndarray:
+    """A weight as transformers has it."""
+    return array.T if name.endswith(TRANSPOSED) else array
+
+
+def shape_as_saved(name: str, shape: Shape) -> Shape:
+    return tuple(shape)[::-1] if name.endswith(TRANSPOSED) else tuple(shape)
+
+
 def tensors_of(weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The weights as transformers has them."""
-    return {
-        name: np.ascontiguousarray(array.T) if name.endswith(TRANSPOSED) else array for name, array in weights.items()
-    }
+    return {name: np.ascontiguousarray(as_saved(name, array)) for name, array in weights.items()}
 
 
 def read_weights(directory: Path, weights: Parameters) -> None:
     """Fill ``weights`` (converted to their dtype) from the safetensors of ``directory``, whole or sharded."""
+    files = weight_files(directory, weights.shapes)
+    for name, target in weights.items():
+        target[...] = files.read(name)
+
+
+def weight_files(directory: Path, shapes: Mapping[str, Shape]) -> TensorFiles:
+    """The weights in ``directory``, which are those of a model of these shapes."""
     index = directory / INDEX
     shards = ["model.safetensors"]
     try:
@@ -130,51 +146,74 @@ def read_weights(directory: Path, weights: Parameters) -> None:
         raise CheckpointError(f"{index}: expected an index of safetensors, got {error}") from error
     if elsewhere is not None:
         raise CheckpointError(f"{index}: expected file names, got {elsewhere!r}")
-    tensors = read_tensors(directory / shard for shard in shards)
-    fill(weights, _named_as_ours(tensors, weights), directory)
+    return TensorFiles(directory, shards, shapes, _as_ours, TRANSPOSED)
 
 
-def _named_as_ours(tensors: Iterable[tuple[str, np.ndarray]], weights: Parameters) -> Iterator[tuple[str, np.ndarray]]:
-    for name, tensor in tensors:
-        name = name.removeprefix("_orig_mod.")
-        if name.endswith(_BUFFERS) or (name == "lm_head.weight" and name not in weights):
-            continue
-        if name not in weights and f"transformer.{name}" in weights:
-            name = f"transformer.{name}"
-        yield name, tensor.T if name.endswith(TRANSPOSED) else tensor
+def _as_ours(name: str, shapes: Mapping[str, Shape]) -> str | None:
+    """Our name of a tensor; None if it is no weight."""
+    name = name.removeprefix("_orig_mod.")
+    if name.endswith(_BUFFERS) or (name == "lm_head.weight" and name not in shapes):
+        return None
+    return f"transformer.{name}" if name not in shapes and f"transformer.{name}" in shapes else name
 
 
-def fill(targets: Mapping[str, np.ndarray], tensors: Iterable[tuple[str, np.ndarray]], source: Path) -> None:
-    """Copy each tensor into the target of its name.  CheckpointError unless names and shapes are the same."""
-    missing = dict.fromkeys(targets)
-    for name, tensor in tensors:
-        if name not in targets:
-            raise CheckpointError(f"{source}: expected the tensors of this model, got an unknown {name!r}")
-        if tensor.shape != targets[name].shape:
-            raise CheckpointError(f"{source}: {name}: expected shape {targets[name].shape}, got {tensor.shape}")
-        if tensor.dtype.kind in "biuc":
-            raise CheckpointError(f"{source}: {name}: expected floating-point numbers, got {tensor.dtype}")
-        targets[name][...] = tensor
-        missing.pop(name, None)
-    if missing:
-        raise CheckpointError(f"{source}: expected {len(targets)} tensors, got none named {next(iter(missing))!r}")
+class TensorFiles:
+    """The tensors of safetensors files, of which slices are read.
+
+    ``rename(name, shapes)`` gives our name, or None for what is left out.  Matrices whose names end with ``transposed``
+    are turned around.
+
+    Raises:
+        CheckpointError: a file that cannot be read, or another set of tensors, shapes or dtypes than ``shapes``.
+    """
+
+    def __init__(
+        self, folder: Path, files: Iterable[str], shapes: Mapping[str, Shape],
+        rename: Callable[[str, Mapping[str, Shape]], str | None] = lambda name, shapes: name,
+        transposed: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        from safetensors import safe_open
+
+        self.folder, self._transposed = folder, transposed
+        self._where: dict[str, tuple[Path, Any, str]] = {}
+        for path in (folder / file for file in files):
+            with _reading(path):
+                path.open("rb").close()  # whose errors say more
+                file = safe_open(path, framework="numpy")
+                names = list(file.keys())
+            for name in names:
+                if (ours := rename(name, shapes)) is not None:
+                    self._where[ours] = path, file, name
+                    self._check(ours, shapes)
+        if missing := [name for name in shapes if name not in self._where]:
+            raise CheckpointError(f"{folder}: expected {len(shapes)} tensors, got none named {missing[0]!r}")
+
+    def _check(self, name: str, shapes: Mapping[str, Shape]) -> None:
+        path, file, theirs = self._where[name]
+        if name not in shapes:
+            raise CheckpointError(f"{self.folder}: expected the tensors of this model, got an unknown {name!r}")
+        tensor = file.get_slice(theirs)
+        if (dtype := tensor.get_dtype()) not in _DTYPES:
+            raise CheckpointError(f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}")
+        shape = tuple(tensor.get_shape())[:: -1 if name.endswith(self._transposed) else 1]
+        if shape != tuple(shapes[name]):
+            raise CheckpointError(f"{self.folder}: {name}: expected shape {tuple(shapes[name])}, got {shape}")
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """A tensor, or a slice of it, in the dtype of the file."""
+        path, file, theirs = self._where[name]
+        with _reading(path):
+            turned = name.endswith(self._transposed)
+            tensor = file.get_slice(theirs)
+            index = index or tuple(slice(0, size) for size in tensor.get_shape()[:: -1 if turned else 1])
+            return tensor[index[::-1]].T if turned else tensor[index]
 
 
-def read_tensors(paths: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
-    """The named tensors of safetensors files, one at a time."""
-    from safetensors import SafetensorError, safe_open
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
 
-    for path in paths:
-        try:
-            path.open("rb").close()  # whose errors say more
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 (a safe_open is no mapping)
-                    try:
-                        tensor = file.get_tensor(name)
-                    except AttributeError as error:
-                        got = file.get_slice(name).get_dtype()
-                        expected = "expected a dtype that NumPy has"
-                        raise CheckpointError(f"{path}: {name}: {expected}, got {got}") from error
-                    yield name, tensor
-        except (OSError, ValueError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: expected readable safetensors, got {error}") from error
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: expected readable safetensors, got {error}") from error

@@ -111,6 +111,9 @@ class TrainConfig(Section):
     log_every: int = option("Output", "steps between lines", 1, ge=1)
     save_every: int = option("Output", "steps between checkpoints; 0: only at the end", 200, ge=0)
     keep: int = option("Output", "checkpoints kept, the newest", 2, ge=1)
+    save_async: bool = option(
+        "Output", "go on with steps while a checkpoint is written: takes host memory for the rank's share of it", False
+    )
     profile: int = option("Output", "only time N steps, after 3 more: a table, and a Perfetto trace in --out", 0, ge=0)
 
     device: Literal["auto", "cpu", "cuda"] = option(

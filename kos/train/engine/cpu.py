@@ -11,6 +11,7 @@ import numpy as np
 
 from kos.comm.reduction import ReduceOp
 from kos.memory.arena import Arena
+from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset, eval_shape
 from kos.train.engine.machine import free_memory
@@ -19,7 +20,6 @@ from kos.train.engine.protocol import Show, StepResult
 from kos.train.engine.stage import fixes_order
 from kos.train.engine.step import StepProgram
 from kos.train.model.fixed import LOOKUPS, cut_of
-from kos.train.model.gpt2 import TRANSPOSED
 from kos.train.model.llama_config import LlamaConfig
 from kos.train.model.parameters import Parameters
 from kos.train.model.shapes import Local
@@ -35,26 +35,23 @@ from kos.train.parallel.schedules import Schedule
 
 def plan_memory(
     config: TrainConfig, model: LlamaConfig, parts: Sequence[Local], mesh: Mesh, schedule: Schedule, ranks: int,
-    first: bool, shards: int = 1, waiting: int = 0,
+    shards: int = 1, saved: int = 0, waiting: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """What a rank of ``mesh``, a silent one, will need of its memory, one of ``ranks`` on this host.
 
     What is small is left out.
-    The ``first`` of those that hold the same weights saves. With ZeRO-1 the moments are in ``shards``, and whole on
-    the first where they are saved. ``waiting``: copies of the gradients that are summed in order.
+    With ZeRO-1 the moments are in ``shards``. ``saved`` bytes are on their way to files at once. ``waiting``: copies of
+    the gradients that are summed in order.
     """
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
     scratch, slot = peaks(config, model, parts, _Sizing(), mesh, split)
     activations = scratch + slot * schedule.slots[mesh.pp.rank]
     count = model.num_parameters(*parts)
-    shapes = model.parameter_shapes(*parts)
-    turned = sum(math.prod(x) for name, x in shapes.items() if name.endswith(TRANSPOSED))
     uses = {
         "weights, gradients, both Adam moments": 8 * count + 8 * count // shards,
-        "weights and both Adam moments, to be saved": 12 * count * (shards > 1 and first),
         "gradients summed in order": 4 * count * waiting,
         "activations": activations,
-        "matrices as they are saved": 4 * turned * first,
+        "tensors to be saved": saved,
     }
     free = free_memory() // ranks
     knobs = {"fewer ranks on this machine": free * (ranks - 1)} if ranks > 1 else {}
@@ -85,13 +82,11 @@ class _Sizing:
     def empty_columns(self, arena: Arena, rows: int, columns: int, dtype: Any) -> np.ndarray:
         return arena.take((columns, rows), dtype).T
 
-    def keys_and_values(self, qkv: np.ndarray, heads: int, kv_heads: int, arena: Arena) -> np.ndarray:
-        return qkv.T[qkv.shape[1] // (heads + 2 * kv_heads) * heads :]
-
     def rope_tables(self, frequencies: Sequence[float], positions: Sequence[int], dtype: Any) -> Any:
         return (self.zeros((len(positions), len(frequencies)), dtype),) * 2
 
     step, statistics_dtype = staticmethod(numpy_ops.step), staticmethod(numpy_ops.statistics_dtype)
+    keys_and_values = staticmethod(numpy_ops.keys_and_values)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *operands: None
@@ -118,7 +113,8 @@ class CpuEngine(StepProgram):
         if fixed:
             cut_of(model, config.seq_len).check(mesh.tp.size, mesh.cp.size)
         waiting = waiting_subtrees(dp.rank, steps) if config.deterministic else 0
-        plan = plan_memory(config, model, parts, silent, schedule, of_host, group.rank == 0, shards, waiting)
+        saved = Shards(model, mesh.layout, self.stages()).host_bytes(mesh.world.rank, config.save_async)
+        plan = plan_memory(config, model, parts, silent, schedule, of_host, shards, saved, waiting)
         self.plan = together(self.comm, plan.check)
         shapes, groups = model.parameter_shapes(*parts), model.fused_groups(*parts)
         self.weights = Parameters(shapes, self.dtype, groups, multiple=BLOCK * shards if sharded else dp.size)
@@ -134,6 +130,7 @@ class CpuEngine(StepProgram):
             self.weights, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay,
             parts=self.parallel.parts() if sharded else None,
         )  # fmt: skip
+        self.state = self.make_state(model)
         self.schedule = config.make_schedule()
         self.count, self.known = np.zeros(1, self.dtype), np.zeros(1 + self.accumulation_steps)
         self.known_of_all = self.known[None] if self.comm.size == 1 else np.zeros((self.comm.size, self.known.size))
@@ -155,21 +152,11 @@ class CpuEngine(StepProgram):
     def measures(self, tokens_per_second: float) -> dict[str, float]:
         return {}
 
-    def new_state(self) -> AdamW:
-        return super().new_state() if self.parallel.sharded else self.optimizer
-
     def draw_weights(self) -> None:
-        if self.comm.rank == 0:
-            self.model.config.init_weights(self.weights, self.config.seed)
-
-    def load(self, state: AdamW | None) -> None:
-        super().load(self.optimizer if state is None and self.comm.rank == 0 else state)  # which has the drawn weights
-
-    def state(self) -> AdamW | None:
-        if not self.parallel.sharded:
-            return self.optimizer
-        self.whole_weights()
-        return super().state()
+        if self.mesh.layout.ranks > self.mesh.layout.pp:
+            super().draw_weights()
+        else:  # the whole stage is this rank's
+            self.model.config.init_weights(self.weights, self.config.seed, *self.state.parts)
 
     def start_step(self, step: int, stop: bool) -> None:
         """All of it."""

@@ -15,7 +15,6 @@ import hashlib
 import json
 import math
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ from kos.cuda.streams import Event
 from kos.dtypes import DTYPES
 from kos.memory.array import Array
 from kos.memory.pool import pinned_empty, pool_of
+from kos.train.checkpoint.huggingface import TensorFiles
+from kos.train.checkpoint.shards import Shards
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import Dataset
 from kos.train.engine import head_start
@@ -44,7 +45,6 @@ from kos.train.model.parameters import Parameters, Shard
 from kos.train.ops.cuda import cublaslt, cudnn
 from kos.train.ops.cuda.adamw import CHUNK, STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
-from kos.train.ops.optimizer import AdamW
 from kos.train.parallel import schedules
 from kos.train.parallel.context import ContextParallel
 from kos.train.parallel.data import DataParallel, deal, waiting_subtrees
@@ -72,11 +72,6 @@ class CudaEngine(StepProgram):
         device = comm.device or 0
         driver.set_device(device)
         self.place = f"cuda:{device} ({device_info(device).name})"
-        self._shares = model.shares(comm.size)
-        self._draw = partial(head_start.weights, model, config.seed, comm.rank, comm.size)
-        wanted = config.resume is None and config.init_from is None  # then beside what follows, if not begun already
-        self._drawing = self._draw() if wanted else None
-        self._drawn: np.ndarray | None = None
         ops = CudaOps(device)
         assert config.micro_batch_size is not None  # for_world has chosen it
         rounds = deal(config.batch_size, config.micro_batch_size, mesh.dp.rank, mesh.dp.size)
@@ -84,6 +79,8 @@ class CudaEngine(StepProgram):
         schedule = schedules.build(config.pp_schedule, mesh.pp.size, len(rounds), config.pp_chunks)
         self.pipeline = Pipeline(mesh.pp, schedule)
         parts = self.locals(model)
+        if config.resume is None and config.init_from is None:  # beside what follows, if not begun already
+            head_start.weights(model, config.seed, mesh.layout, comm.rank, self.stages())
         self.sharded = config.zero == 1 and group.size > 1
         multiple = group.size * (CHUNK if self.sharded else ALIGNED) if group.size > 1 else 1
         uuids = comm.all_gather_bytes(device_info(ops.device).uuid.encode())
@@ -95,10 +92,11 @@ class CudaEngine(StepProgram):
         if self._reaches and not config.deterministic:
             staging = bucket_bytes
 
+        shards = Shards(model, mesh.layout, self.stages())
+
         def plan() -> MemoryPlan:
-            if comm.rank == 0:  # which reads and writes checkpoints for all
-                saved = {"weights and both Adam moments, to be saved": 12 * model.num_parameters()}
-                MemoryPlan(saved, 0, free_memory(), "rank 0's host", {}).check()
+            saved = {"tensors to be saved": shards.host_bytes(comm.rank, config.save_async)}
+            MemoryPlan(saved, 0, free_memory() // comm.local_size, f"the host of rank {comm.rank}", {}).check()
             return plan_memory(
                 config, model, parts, ops, mesh=Mesh.silent(mesh.layout, comm.rank), schedule=schedule,
                 head_rows=HEAD_ROWS, multiple=multiple, rounds=len(rounds), sharing=uuids.count(uuids[comm.rank]),
@@ -144,6 +142,7 @@ class CudaEngine(StepProgram):
             weight_decay=config.weight_decay, grad_clip=config.grad_clip, skip_outliers=config.skip_outliers,
             seed=config.seed, counted=self.counted() if mesh.model.size > 1 else None,
         )  # fmt: skip
+        self.state = self.make_state(model)
         self.feed = Feed(data, rounds, self.context, ops)
         self.count = self.feed.count
         # What a rank knows after a step: whether it was asked to stop, and its losses.
@@ -238,38 +237,18 @@ class CudaEngine(StepProgram):
 
     # --- state ---------------------------------------------------------------------------------------
 
-    def draw_weights(self) -> None:
-        drawing, self._drawing = self._drawing or self._draw(), None
-        self._drawn = drawing.result()
-
-    def load(self, state: AdamW | None) -> None:
-        if self._drawn is not None:
-            self._load_drawn(self._drawn)
-            self._drawn = None
-            head_start.weights.cache_clear()
-            return self.optimizer.refresh_copy()
-        super().load(state)
+    def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
+        super().read(weights, moments, step)
         self.optimizer.refresh_copy()
 
-    def _load_drawn(self, drawn: np.ndarray) -> None:
-        """Every rank's share of the weights to all, through the gradients' memory, which ranks may reach into."""
-        comm, weights, flat = self.comm, self.optimizer.weights, self.gradients.flat
-        each = max(flat.nbytes // FLOAT32.itemsize // comm.size // ALIGNED * ALIGNED, 1)
-        room = Array(flat.pointer, (comm.size * each,), FLOAT32, flat.device, owner=flat, stream=flat.stream)
-        mine = room[comm.rank * each : (comm.rank + 1) * each]
-        for at in range(0, max(share.stop - share.start for share in self._shares), each):
-            piece = drawn[at : at + each]
-            mine[: piece.size].copy_from(piece, self.ops.stream)
-            if comm.size > 1:
-                comm.all_gather(mine, room, async_op=True).wait()
-            for rank, share in enumerate(self._shares):
-                first, end = share.start + at, min(share.start + at + each, share.stop)
-                for part, local in weights.parts():
-                    start, stop = max(first, part.start), min(end, part.stop)
-                    if start < stop:
-                        there, here = rank * each - first, local.start - part.start
-                        self.ops.copy(room[there + start : there + stop], weights.flat[here + start : here + stop])
-        self.ops.zero(flat)
+    def share_weights(self) -> None:
+        super().share_weights()
+        self.optimizer.refresh_copy()
+
+    def spare_memory(self) -> Array:
+        flat = self.gradients.flat
+        shape = (flat.nbytes // FLOAT32.itemsize,)
+        return Array(flat.pointer, shape, FLOAT32, flat.device, owner=flat, stream=flat.stream)
 
     # --- steps ---------------------------------------------------------------------------------------
 

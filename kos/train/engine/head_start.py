@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kos.errors import KosError
+from kos.errors import ConfigError, KosError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from kos.train.config.options import TrainConfig
     from kos.train.model.llama_config import LlamaConfig
+    from kos.train.model.shapes import Stages
+    from kos.train.parallel.mesh import Layout
 
 DRIVER = Path("/proc/driver/nvidia")  # is there where NVIDIA's kernel driver is
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -84,7 +86,12 @@ def begin(config: TrainConfig, model: LlamaConfig | None, load_engine: Callable[
     loading.wait()
     rank, ranks = launched_place()
     if model is not None and config.resume is None and config.init_from is None and rank < ranks:
-        weights(model, config.seed, rank, ranks)
+        from kos.train.parallel.mesh import Layout
+
+        with suppress(ConfigError):
+            layout = Layout.of(ranks, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
+            if layout.pp == 1:
+                weights(model, config.seed, layout, rank)
 
 
 def _load(loading: threading.Event) -> None:
@@ -108,8 +115,13 @@ def _load(loading: threading.Event) -> None:
 
 
 @lru_cache(maxsize=1)
-def weights(model: LlamaConfig, seed: int, rank: int, ranks: int) -> Future[np.ndarray]:
-    """The rank's share of the initial weights, which is being drawn from the first call on; ``cache_clear`` lets go."""
+def weights(
+    model: LlamaConfig, seed: int, layout: Layout, rank: int, stages: Stages = ((0,),)
+) -> Future[np.ndarray]:
+    """The rank's share of the initial weights of its stages, drawn from the first call on; ``cache_clear`` frees it."""
     unwanted.clear()
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks - 1)
-    return ThreadPoolExecutor(1).submit(model.draw_share, model.shares(ranks)[rank], seed, threads, unwanted)
+    at, ranks = layout.coordinates(rank), layout.ranks // layout.pp
+    parts = model.parts(at["tp"], layout.tp, at["pp"], stages)
+    threads = max(1, len(os.sched_getaffinity(0)) // layout.ranks - 1)
+    share = model.shares(ranks, *parts)[rank % ranks]  # pp is the outermost axis
+    return ThreadPoolExecutor(1).submit(model.draw_share, share, seed, threads, unwanted, parts)

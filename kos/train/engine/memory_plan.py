@@ -79,7 +79,7 @@ def plan_memory(
 
     ``sharing``: ranks on this GPU.  ``waiting``: copies of the gradients that are summed in order.
     ``lookups``: those of all ranks are gathered.  ``staging``: bytes to which copy engines bring what is added.
-    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is loaded or saved."""
+    ``bucket``: elements of the state that pass through the arena at once, in fp32, when it is saved; with tp twice."""
     assert config.micro_batch_size is not None
     ranks = mesh.gradients.size
     count = -(-model.num_parameters(*parts) // multiple) * multiple
@@ -94,7 +94,7 @@ def plan_memory(
     split = any(action.kind == "I" for action in schedule.actions[mesh.pp.rank])
     looking = ranks if lookups else 1
     scratch, slot = peaks(config, model, parts, _Sizing(ops), mesh, split, head_rows=head_rows, looking=looking)
-    scratch = max(scratch, 4 * min(bucket, count) + ALIGNMENT)
+    scratch = max(scratch, (4 * min(bucket, count) + ALIGNMENT) * (2 if mesh.tp.size > 1 else 1))
     slots, between = schedule.slots[mesh.pp.rank], tokens // mesh.tp.size * model.hidden_size * itemsize
     in_flight = f", {slots} micro-batches in flight" if slots > 1 else ""
     arena = scratch + slots * slot + between * (1 if mesh.pp.size == 1 else 6)
@@ -150,10 +150,9 @@ def peaks(
         weights = Parameters(model.parameter_shapes(local), config.dtype, model.fused_groups(local), sizing.zeros)
         gradients = weights.like(config.grad_dtype)
         slot, rows = Slot(sizing.make_arena()), (llama.tensor.rows(math.prod(shape)), model.hidden_size)
-        into = Gradients(
-            ChainMap(gradients, {LOOKUPS: gradients.flat}), False, lambda name: None, lookups if looking > 1 else None,
-            slot.deferred if split else None,
-        )  # fmt: skip
+        of = ChainMap[str, Any]({LOOKUPS: gradients.flat}, gradients)  # type: ignore[arg-type]
+        gathered, deferred = lookups if looking > 1 else None, slot.deferred if split else None
+        into = Gradients(of, False, lambda name: None, gathered, deferred)
         with sizing.step(scratch):
             received = None if local.first else slot.arena.take(rows, dtype)
             llama.queue_forward(weights, slot, tokens, received)
@@ -206,7 +205,19 @@ class _Sizing(CudaOps):
     ) -> None:
         if self.cudnn is not None:
             self.cudnn.backward(d_out, qkv, out, lse, heads, kv_heads, d_qkv, arena, dry=True)
-            return
+        else:
+            self._attention_scratch(qkv, lse, heads, kv_heads, arena)
+
+    def attention_to(self, *operands: Any) -> None:
+        pass
+
+    def attention_to_backward(
+        self, d_out: Any, qkv: Array, kv: Any, out: Any, lse: Array, heads: int, kv_heads: int, queries: slice,
+        keys: slice, d_qkv: Any, d_kv: Any, arena: Arena,
+    ) -> None:  # fmt: skip
+        self._attention_scratch(qkv, lse, heads, kv_heads, arena)  # of all tokens, at most
+
+    def _attention_scratch(self, qkv: Array, lse: Array, heads: int, kv_heads: int, arena: Arena) -> None:
         head_dim = qkv.shape[-1] // (heads + 2 * kv_heads)
         with arena.scope():
             family = attention.family_for(self.device, qkv.dtype.name, head_dim)

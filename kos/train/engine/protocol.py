@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from kos.train.ops.optimizer import AdamW
+from kos.train.checkpoint.huggingface import TensorFiles
+from kos.train.checkpoint.state import ShardedState
 
 
 class StepResult(NamedTuple):
@@ -32,6 +33,9 @@ class Engine(Protocol):
     place: str
     """What it computes on, for errors."""
 
+    state: ShardedState
+    """Weights and moments of this rank, to be saved."""
+
     asked: Callable[[], bool]
     """Whether this rank was asked to stop; an engine whose steps take long looks again at their end."""
 
@@ -41,17 +45,14 @@ class Engine(Protocol):
     def trial(self) -> tuple[float, float] | None:
         """Seconds of a step and of a validation, tried before there are weights; None: they show at once."""
 
-    def new_state(self) -> AdamW:
-        """Weights and moments of zeros in host memory, to be filled and given to ``load``."""
+    def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
+        """Fill this rank's weights and moments, those of ``step``, from files; waits for no other rank."""
 
     def draw_weights(self) -> None:
-        """Draw this rank's part of the initial weights; waits for no other.  ``load(None)`` gives it to all."""
+        """Draw this rank's share of the initial weights; waits for no other rank."""
 
-    def load(self, state: AdamW | None) -> None:
-        """Take over rank 0's ``state``, which the other ranks have not; or what all have drawn."""
-
-    def state(self) -> AdamW | None:
-        """Weights and moments in host memory; on rank 0."""
+    def share_weights(self) -> None:
+        """Give every rank the weights that all have drawn."""
 
     def start_step(self, step: int, stop: bool) -> None:
         """Begin the step (counted from 0); ``stop``: this rank was asked to stop."""

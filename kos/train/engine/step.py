@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 
 from kos.comm.work import Work
+from kos.train.checkpoint.huggingface import TensorFiles
+from kos.train.checkpoint.state import ShardedState
 from kos.train.config.options import TrainConfig
 from kos.train.data.batches import LEFT_OUT, Dataset
+from kos.train.engine import head_start
 from kos.train.engine.protocol import Show
 from kos.train.engine.stage import make_stage
 from kos.train.model.fixed import LOOKUPS
 from kos.train.model.gpt2 import make_model
 from kos.train.model.llama import Gradients, Llama, Slot, Weights
 from kos.train.model.llama_config import LlamaConfig
-from kos.train.model.parameters import Parameters, Shard
-from kos.train.model.shapes import Local
+from kos.train.model.parameters import Parameters
+from kos.train.model.shapes import Local, Stages
 from kos.train.ops import Array, Ops
-from kos.train.ops.optimizer import AdamW
 from kos.train.parallel.data import DataParallel, TreeSum
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
@@ -60,7 +62,9 @@ class StepProgram:
     parallel: DataParallel
     lookup_sum: TreeSum | None = None  # of a tied embedding's lookups, with --deterministic
     optimizer: Any  # weights, exp_avg and exp_avg_sq, as Parameters or this rank's Shard
+    state: ShardedState
     accumulation_steps: int  # micro-batches of this rank
+    _drawn: np.ndarray | None = None  # this rank's share of the initial weights
     lookups = False  # whether the embedding's lookups are gathered instead of its gradient
 
     count: Array
@@ -77,10 +81,14 @@ class StepProgram:
     asked: Callable[[], bool] = staticmethod(lambda: False)
     """Whether this rank was asked to stop; the trainer sets it."""
 
-    def locals(self, model: LlamaConfig) -> list[Local]:
+    def stages(self) -> Stages:
+        schedule = self.pipeline.schedule
+        chunks = range(schedule.chunks)
+        return tuple(tuple(schedule.stage(rank, chunk) for chunk in chunks) for rank in range(schedule.ranks))
+
+    def locals(self, model: LlamaConfig) -> tuple[Local, ...]:
         """The parts of the model that this rank holds, a stage each."""
-        mesh, stages = self.mesh, self.pipeline.schedule.stages
-        return [model.local(mesh.tp.rank, mesh.tp.size, stage, stages) for stage in self.pipeline.stages()]
+        return model.parts(self.mesh.tp.rank, self.mesh.tp.size, self.mesh.pp.rank, self.stages())
 
     def build_models(self, model: LlamaConfig, ops: Ops, dtype: Any, **options: Any) -> None:
         """``models``: this rank's stages, a model each; ``dtype`` is that of activations."""
@@ -213,7 +221,8 @@ class StepProgram:
 
     @property
     def _all_gradients(self) -> Weights:
-        return ChainMap(self.gradients, self.lookup_sum.gradients) if self.lookup_sum else self.gradients  # type: ignore[arg-type]
+        lookups: list[Any] = [] if self.lookup_sum is None else [self.lookup_sum.gradients]
+        return ChainMap(*lookups, self.gradients)  # type: ignore[arg-type]
 
     def _add_to_tree(self, micro_batch: int, name: str) -> None:
         tree = self.lookup_sum if name == LOOKUPS else self.parallel.tree
@@ -370,56 +379,28 @@ class StepProgram:
 
     # --- state -----------------------------------------------------------------------------------------
 
-    def new_state(self) -> AdamW:
-        """Weights and moments of zeros in host memory."""
-        return AdamW(Parameters(self.gradients.shapes, groups=self.gradients.groups))
+    def make_state(self, model: LlamaConfig) -> ShardedState:
+        """Once all that is declared is there, and the models."""
+        ops, arena = self.model.ops, self.model.arena
+        return ShardedState(self.mesh, model, self.stages(), self.optimizer, self.parallel, ops, arena)
 
-    def load(self, state: AdamW | None) -> None:
-        """Take over rank 0's ``state``, which the other ranks have not."""
-        world, ops = self.mesh.world, self.model.ops
-        step = int(world.all_gather_bytes(str(state.step_count if state else 0).encode())[0])
-        for target, source in self._states(state)[: 3 if step else 1]:  # moments begin as zeros, here already
-            for bucket, whole, mine, held in self._staged(target):
-                if source is not None:
-                    ops.zero(whole)  # the last may reach beyond the weights
-                    ops.copy(source[bucket], whole[: source[bucket].size])
-                if world.size > 1:
-                    world.broadcast(whole, 0)
-                ops.copy(mine, held)
-        self.optimizer.step_count = step
+    def read(self, weights: TensorFiles, moments: TensorFiles | None, step: int) -> None:
+        self.state.read(weights, moments, step)
 
-    def state(self) -> AdamW | None:
-        """Weights and moments in host memory; on rank 0."""
-        world, ops = self.mesh.world, self.model.ops
-        state = self.new_state() if world.rank == 0 else None
-        for source, target in self._states(state):
-            for bucket, whole, mine, held in self._staged(source):
-                ops.copy(held, mine)
-                if isinstance(source, Shard):
-                    self.parallel.axis.comm.all_gather(mine, whole)
-                    world.synchronize()
-                if target is not None:
-                    ops.copy(whole[: target[bucket].size], target[bucket])
-        if state is not None:
-            state.step_count = self.optimizer.step_count
-        return state
+    def draw_weights(self) -> None:
+        model, seed, mesh = self.model.config, self.config.seed, self.mesh
+        self._drawn = head_start.weights(model, seed, mesh.layout, mesh.world.rank, self.stages()).result()
 
-    def _states(self, host: AdamW | None) -> list[tuple[Parameters | Shard, np.ndarray | None]]:
-        """Weights and moments, each here and as rank 0 has it on the host."""
-        held = (self.optimizer.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq)
-        if host is None:
-            return [(part, None) for part in held]
-        return list(zip(held, (host.weights.flat, host.exp_avg.flat, host.exp_avg_sq.flat), strict=True))
+    def share_weights(self) -> None:
+        if self._drawn is not None:
+            self.state.scatter(self._drawn, self.spare_memory())
+            self.model.ops.zero(self.gradients.flat)
+        self._drawn = None
+        head_start.weights.cache_clear()
 
-    def _staged(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array, Array]]:
-        """Bucket by bucket: where it is, fp32 memory for it, this rank's part of that, and ``held``'s memory of it."""
-        buckets, arena = self.parallel.buckets, self.model.arena
-        parts = held.parts() if isinstance(held, Shard) else [(bucket, bucket) for bucket in buckets]
-        with self.model.ops.step(arena):  # idle between steps
-            room = arena.take((max(b.stop - b.start for b in buckets),), np.dtype(np.float32))
-            for bucket, (part, local) in zip(buckets, parts, strict=True):
-                whole = room[: bucket.stop - bucket.start]
-                yield bucket, whole, whole[part.start - bucket.start : part.stop - bucket.start], held.flat[local]
+    def spare_memory(self) -> Array:
+        """The gradients' memory, as fp32."""
+        return self.gradients.flat
 
     def whole_weights(self) -> Weights:
         """The weights that passes read; with ZeRO-1 each rank's are gathered first."""

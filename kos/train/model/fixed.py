@@ -36,7 +36,7 @@ class FixedLlama(Llama):
         tensor, context = FixedTensor(self.order, local.vocabulary.start), FixedContext(self.order)
         super().__init__(config, ops, local=local, tensor=tensor, context=context, **options)
         A, kv = local.heads * config.head_dim, local.kv_heads * config.head_dim
-        self._stacked = {names.qkv: (A, kv, kv) for names in self._layers}
+        self._stacked: dict[str, tuple[int, ...]] = {names.qkv: (A, kv, kv) for names in self._layers}
         self._stacked |= {names.gate_up: (local.intermediate,) * 2 for names in self._layers}
 
     def embed_backward(self, tokens_N: Array, seq_len: int, dx_nD: Array, into: Gradients) -> None:

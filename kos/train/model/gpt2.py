@@ -14,7 +14,7 @@ from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.model.llama import Gradients, Llama, Weights
 from kos.train.model.llama_config import LayerNames, LlamaConfig
-from kos.train.model.shapes import Local
+from kos.train.model.shapes import Local, Placement
 from kos.train.ops import Array, Ops
 
 POSITIONS = "transformer.wpe.weight"
@@ -60,14 +60,15 @@ class GPT2Config(LlamaConfig):
     def fused_groups(self, *parts: Local) -> dict[str, tuple[str, ...]]:
         return {}
 
-    def parameter_shapes(self, *parts: Local) -> dict[str, tuple[int, ...]]:
+    def placements(self, *parts: Local) -> dict[str, Placement]:
         D, F = self.hidden_size, self.intermediate_size
         shapes: dict[str, tuple[int, ...]] = {self.final_norm: (D,), bias_of(self.final_norm): (D,)}
         for layer in reversed(range(self.num_hidden_layers)):
             of_layer = ((D,), (3 * D, D), (D, D), (D,), (F, D), (D, F))
             for name, shape in reversed([*zip(self.layer_names(layer), of_layer, strict=True)]):
                 shapes |= {name: shape, bias_of(name): shape[:1]}
-        return shapes | {POSITIONS: (self.max_position_embeddings, D), self.embedding: (self.vocab_size, D)}
+        shapes |= {POSITIONS: (self.max_position_embeddings, D), self.embedding: (self.vocab_size, D)}
+        return {name: Placement(shape) for name, shape in shapes.items()}
 
 
 def bias_of(name: str) -> str:

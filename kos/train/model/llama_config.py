@@ -9,6 +9,7 @@ import math
 import os
 import threading
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
@@ -18,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from kos.errors import ConfigError
 from kos.train.model.parameters import Parameters
-from kos.train.model.shapes import Local, split_layers
+from kos.train.model.shapes import Local, Placement, Stages, split_layers
 
 DRAWN = 1 << 26  # initial weights that have a random generator of their own: half a second of one core
 
@@ -73,9 +74,10 @@ class _Block(NamedTuple):
 
     name: str  # of the tensor
     number: int  # among the blocks of that
-    start: int  # in the layout of ``parameter_shapes``
+    start: int  # in the whole tensors, one after another
     size: int
     constant: bool
+    together: slice  # what one rank must draw alone
 
 
 @dataclass(frozen=True)
@@ -142,32 +144,52 @@ class LlamaConfig:
             split_layers(self.num_hidden_layers, pp, pp_rank),
             self.num_attention_heads // tp, self.num_key_value_heads // tp,
             self.intermediate_size // tp, self.up_size // tp,
-            range(tp_rank * rows, (tp_rank + 1) * rows), pp_rank == 0, pp_rank == pp - 1,
+            range(tp_rank * rows, (tp_rank + 1) * rows), pp_rank == 0, pp_rank == pp - 1, tp_rank, tp,
         )  # fmt: skip
 
-    def parameter_shapes(self, *parts: Local) -> dict[str, tuple[int, ...]]:
-        """Name -> shape, in the order in which the backward finishes the gradients: of the whole, or of parts."""
-        if len(parts) > 1:
-            return {name: shape for part in reversed(parts) for name, shape in self.parameter_shapes(part).items()}
-        local = parts[0] if parts else self.local()
-        D, F, rows = self.hidden_size, local.intermediate, len(local.vocabulary)
-        A, kv = local.heads * self.head_dim, local.kv_heads * self.head_dim
-        shapes: dict[str, tuple[int, ...]] = {}
-        if local.last:
-            shapes |= {} if self.tie_word_embeddings else {self.head: (rows, D)}
-            shapes[self.final_norm] = (D,)
-        groups = self.fused_groups(local)
-        for layer in reversed(local.layers):
+    def parts(self, tp_rank: int, tp: int, pp_rank: int, stages: Stages) -> tuple[Local, ...]:
+        """Of one rank, a stage each."""
+        count = sum(map(len, stages))
+        return tuple(self.local(tp_rank, tp, stage, count) for stage in stages[pp_rank])
+
+    def placements(self, *parts: Local) -> dict[str, Placement]:
+        """Name -> where a rank's part of the tensor lies, in the order in which the backward finishes the gradients.
+
+        ``parts`` are the chunks of layers that the rank holds; without any, it holds the whole model.
+        Column-parallel matrices are sharded by rows, which are outputs, row-parallel ones by columns (Megatron-LM:
+        Shoeybi et al. 2019, arXiv:1909.08053).
+        """
+        parts = parts or (self.local(),)
+        shard, shards = parts[0].shard, parts[0].shards
+
+        def split(dim: int, *shape: int) -> Placement:
+            size = shape[dim] // shards
+            return Placement(shape, dim, shard * size, size)
+
+        D, F = self.hidden_size, self.intermediate_size
+        A, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        table, norm = split(0, self.vocab_size, D), Placement((D,))
+        found: dict[str, Placement] = {}
+        last = any(part.last for part in parts)
+        if last:
+            found |= {} if self.tie_word_embeddings else {self.head: table}
+            found[self.final_norm] = norm
+        groups = self.fused_groups(*parts)
+        for layer in sorted((layer for part in parts for layer in part.layers), reverse=True):
             names = self.layer_names(layer)
-            shapes[names.down] = (D, F)
-            shapes |= dict.fromkeys(groups[names.gate_up], (F, D))
-            shapes[names.post_attention_norm] = (D,)
-            shapes[names.o] = (D, A)
-            shapes |= zip(groups[names.qkv], ((A, D), (kv, D), (kv, D)), strict=True)
-            shapes[names.input_norm] = (D,)
-        if local.first or (local.last and self.tie_word_embeddings):
-            shapes[self.embedding] = (rows, D)
-        return shapes
+            found[names.down] = split(1, D, F)
+            found |= dict.fromkeys(groups[names.gate_up], split(0, F, D))
+            found[names.post_attention_norm] = norm
+            found[names.o] = split(1, D, A)
+            found |= zip(groups[names.qkv], (split(0, rows, D) for rows in (A, kv, kv)), strict=True)
+            found[names.input_norm] = norm
+        if any(part.first for part in parts) or (last and self.tie_word_embeddings):
+            found[self.embedding] = table
+        return found
+
+    def parameter_shapes(self, *parts: Local) -> dict[str, tuple[int, ...]]:
+        """Name -> shape, in the order of ``placements``: of the whole, or of a rank's parts."""
+        return {name: placement.local for name, placement in self.placements(*parts).items()}
 
     def fused_groups(self, *parts: Local) -> dict[str, tuple[str, ...]]:
         """Group name -> neighbours in ``parameter_shapes`` that the model reads as one matrix."""
@@ -197,40 +219,60 @@ class LlamaConfig:
         frequencies = [self.rope_theta ** (-2 * i / d) for i in range(d // 2)]
         return [self.rope_scaling.scale(f) for f in frequencies] if self.rope_scaling else frequencies
 
-    def init_weights(self, weights: Parameters, seed: int) -> None:
+    def init_weights(self, weights: Parameters, seed: int, *parts: Local) -> None:
         """Norms at 1, biases at 0, the rest normal(0, initializer_range), ``residual`` over sqrt(2 L), as GPT-2.
 
         A tensor's values depend on ``seed``, its name and its shape alone; blocks of ``DRAWN`` are drawn side by side.
         """
-        self._draw(weights.flat, 0, seed, min(64, os.cpu_count() or 1))
+        self._draw(weights.flat, self._blocks(*parts), seed, min(64, os.cpu_count() or 1))
 
-    def shares(self, ranks: int) -> list[slice]:
-        """The layout in one run of whole blocks for each rank, about equally long."""
-        ends, whole = [0] * (ranks + 1), self.num_parameters()
-        for block in self._blocks():  # goes to the rank in whose equal part its middle lies
-            rank = (2 * block.start + block.size) * ranks // (2 * whole)
+    def shares(self, ranks: int, *parts: Local) -> list[slice]:
+        """The whole tensors of a pipeline stage, one after another, in a run for each rank, about equally long.
+
+        A tensor that is sharded by columns is in one run.
+        """
+        blocks = self._blocks(*parts)
+        ends, whole = [0] * (ranks + 1), blocks[-1].start + blocks[-1].size
+        for block in blocks:  # goes to the rank in whose equal part its middle lies
+            rank = (block.together.start + block.together.stop) * ranks // (2 * whole)
             ends[rank + 1 :] = [block.start + block.size] * (ranks - rank)
         return [slice(*ends[rank : rank + 2]) for rank in range(ranks)]
 
-    def draw_share(self, share: slice, seed: int, threads: int, unwanted: threading.Event | None = None) -> np.ndarray:
-        """What ``init_weights`` puts there, in fp32; not all of it once it is ``unwanted``."""
-        values = np.empty(share.stop - share.start, np.float32)
-        self._draw(values, share.start, seed, threads, unwanted)
+    def draw_share(
+        self, share: slice, seed: int, threads: int, unwanted: threading.Event | None = None,
+        parts: Sequence[Local] = (),
+    ) -> np.ndarray:  # fmt: skip
+        """The initial weights of a share, in fp32; not all of them once they are ``unwanted``.
+
+        A tensor that is sharded by columns lies there part by part: any rank's part of any tensor is one run.
+        """
+        values, placements = np.empty(share.stop - share.start, np.float32), self.placements(*parts)
+        blocks = [block for block in self._blocks(*parts) if share.start <= block.start < share.stop]
+        self._draw(values, blocks, seed, threads, unwanted)
+        for block in blocks:
+            placement = placements[block.name]
+            if placement.dim == 1 and placement.shards > 1 and block.number == 0:
+                start, rows = block.start - share.start, placement.shape[0]
+                tensor = values[start : start + math.prod(placement.shape)]
+                tensor[:] = tensor.reshape(rows, placement.shards, -1).swapaxes(0, 1).ravel()
         return values
 
-    def _blocks(self) -> list[_Block]:
+    def _blocks(self, *parts: Local) -> list[_Block]:
         found, start = [], 0
-        for name, shape in self.parameter_shapes().items():
-            size = math.prod(shape)
-            for number, at in enumerate(range(0, size, DRAWN)):
-                found.append(_Block(name, number, start + at, min(DRAWN, size - at), len(shape) == 1))
+        for name, placement in self.placements(*parts).items():
+            shape, size = placement.shape, math.prod(placement.shape)
+            whole = slice(start, start + size) if placement.dim == 1 and placement.shards > 1 else None
+            for number, at in enumerate(range(start, start + size, DRAWN)):
+                length = min(DRAWN, start + size - at)
+                found.append(_Block(name, number, at, length, len(shape) == 1, whole or slice(at, at + length)))
             start += size
         return found
 
     def _draw(
-        self, into: np.ndarray, first: int, seed: int, threads: int, unwanted: threading.Event | None = None
+        self, into: np.ndarray, blocks: list[_Block], seed: int, threads: int, unwanted: threading.Event | None = None
     ) -> None:
-        """Fill ``into``, which is whole blocks of the layout from ``first`` on."""
+        """Fill ``into``, which is these blocks, one after another."""
+        first = blocks[0].start if blocks else 0
 
         def draw(block: _Block) -> None:
             if unwanted is not None and unwanted.is_set():
@@ -246,6 +288,5 @@ class LlamaConfig:
             rng.standard_normal(out=flat, dtype=np.float32)
             flat *= std
 
-        blocks = [block for block in self._blocks() if first <= block.start < first + into.size]
         with ThreadPoolExecutor(threads) as pool:
             list(pool.map(draw, sorted(blocks, key=lambda block: -block.size)))

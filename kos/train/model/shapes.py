@@ -1,8 +1,11 @@
-"""Local: the part of a model that one rank holds and computes."""
+"""The part of a model that one rank holds and computes: ``Local`` of its layers, ``Placement`` of a tensor."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+Stages = tuple[tuple[int, ...], ...]
+"""Of each rank of a pipeline, the stages of the model that it holds."""
 
 
 class Local(NamedTuple):
@@ -22,6 +25,43 @@ class Local(NamedTuple):
 
     last: bool = True
     """Whether this stage makes the logits."""
+
+    shard: int = 0
+    """Which of the ``shards``, the tensor-parallel parts, this is."""
+
+    shards: int = 1
+
+
+class Placement(NamedTuple):
+    """Where a rank's part of a tensor lies: ``size`` from ``start`` on along ``dim``; all of it if that is None."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    dim: int | None = None
+    start: int = 0
+    size: int = 0
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(self.size if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    @property
+    def shards(self) -> int:
+        return 1 if self.dim is None else self.shape[self.dim] // self.size
+
+    @property
+    def shard(self) -> int:
+        return 0 if self.dim is None else self.start // self.size
+
+    def rows(self, start: int, stop: int) -> tuple[slice, ...]:
+        """The index, into the whole tensor, of these rows of the part."""
+        index = [slice(0, size) for size in self.shape]
+        if self.dim is not None:
+            index[self.dim] = slice(self.start, self.start + self.size)
+        first = index[0].start
+        return (slice(first + start, first + stop), *index[1:])
 
 
 def split_layers(layers: int, stages: int, stage: int) -> range:

@@ -20,19 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from kos.errors import ConfigError
 from kos.memory.arena import Arena
 from kos.train.ops import Array, Ops
 from kos.train.parallel.mesh import Axis
 from kos.train.parallel.tensor import ALONE
 
 Parts = Iterator[tuple[int, Array, Array | None]]
-
-
-def check(seq_len: int, cp: int) -> None:
-    """ConfigError if a sequence does not split into 2 ``cp`` chunks."""
-    if cp > 1 and seq_len % (2 * cp):
-        raise ConfigError(f"--seq-len: expected a multiple of 2 x --cp = {2 * cp}, got {seq_len}")
 
 
 class ContextParallel:

@@ -146,9 +146,9 @@ class DataParallel:
 
     ``axis`` joins the ranks that hold the same weights, ``ops`` is the dialect whose arrays they are.  With ``sharded``
     (ZeRO-1) only this rank's parts of the buckets, ``parts()``, hold the sum; ``gradients.flat`` is then a multiple of
-    the ranks. ``in_order``, the axis dp and the number of this rank's micro-batches, makes ``tree``, whose ``add`` is
-    then called in place of ``gradient_ready``. ``lookups`` names the embedding whose lookups are gathered: its sum over the ranks begins early, if it
-    is ``tied``, or not at all.
+    the ranks.  ``in_order``, the axis dp and the number of this rank's micro-batches, makes ``tree``, whose ``add`` is
+    then called in place of ``gradient_ready``.  ``lookups`` names the embedding whose lookups are gathered: its sum
+    over the ranks begins early, if it is ``tied``, or not at all.
     """
 
     def __init__(

@@ -139,6 +139,8 @@ class FixedOrder:
 class FixedTensor(TensorParallel):
     """``TensorParallel`` in a fixed order.  ``stacked``: rows of the matrices that ``weight`` is made of."""
 
+    ops: Any
+
     def __init__(self, order: FixedOrder, first_row: int) -> None:
         super().__init__(order.ops, order.tp, first_row)
         self.order, self.parts = order, order.parts
@@ -261,6 +263,8 @@ class FixedTensor(TensorParallel):
 
 class FixedContext(ContextParallel):
     """``ContextParallel`` in a fixed order: a rank's queries see gathered keys, chunk by chunk."""
+
+    ops: Any
 
     def __init__(self, order: FixedOrder) -> None:
         super().__init__(order.ops, order.cp)

@@ -120,6 +120,11 @@ class Mesh:
             self._groups[names] = group
         return Axis(rank, size, group)
 
+    @property
+    def stage(self) -> Axis:
+        """dp, cp and tp: the ranks of a pipeline stage. The first use is collective."""
+        return self._axis("dp", "cp", "tp")
+
     def reporters(self, stage_rank: int | None = None) -> list[int]:
         """The world ranks of which each knows losses that no other does: of the last stage, the first of tp.
 

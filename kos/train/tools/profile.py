@@ -97,6 +97,11 @@ def cost(name: str, arguments: tuple[Any, ...], different: Callable[[int], int] 
         nbytes -= int(arguments[2].nbytes)  # what the forward wrote can be worked out from its input
     elif name.startswith("linear"):  # of a gradient, the second array has the columns that the first has not
         flops = 2.0 * arrays[0].size * arrays[1].shape[name != "linear"]
+    elif name.startswith("attention_to"):  # every query to every key
+        backward = name == "attention_to_backward"
+        out, log_sum_exp = arguments[3:5] if backward else arguments[6:8]
+        queries, keys = (len(range(part.start, part.stop)) for part in arguments[7 if backward else 4 :][:2])
+        flops = 4.0 * out.size * queries * keys / log_sum_exp.shape[-1] * (2.5 if backward else 1.0)
     elif name.startswith("attention"):  # causal: half of T x T; the backward makes five products of the forward's two
         backward = name == "attention_backward"
         out, log_sum_exp = arguments[2:4] if backward else arguments[3:5]

@@ -28,24 +28,76 @@ KERNEL = re.compile(r'extern "C" __global__ void\s*(?:__launch_bounds__\([^\n]*\
 # What the kernels say in PTX.
 PTX = [
     (r'asm\("cvt\.rn\.bf16\.f32[^;]*?;" : "=h"\(out\.bits\) : "f"\(x\)\);', "out.bits = to_bfloat16(x);"),
-    (r'asm\("cvt\.rn\.bf16x2[^;]*?;"[^;]*;', "out = to_bfloat16(low) | unsigned(to_bfloat16(high)) << 16;"),
+    (
+        r'asm\("cvt\.rn\.bf16x2[^;]*?;" : "=r"\((\w+)\)[^;]*;',
+        r"\1 = to_bfloat16(low) | unsigned(to_bfloat16(high)) << 16;",
+    ),
+    (r'asm\("(?:cvt\.rn\.f16x2|\{\.reg \.f16)[^"]*"[^;]*;', "abort();"),  # float16 is not emulated
+    (r'asm\("ex2[^;]*?;" : "=f"\(y\) : "f"\(x\)\);', "y = exp2f(x);"),
     (r'asm\("ex2[^;]*?;"[^;]*;', "y = exp2f(fmaf(x, log2e, -shift * log2e));"),
+    (r'asm volatile\("bar\.sync[^;]*?;" ::"r"\(id\)[^;]*;', "wait_named(id, threads);"),
+    (r'asm volatile\("bar\.arrive[^;]*?;"[^;]*;', "arrive_named(id, threads);"),
     (r"asm volatile\(\"bar\.sync[^;]*?;\"[^;]*;", "group_barrier(THREADS);"),
+    (
+        r'asm volatile\("cp\.async\.cg[^;]*;" ::"r"\(chunk_at[^;]*;',
+        "copy_later(at_shared(chunk_at(tile, row, chunk)), exists ? (const void*)source : zeros);",
+    ),
     (r'asm volatile\("cp\.async\.cg[^;]*;"[^;]*;', "copy_later(to, from);"),
     (r'asm volatile\("cp\.async\.commit_group;"[^;]*;', "commit_copies();"),
     (r'asm volatile\("cp\.async\.wait_group[^;]*;"[^;]*;', "wait_for_copies(PENDING);"),
     (r"extern __shared__ .*? shared\[\];", "unsigned char* shared = dynamic_shared;"),
+    (r"extern __shared__ char raw\[\];", "#define raw ((char*)dynamic_shared)"),
+    (r'asm volatile\("ldmatrix[^"]*\.trans\.[^;]*;"[^;]*;', "load_matrices(r, address, true);"),
+    (r'asm volatile\("ldmatrix[^;]*;"[^;]*;', "load_matrices(r, address, false);"),
+    (r'asm volatile\("stmatrix[^;]*;"[^;]*;', "store_matrices(shared_address(at), x);"),
+    (r'asm volatile\(MMA [^;]*;"[^;]*;', "multiply_matrices(d, a, b0, b1);"),
+    # Hopper's: what happens beside a thread happens at once, and all lanes of a warp come to what is in order.
+    (r"(?s)#define SHARED32.*?(?=__device__ inline void wgmma_fence)", ""),  # tensor_cores.h has these functions
+    (r'asm volatile\("wgmma\.(?:fence|commit_group|wait_group)[^;]*;"[^;]*;', "warp_barrier();"),
+    (r'asm volatile\("(?:fence\.proxy|prefetch|setmaxnreg|cp\.async\.bulk\.commit)[^"]*"[^;]*;', ""),
+    (r'asm volatile\("" : [^;]*;', ";"),
+    (r'asm volatile\("mbarrier\.init[^;]*;"[^;]*;', "init_arrivals(barrier, arrivals);"),
+    (r'asm volatile\("mbarrier\.arrive\.expect[^;]*;"[^;]*;', "arrive(barrier, bytes);"),
+    (r'asm volatile\("mbarrier\.arrive[^;]*;"[^;]*;', "arrive(barrier);"),
+    (r'(?s)asm volatile\(\s*"\{\\n.*?: "memory"\);', "wait_for_phase(barrier, phase);"),
+    (
+        r'asm volatile\(\s*"cp\.async\.bulk\.tensor\.3d\.shared::cluster[^;]*;"[^;]*;',
+        "load_a_box(target, &map, barrier, column, token, sample);",
+    ),
+    (
+        r'asm volatile\("cp\.async\.bulk\.shared[^;]*;"[^;]*;',
+        "memcpy(target, source, bytes), bytes_came(barrier, bytes);",
+    ),
+    (
+        r'asm volatile\("cp\.async\.bulk\.tensor\.3d\.global[^;]*;"[^;]*;',
+        "store_a_box(&map, source, column, token, sample);",
+    ),
+    (r"struct alignas\(64\) TensorMap", "struct TensorMap"),  # libffi aligns arguments to 8 bytes
 ]
 C_TYPES = {"float": ctypes.c_float, "double": ctypes.c_double, "int": ctypes.c_int, "unsigned": ctypes.c_uint}
 
 
-def to_host_source(path: Path) -> tuple[str, dict[str, list[type]]]:
+class HostMap(ctypes.Structure):
+    """What ``load_a_box`` and ``store_a_box`` of tensor_cores.h take for a tensor map; as large as one."""
+
+    _fields_ = (("pointer", ctypes.c_void_p), *((name, ctypes.c_long) for name in ("samples", "tokens", "columns")),
+                ("stride", ctypes.c_long), ("_", ctypes.c_byte * 88))  # fmt: skip
+
+    @classmethod
+    def of(cls, pointer, samples, tokens, length, columns):
+        return cls(pointer, samples, tokens, columns, length)
+
+
+def to_host_source(path: Path, causal: bool = True) -> tuple[str, dict[str, list[type]]]:
     """A kernel file as C++ with a C function ``run_<kernel>`` for each kernel, and their parameters' types."""
     source, headers, _ = _read_sources(path)
-    for name, text in headers.items():
-        source = source.replace(f'#include "{name}"', text)
+    while any(f'#include "{name}"' in source for name in headers):
+        for name, text in headers.items():
+            source = source.replace(f'#include "{name}"', text)
     for pattern, meaning in PTX:
         source = re.sub(pattern, meaning, source)
+    if others := re.findall(r"^#define OTHERS(.*)", source, re.MULTILINE):  # those of causal kernels come first
+        source = re.sub(r"(?<!define )\bOTHERS\b", others[0 if causal else 1], source)
     source = source.replace("#pragma once", "").replace("#pragma unroll", "//")
     assert "asm" not in source.replace("__asm", ""), f"{path.name}: PTX whose meaning is not written down"
     runners, types = [], {}
@@ -53,7 +105,12 @@ def to_host_source(path: Path) -> tuple[str, dict[str, list[type]]]:
         fields = [" ".join(field.split()).replace("__restrict__ ", "") for field in parameters.split(",")]
         names = [re.search(r"(\w+)$", field)[1] for field in fields]
         types[kernel] = [
-            ctypes.c_void_p if "*" in field else C_TYPES.get(field.split()[0], ctypes.c_long) for field in fields
+            ctypes.c_void_p
+            if "*" in field
+            else HostMap
+            if "TensorMap" in field
+            else C_TYPES.get(field.split()[0], ctypes.c_long)
+            for field in fields
         ]
         members = ", ".join(f"packed_->{name}" for name in names)
         runners.append(
@@ -68,7 +125,7 @@ def to_host_source(path: Path) -> tuple[str, dict[str, list[type]]]:
 
 @functools.cache
 def library(file: str, defines: tuple[tuple[str, object], ...]) -> tuple[ctypes.CDLL, dict[str, list[type]]]:
-    source, types = to_host_source(KERNELS / file)
+    source, types = to_host_source(KERNELS / file, ("CAUSAL", 0) not in defines)
     return compiled({"kernels.cc": source}, [f"-D{name}={value}" for name, value in defines]), types
 
 
@@ -114,7 +171,7 @@ class HostOps(CudaOps):
         assert shared <= self.shared_memory and block <= 1024
         values = [a.pointer if isinstance(a, Array) else a for a in arguments]
         assert len(values) == len(types[name]), f"{name}: expected {len(types[name])} arguments, got {len(values)}"
-        converted = [kind(value) for kind, value in zip(types[name], values, strict=True)]
+        converted = [x if isinstance(x, HostMap) else kind(x) for kind, x in zip(types[name], values, strict=True)]
         getattr(code, f"run_{name}")(x, y, block, *converted)
 
     def matmul(self, a, b, out, *, transpose_a=False, transpose_b=False, c=None, bias=None):

@@ -99,10 +99,14 @@ class Event:
 
 
 COLUMN_MAJOR = {
-    f"{name}{backward}" for name in ("rope", "attention", "swiglu", "gelu") for backward in ("", "_backward")
+    f"{name}{backward}"
+    for name in ("rope", "attention", "attention_to", "swiglu", "gelu")
+    for backward in ("", "_backward")
 }  # fmt: skip
 MEMORY_OF = {"make_arena", "step", "statistics_dtype", "indices", "empty_columns", "copy", "to_host", "zero"}
 OPERATIONS = {name for name in vars(Ops) if not name.startswith("_")} - MEMORY_OF - {"rope_tables"}
+OPERATIONS -= {"keys_and_values", "add_keys_and_values"}  # the kernels': their arrays lie otherwise than numpy's
+KEYS_AND_VALUES = {"attention_to": (1,), "attention_to_backward": (2, 10)}  # which arguments those arrays are
 
 
 class QueuedOps(HostOps):
@@ -136,7 +140,10 @@ def _numpy(name, arguments):
         arrays.append((x, np.array(on_host(x), dtype, order="F" if name in COLUMN_MAJOR else "C")))
         return arrays[-1][1]
 
-    getattr(reference, name)(*map(there, arguments))
+    values = [there(x) for x in arguments]
+    for place in KEYS_AND_VALUES.get(name, ()):
+        values[place] = values[place].T
+    getattr(reference, name)(*values)
     for array, copy in arrays:
         on_host(array)[...] = copy
 

@@ -21,11 +21,26 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
+#define __host__
+#define __grid_constant__
+
 struct Index {
     int x, y;
 };
 struct uint2 {
     unsigned x, y;
+};
+struct float2 {
+    float x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+    int x, y, z, w;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
 };
 static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
 alignas(16) static thread_local unsigned char dynamic_shared[1 << 18];
@@ -63,6 +78,7 @@ static thread_local long generation = 1;  // of the barrier
 static void leave_barrier_if_all_came() {
     if (present && present + gone == blockDim.x) present = 0, ++generation;
 }
+static void __syncwarp();
 static void __syncthreads() {
     Fiber& me = fibers[current];
     me.at_barrier = generation;
@@ -87,6 +103,7 @@ static void warp_barrier() {
     const int first = current / 32 * 32;
     wait_for(first, first + 32 < blockDim.x ? first + 32 : blockDim.x, &Fiber::warp_waits);
 }
+static void __syncwarp() { warp_barrier(); }
 template <class V>
 static V from_lane(V x, int lane) {
     memcpy(&slots[current], &x, sizeof x);
@@ -97,6 +114,8 @@ static V from_lane(V x, int lane) {
 }
 template <class V>
 static V __shfl_xor_sync(unsigned, V x, int mask) { return from_lane(x, current % 32 ^ mask); }
+template <class V>
+static V __shfl_sync(unsigned, V x, int lane) { return from_lane(x, lane); }
 template <class V>
 static V __shfl_up_sync(unsigned, V x, int by) {
     const int lane = current % 32;
@@ -140,6 +159,9 @@ static void wait_for_copies(int pending) {
 template <class V>
 static V min(V a, V b) { return a < b ? a : b; }
 static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+static int __float2int_rn(float x) { return lrintf(x); }
+#define __logf logf
 static int __popc(unsigned x) { return __builtin_popcount(x); }
 static int atomicAdd(int* p, int x) { return (*p += x) - x; }
 static float __uint_as_float(unsigned x) { return memcpy(&x, &x, 4), *(float*)&x; }
@@ -154,6 +176,8 @@ static unsigned short to_bfloat16(float x) {  // to nearest even
     const unsigned bits = __float_as_uint(x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+
+#include "tensor_cores.h"
 
 static void fiber_main() {
     for (;;) {  // each time for another block
@@ -182,6 +206,7 @@ static void run_block(int block, int grid_x, int grid_y, int threads) {
     gridDim = {grid_x, grid_y};
     blockIdx = {block % grid_x, block / grid_x};
     present = gone = 0;
+    for (auto& barrier : named_barriers) barrier = {};
     for (int i = 0; i < threads; ++i) {
         Fiber& fiber = fibers[i];
         fiber.done = false;

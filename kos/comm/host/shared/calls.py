@@ -114,6 +114,14 @@ class Calls(Fingerprints):
             self.raise_failure(o.sequence)
         return max(first, through)
 
+    def since(self, first: int) -> tuple[int, list[int]]:
+        """The fingerprints of this rank's calls from the ``first``-th on, and the first call that is still kept."""
+        words, ring, end = self._words, self._ring, self.begun
+        start = max(first, end - RING)
+        marks = [words[ring + sequence % RING] - sequence for sequence in range(start, end)]
+        kept = max(first, self.begun - RING + 1)  # the program may have overwritten some meanwhile
+        return kept, marks[kept - start :]
+
     @property
     def begun(self) -> int:
         """The number of collectives begun on this rank, which is the sequence number of the next."""
@@ -148,13 +156,18 @@ class Calls(Fingerprints):
                 self.segment.bytes[at : at + len(data)] = data
                 self._words[self._failure] = len(data)
 
+    def failure(self) -> tuple[KosError, int] | None:
+        """The first failure of a rank of the host, and the first collective that it concerns."""
+        if not (length := self._words[self._failure]):
+            return None
+        at = self.segment.layout.failure_text
+        *record, sequence = json.loads(bytes(self.segment.bytes[at : at + length]))
+        return from_record(record), sequence
+
     def raise_failure(self, sequence: int) -> None:
         """Raise the failure of a rank of the host, if it concerns collective ``sequence``."""
-        if length := self._words[self._failure]:
-            at = self.segment.layout.failure_text
-            *record, failed = json.loads(bytes(self.segment.bytes[at : at + length]))
-            if failed <= sequence:
-                raise from_record(record)
+        if (known := self.failure()) is not None and known[1] <= sequence:
+            raise known[0]
 
     def mark_closed(self, how: int) -> None:
         """Publish that this rank begins no more collectives: CLOSED_ORDERLY, or ABORTED after a failure."""

@@ -122,7 +122,10 @@ class _Layout:
 
 
 def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
-    """The segment of this rank's host, or None; and its description, or why there is none.  Collective."""
+    """The segment of this rank's host, or None; and its description, or why none is shared.  Collective.
+
+    A rank that is alone on its host has a segment too: ranks of other hosts compare its calls (``hosts.py``).
+    """
     refusal = "" if platform.machine() in ("x86_64", "AMD64") else f"{platform.machine()} reorders stores"
     if not refusal and not hasattr(os, "memfd_create"):
         refusal = "this system has no memfd_create"
@@ -132,10 +135,9 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     refusal = next((reason for rank in ranks if (reason := json.loads(hosts[rank])[1])), "")
     if len(ranks) > MAX_RANKS:
         refusal = refusal or f"{len(ranks)} ranks on one host are more than {MAX_RANKS}"
-    alone = "" if len(ranks) > 1 else "no other rank runs on this host"
 
     offer, file = "", -1
-    if not (refusal or alone) and rendezvous.rank == ranks[0]:
+    if not refusal and rendezvous.rank == ranks[0]:
         try:
             file = os.memfd_create("kos", os.MFD_CLOEXEC)
             os.ftruncate(file, _Layout(len(ranks)).total)
@@ -157,8 +159,9 @@ def open_segment(rendezvous: Rendezvous) -> tuple[Segment | None, str]:
     if refusal or segment is None:
         if segment is not None:
             segment.close()
-        return None, refusal or alone
-    return segment, f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
+        return None, refusal
+    shared = f"{len(ranks)} ranks of this host share {segment.layout.total >> 10} KiB"
+    return segment, shared if len(ranks) > 1 else "no other rank runs on this host"
 
 
 def started(pid: int) -> int:

@@ -1,5 +1,7 @@
 """Flash attention on a GPU: which kernel, with what tiles, for which shape.
 
+Causal, within a rank's tokens; or of some of them to others that another rank has sent, without a mask.
+
 Three families of kernels compute the same function (``kos/train/kernels/attention_*.cu``): ``hopper`` (wgmma and
 TMA, sm_90a), ``mma`` (tensor cores of every GPU since Ampere) and ``simple`` (any dtype, any head size up to 256:
 fp32 checks).  The first two take bfloat16 and float16 and head sizes 64 and 128.
@@ -14,7 +16,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,6 +43,14 @@ _FORWARD: dict[int, Tiles] = {
 _BACKWARD: dict[int, Tiles] = {64: {"STAGES": 2}, 128: {"STAGES": 2}}
 
 
+class Others(NamedTuple):
+    """Keys and values (N, 2 K d) of other tokens, B samples of T: all ``queries`` of a sample see all ``keys``."""
+
+    kv: Array
+    queries: slice
+    keys: slice
+
+
 def attention(
     qkv: Array,
     heads: int,
@@ -49,38 +59,44 @@ def attention(
     log_sum_exp: Array,
     launch: Callable[..., None],
     *,
+    to: Others | None = None,
     family: str | None = None,
     tiles: Tiles | None = None,
 ) -> None:
     """Causal attention, scores scaled by 1 / sqrt(d); query head h reads kv head h // (H / K).
 
     ``qkv`` (N, W), W = (H + 2K) d: the heads of q, then k, then v.  ``out`` (N, H d).  ``log_sum_exp`` (B, H, T),
-    fp32, of the scaled scores, is kept for the backward.  ``launch`` is that of CudaOps; ``family`` and ``tiles`` are
-    for measurements.
+    fp32, of the scaled scores, is kept for the backward.  Attention ``to`` others is merged with what both hold;
+    ``out`` is fp32 then.  ``launch`` is that of CudaOps; ``family`` and ``tiles`` are for measurements.
     """
-    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
+    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp, to)
+    queries, keys = (slice(0, length), slice(0, length)) if to is None else (to.queries, to.keys)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
-    size, defines = (samples, length, heads, kv_heads), macros(qkv.dtype.name, head_dim)
+    T, seen = queries.stop - queries.start, keys.stop - keys.start
+    size, defines = (samples, T, heads, kv_heads), macros(qkv.dtype.name, head_dim, to is None)
+    q, merged, lse = _row(qkv, queries), _row(out, queries), log_sum_exp.pointer + 4 * queries.start
+    more = () if to is None else (_row(to.kv, keys), seen, length)
     if family == "simple":
-        rows = _rows(samples * length * heads)
-        launch("attention_simple.cu", "attention_forward", rows, 256, qkv, out, log_sum_exp, *size, **defines)
+        rows = _rows(samples * T * heads)
+        launch("attention_simple.cu", "attention_forward", rows, 256, q, merged, lse, *size, *more, **defines)
         return
     tiles = _FORWARD[head_dim] | (tiles or {}) if family == "hopper" else tiles or {}
-    keys, row = int(tiles.get("KEYS", 64)), head_dim * 2
+    of_tile, row = int(tiles.get("KEYS", 64)), head_dim * 2
     rows = 64 * int(tiles.get("CONSUMERS", 2))
-    grid = samples * heads * -(-length // rows)
-    section = _section(samples * heads, heads // kv_heads, length, head_dim)
+    grid = samples * heads * -(-T // rows)
+    section = _section(samples * heads, heads // kv_heads, seen, head_dim)
     if family == "mma":
         launch(
-            "attention_mma.cu", "attention_forward", grid, 256, qkv, out, log_sum_exp, *size, section,
-            shared=(_BLOCK + 4 * keys) * row, **defines, **tiles,
+            "attention_mma.cu", "attention_forward", grid, 256, q, merged, lse, *size, section, *more,
+            shared=(_BLOCK + 4 * of_tile) * row, **defines, **tiles,
         )  # fmt: skip
         return
-    shared = (2 * rows + 2 * int(tiles["STAGES"]) * keys) * row + _ALIGNMENT + 256
-    maps = (_map(qkv, samples, length), _map(out, samples, length))
+    shared = (2 * rows + 2 * int(tiles["STAGES"]) * of_tile) * row + _ALIGNMENT + 256
+    other = _map(out, samples, length) if to is None else _map(to.kv, samples, length, keys)
     staying = min(grid, device_info(qkv.device).multiprocessors)
     launch(
-        "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows, *maps, log_sum_exp, *size, section,
+        "attention_forward_hopper.cu", "attention_forward", staying, 128 + 2 * rows,
+        _map(qkv, samples, length, queries), other, lse, *size, section, *((merged, *more[1:]) if more else ()),
         shared=shared, **defines, **tiles,
     )  # fmt: skip
 
@@ -96,76 +112,110 @@ def attention_backward(
     arena: Arena,
     launch: Callable[..., None],
     *,
+    to: Others | None = None,
+    d_kv: Array | None = None,
     family: str | None = None,
     tiles: Tiles | None = None,
 ) -> None:
     """d_qkv (N, W) from d_out (N, H d) and what the forward read and wrote.
 
+    Of attention ``to`` others, with ``out`` and ``log_sum_exp`` of all keys: added to the heads of q in ``d_qkv``
+    and to ``d_kv``, which are fp32.
+
     Takes ``take_scratch`` from ``arena``, whose arrays are of ``kos.memory.array``: 3 B H T floats (none in the simple
     family) and on Hopper B H T d integers, where blocks add up dQ, and B K T / 64 floats more; T rounded up to 128.
     """
-    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp)
+    samples, length, head_dim = check(qkv, heads, kv_heads, out, log_sum_exp, to, backward=True)
     expect("d_out", d_out, out.shape, out.dtype)
-    expect("d_qkv", d_qkv, qkv.shape, qkv.dtype)
+    expect("d_qkv", d_qkv, qkv.shape, qkv.dtype if to is None else "float32")
+    more: tuple[int, ...] = ()
+    if to is None:
+        queries = keys = slice(0, length)
+        first_key, kv_width = qkv.pointer + heads * head_dim * qkv.dtype.itemsize, heads + 2 * kv_heads
+        d_keys = d_qkv.pointer
+    else:
+        queries, keys, first_key, kv_width = to.queries, to.keys, _row(to.kv, to.keys), 2 * kv_heads
+        assert d_kv is not None, "attention to others: the gradient of their keys and values"
+        expect("d_kv", d_kv, to.kv.shape, "float32")
+        d_keys, more = _row(d_kv, keys), (first_key, keys.stop - keys.start, length)
     family = family or family_for(qkv.device, qkv.dtype.name, head_dim)
-    size, defines = (samples, length, heads, kv_heads), macros(qkv.dtype.name, head_dim)
+    T, seen = queries.stop - queries.start, keys.stop - keys.start
+    size, defines = (samples, T, heads, kv_heads), macros(qkv.dtype.name, head_dim, to is None)
+    q, dq, d, o = (_row(x, queries) for x in (qkv, d_qkv, d_out, out))
+    lse = log_sum_exp.pointer + 4 * queries.start
     if family == "simple":
-        arguments = (qkv, d_out, out, log_sum_exp, d_qkv, *size)
-        for name, of in (("attention_backward_q", heads), ("attention_backward_kv", kv_heads)):
-            launch("attention_simple.cu", name, _rows(samples * length * of), 256, *arguments, **defines)
+        for name, count, target in (
+            ("attention_backward_q", T * heads, dq), ("attention_backward_kv", seen * kv_heads, d_keys),
+        ):  # fmt: skip
+            launch(
+                "attention_simple.cu", name, _rows(samples * count), 256, q, d, o, lse, target, *size, *more, **defines
+            )
         return
-    padded, row = -(-length // _PAD) * _PAD, head_dim * 2
-    blocks, group = -(-length // _BLOCK), heads // kv_heads
-    section_kv = _section(samples * kv_heads, 1, length, head_dim * group)
+    padded, row, group = _padded(T), head_dim * 2, heads // kv_heads
+    section_kv = _section(samples * kv_heads, 1, T, head_dim * group)
     threads = samples * padded * heads * (head_dim // 8)
+    blocks_q, blocks_kv = (samples * of * -(-n // _BLOCK) for of, n in ((heads, T), (kv_heads, seen)))
     with arena.scope():
-        statistics, bounds, sums = take_scratch(log_sum_exp, kv_heads, head_dim, family, arena)
+        statistics, bounds, sums = take_scratch(log_sum_exp, kv_heads, head_dim, family, arena, T, seen)
         if bounds is not None:
             launch(
-                "attention_statistics.cu", "attention_bounds", bounds.size // 2, 256, qkv, bounds, length, heads,
-                kv_heads, **defines,
+                "attention_statistics.cu", "attention_bounds", bounds.size // 2, 256, first_key, bounds, seen, length,
+                kv_width, kv_heads, **defines,
             )  # fmt: skip
         scratch = (statistics, *(0 if x is None else x for x in (bounds, sums)))
         launch(
-            "attention_statistics.cu", "attention_statistics", -(-threads // 256), 256, d_out, out, log_sum_exp,
-            *scratch, *size, **defines,
+            "attention_statistics.cu", "attention_statistics", -(-threads // 256), 256, d, o, lse, *scratch, *size,
+            seen, length, **defines,
         )  # fmt: skip
         if sums is not None:
             defines |= _BACKWARD[head_dim] | (tiles or {})
             step, turns = 8192 // head_dim, 3 if head_dim == 128 else 2  # STEP and TURNS
             own, slopes = 2 * _BLOCK * row, turns * _BLOCK * step * 2
             shared = own + int(defines["STAGES"]) * step * (2 * row + 12) + slopes + _ALIGNMENT + 256
-            maps = tuple(_map(x, samples, length) for x in (qkv, d_out, d_qkv))
+            other = _map(d_qkv, samples, length) if to is None else _map(to.kv, samples, length, keys)
             launch(
-                "attention_backward_hopper.cu", "attention_backward", samples * kv_heads * blocks, 384,
-                *maps, statistics, sums, *size, section_kv, shared=shared, **defines,
+                "attention_backward_hopper.cu", "attention_backward", blocks_kv, 384,
+                *(_map(x, samples, length, queries) for x in (qkv, d_out)), other, statistics, sums, *size, section_kv,
+                *((d_keys, *more[1:]) if more else ()), shared=shared, **defines,
             )  # fmt: skip
             launch(
                 "attention_backward_hopper.cu", "attention_finish", sums.size // 4096, 256,
-                sums, statistics, d_qkv, length, heads, qkv.shape[1], **defines,
+                sums, statistics, dq, T, heads, qkv.shape[1], length, **defines,
             )  # fmt: skip
             return
         defines |= tiles or {}
-        section_q = _section(samples * heads, group, length, head_dim)
-        operands = (qkv, d_out, d_qkv, statistics, *size)
+        section_q = _section(samples * heads, group, seen, head_dim)
         shared = (2 * _BLOCK + 4 * (64 if head_dim == 64 else 32)) * row
-        for name, of, section in (
-            ("attention_backward_kv", kv_heads, section_kv), ("attention_backward_q", heads, section_q),
+        for name, grid, target, section in (
+            ("attention_backward_kv", blocks_kv, d_keys, section_kv), ("attention_backward_q", blocks_q, dq, section_q),
         ):  # fmt: skip
-            launch("attention_mma.cu", name, samples * of * blocks, 256, *operands, section, shared=shared, **defines)
+            operands = (q, d, target, statistics, *size, section, *more)
+            launch("attention_mma.cu", name, grid, 256, *operands, shared=shared, **defines)
 
 
 def take_scratch(
-    log_sum_exp: Array, kv_heads: int, head_dim: int, family: str, arena: Arena
+    log_sum_exp: Array, kv_heads: int, head_dim: int, family: str, arena: Arena, queries: int = 0, keys: int = 0
 ) -> tuple[Array, Array | None, Array | None]:
-    """What the backward takes: statistics, and where dQ is added up in integers, bounds of keys and values and dQ."""
+    """What the backward takes: statistics, and where dQ is added up in integers, bounds of keys and values and dQ.
+
+    ``queries`` and ``keys`` of each sample: as many as it has tokens, if not given.
+    """
     samples, heads, length = log_sum_exp.shape
-    padded = -(-length // _PAD) * _PAD
-    statistics = arena.take((3 * samples * heads * padded,), np.float32)
+    rows = samples * heads * _padded(queries or length)
+    statistics = arena.take((3 * rows,), np.float32)
     if family != "hopper":
         return statistics, None, None
-    bounds = arena.take((2 * samples * kv_heads * padded // _PAD,), np.float32)
-    return statistics, bounds, arena.take((samples * heads * padded * head_dim,), np.int32)
+    bounds = arena.take((2 * samples * kv_heads * _padded(keys or length) // _PAD,), np.float32)
+    return statistics, bounds, arena.take((rows * head_dim,), np.int32)
+
+
+def _padded(tokens: int) -> int:
+    return -(-tokens // _PAD) * _PAD
+
+
+def _row(array: Array, tokens: slice) -> int:
+    """The address of the first of ``tokens`` in an array with a row for each."""
+    return array.pointer + tokens.start * array.shape[1] * array.dtype.itemsize
 
 
 @functools.cache
@@ -182,7 +232,10 @@ def expect(name: str, array: Array, shape: tuple[int, ...], dtype: Any) -> None:
         raise InvalidArgument(f"attention: expected {name} {dtype}{shape}, got {array.dtype}{array.shape}")
 
 
-def check(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array) -> tuple[int, int, int]:
+def check(
+    qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array, to: Others | None = None,
+    backward: bool = False,
+) -> tuple[int, int, int]:  # fmt: skip
     """B, T and d, of operands that fit together."""
     if kv_heads < 1 or heads % kv_heads:
         raise InvalidArgument(f"attention: expected heads to be a multiple of kv_heads, got {heads} and {kv_heads}")
@@ -198,8 +251,13 @@ def check(qkv: Array, heads: int, kv_heads: int, out: Array, log_sum_exp: Array)
         )
     tokens = samples * length
     expect("qkv", qkv, (tokens, (heads + 2 * kv_heads) * head_dim), qkv.dtype)
-    expect("out", out, (tokens, heads * head_dim), qkv.dtype)
+    expect("out", out, (tokens, heads * head_dim), qkv.dtype if to is None or backward else "float32")
     expect("log_sum_exp", log_sum_exp, log_sum_exp.shape, "float32")
+    if to is not None:
+        expect("kv", to.kv, (tokens, 2 * kv_heads * head_dim), qkv.dtype)
+        for name, part in (("queries", to.queries), ("keys", to.keys)):
+            if not 0 <= part.start < part.stop <= length:
+                raise InvalidArgument(f"attention: expected {name} in 0 to {length}, got {part.start} to {part.stop}")
     return samples, length, head_dim
 
 
@@ -214,34 +272,38 @@ def _section(heads: int, group: int, length: int, head_dim: int) -> int:
     return min(heads, group * groups)
 
 
-def macros(dtype: str, head_dim: int) -> dict[str, Define]:
+def macros(dtype: str, head_dim: int, causal: bool = True) -> dict[str, Define]:
     """What every file of kernels needs to be told."""
-    return {"DTYPE": dtype, "HEAD_DIM": head_dim, "SCALE": f"{1 / math.sqrt(head_dim):.9e}f"}
+    defines: dict[str, Define] = {"DTYPE": dtype, "HEAD_DIM": head_dim, "SCALE": f"{1 / math.sqrt(head_dim):.9e}f"}
+    return defines if causal else {**defines, "CAUSAL": 0}
 
 
 class _Words:
     """Device memory as (B, T, columns) 16-bit words, for the tensor map: it only moves them."""
 
-    def __init__(self, pointer: int, shape: tuple[int, int, int]) -> None:
+    def __init__(self, pointer: int, shape: tuple[int, int, int], strides: tuple[int, int, int] | None) -> None:
         self.__cuda_array_interface__ = {
-            "shape": shape, "typestr": "<u2", "data": (pointer, False), "strides": None, "version": 3,
+            "shape": shape, "typestr": "<u2", "data": (pointer, False), "strides": strides, "version": 3,
         }  # fmt: skip
 
 
-def _map(array: Array, samples: int, length: int) -> Any:
-    return _tensor_map(array.pointer, samples, length, array.shape[-1])
+def _map(array: Array, samples: int, length: int, tokens: slice | None = None) -> Any:
+    """Of ``tokens`` of each of ``samples`` of ``length`` tokens."""
+    tokens = tokens or slice(0, length)
+    return _tensor_map(_row(array, tokens), samples, tokens.stop - tokens.start, length, array.shape[1])
 
 
 @functools.lru_cache(maxsize=1024)
-def _tensor_map(pointer: int, samples: int, length: int, columns: int) -> Any:
+def _tensor_map(pointer: int, samples: int, tokens: int, length: int, columns: int) -> Any:
     """A TMA descriptor for boxes of 64 tokens and 64 columns.
 
-    Tokens beyond a sample's end are read as zeros and not written.
+    Tokens beyond the ``tokens`` of a sample are read as zeros and not written.
     """
     from cuda.core._tensor_map import TensorMapL2Promotion, TensorMapSwizzle
     from cuda.core.utils import StridedMemoryView
 
-    words = StridedMemoryView.from_cuda_array_interface(_Words(pointer, (samples, length, columns)), -1)
-    return words.as_tensor_map(
+    strides = None if tokens == length else (2 * length * columns, 2 * columns, 2)  # bytes
+    words = _Words(pointer, (samples, tokens, columns), strides)
+    return StridedMemoryView.from_cuda_array_interface(words, -1).as_tensor_map(
         (1, 64, 64), swizzle=TensorMapSwizzle.SWIZZLE_128B, l2_promotion=TensorMapL2Promotion.L2_256B
     )

@@ -69,7 +69,7 @@ class CudnnAttention:
         self._run(arena, dry, heads, kv_heads, qkv, out, log_sum_exp, d_out, d_qkv)
 
     def _run(self, arena: Arena, dry: bool, heads: int, kv_heads: int, qkv: Array, *others: Array) -> None:
-        samples, length, d = attention.check(qkv, heads, kv_heads, *others[:2])
+        samples, length, d = attention.check(qkv, heads, kv_heads, others[0], others[1])
         backward = len(others) > 2
         graph, nbytes = self.graph(Shape(samples, length, heads, kv_heads, d, qkv.dtype.name), backward)
         starts = [d * qkv.dtype.itemsize * at for at in (0, heads, heads + kv_heads)]  # of q, k and v, in bytes

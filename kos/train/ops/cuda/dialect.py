@@ -39,7 +39,8 @@ class CudaOps:
     """The operations on ``device``, in the order of ``stream`` (a new one unless given).
 
     Matrix products take their ``algorithms``, which may be added to before a shape's first use; ``search`` times those
-    that are missing then, and adds them.  Attention is cuDNN's where ``cudnn`` is set.
+    that are missing then, and adds them.  Attention is cuDNN's where ``cudnn`` is set,
+    but for keys of other ranks.
     """
 
     cudnn: CudnnAttention | None = None
@@ -371,6 +372,36 @@ class CudaOps:
         else:
             attention.attention_backward(*operands, self.launch)
 
+    def keys_and_values(self, qkv: Array, heads: int, kv_heads: int, arena: Arena) -> Array:
+        rows, columns = qkv.shape
+        kv = arena.take((rows, 2 * kv_heads * columns // (heads + 2 * kv_heads)), qkv.dtype)
+        self._last_columns("last_columns", qkv, kv)
+        return kv
+
+    def add_keys_and_values(self, d_kv: Array, d_qkv: Array) -> None:
+        self._last_columns("add_to_last_columns", d_qkv, d_kv)
+
+    def _last_columns(self, name: str, x: Array, y: Array) -> None:
+        columns = y.shape[1]
+        width = _width(math.gcd(columns, x.shape[1]), x, y)
+        defines: dict[str, Any] = {"DTYPE": x.dtype.name, "WIDTH": width, "COLUMNS": columns}
+        self._elementwise(name, y.size // width, x, y, x.shape[1], **defines)
+
+    def attention_to(
+        self, qkv: Array, kv: Array, heads: int, kv_heads: int, queries: slice, keys: slice, out: Array,
+        log_sum_exp: Array, arena: Arena,
+    ) -> None:  # fmt: skip
+        to = attention.Others(kv, queries, keys)
+        attention.attention(qkv, heads, kv_heads, out, log_sum_exp, self.launch, to=to)
+
+    def attention_to_backward(
+        self, d_out: Array, qkv: Array, kv: Array, out: Array, log_sum_exp: Array, heads: int, kv_heads: int,
+        queries: slice, keys: slice, d_qkv: Array, d_kv: Array, arena: Arena,
+    ) -> None:  # fmt: skip
+        self.zero(d_kv)
+        operands, to = (d_out, qkv, out, log_sum_exp, heads, kv_heads), attention.Others(kv, queries, keys)
+        attention.attention_backward(*operands, d_qkv, arena, self.launch, to=to, d_kv=d_kv)
+
     # --- cross_entropy -------------------------------------------------------------------------------
 
     def count_targets(self, targets: Array, out: Array) -> None:
@@ -418,7 +449,7 @@ class CudaOps:
         threads = min(512, _power_of_two(-(-vocabulary // width)))
         if rows:
             self._entropy(
-                name, min(rows, self.multiprocessors * (2048 // threads)), threads, logits, *operands, rows,
+                name, rows, threads, logits, *operands,
                 DTYPE=logits.dtype.name, WIDTH=width, BACKWARD=backward, VOCABULARY=vocabulary, THREADS=threads,
             )  # fmt: skip
 

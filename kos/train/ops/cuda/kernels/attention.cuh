@@ -1,9 +1,14 @@
 // What all attention kernels share: 16-bit types without CUDA's headers, softmax's arithmetic, order of blocks.
 //
-// Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM).
+// Macros: HEAD_DIM; DTYPE bfloat16, float16 or (attention_simple.cu only) float32; SCALE = 1 / sqrt(HEAD_DIM); CAUSAL.
 // Scores are kept in powers of two: exp(scale (s - max)) = exp2(LOG2_SCALE s - LOG2_SCALE max), one FFMA and one EX2.
 //
 // Tokens: qkv (B, T, W), W = (H + 2K) HEAD_DIM, holds the heads of q, then k, then v; out and d_out (B, T, H d).
+//
+// Without CAUSAL all queries see all keys, which lie in an array of their own: kv (B, `keys`, 2 K d).  T counts the
+// queries; a sample of any array is `stride` tokens, of which pointers and tensor maps give the part that is meant.
+// What is written is fp32 then: out and log_sum_exp are merged with what they hold of other keys, gradients are added to
+// what is there.
 #pragma once
 
 using u16 = unsigned short;
@@ -14,6 +19,10 @@ using u64 = unsigned long long;
 #define LN_2 0.6931471805599453f
 #define LOG2_SCALE (SCALE * LOG2_E)
 #define INFINITE __int_as_float(0x7f800000)
+
+#ifndef CAUSAL
+#define CAUSAL 1
+#endif
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -60,6 +69,17 @@ __device__ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// How attention to some keys, of this maximum of the scores and sum of exponentials, is merged with that to others: what
+// their results are multiplied by, and the log_sum_exp of all keys.
+struct Merge {
+    float old, now, log_sum_exp;
+    __device__ Merge(float before, float top, float sum) {
+        const float mine = top * SCALE + logf(sum), high = fmaxf(before, mine);
+        const float a = expf(before - high), b = expf(mine - high);
+        old = a / (a + b), now = b / (a + b) / sum, log_sum_exp = high + logf(a + b);
+    }
+};
+
 // Which block of rows of which head this thread block works on.  Blocks start in the order of their number: the rows
 // with the most work come first, so that the last wave is short, and `section` heads at a time, so that what they
 // read stays in the L2.
@@ -86,3 +106,18 @@ __device__ inline long statistics_at(int head, int token, int T) {
 // Packed in pairs they are, unmoved, the left operand of the next product.
 #define LOWER(i) ((i) / 2 % 2)  // 1: the row below
 #define COLUMN_OF(i, lane) ((i) / 4 * 8 + (lane) % 4 * 2 + (i) % 2)
+
+// Adds the rows of d that exist, times a factor for the thread's upper and one for its lower row, to what is there, times
+// another.
+__device__ inline void add_rows(const float (&d)[HEAD_DIM / 2], float upper, float lower, float* head, long stride, int row,
+                                int rows, float old_upper = 1, float old_lower = 1) {
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; i += 2) {
+        const int at = row + LOWER(i) * 8;
+        const float factor = LOWER(i) ? lower : upper, old = LOWER(i) ? old_lower : old_upper;
+        if (at >= rows) continue;
+        float2* pair = (float2*)(head + at * stride + COLUMN_OF(i, threadIdx.x % 32));
+        const float2 there = *pair;
+        *pair = {there.x * old + d[i] * factor, there.y * old + d[i + 1] * factor};
+    }
+}

@@ -1,8 +1,8 @@
-// Causal attention, backward, on Hopper: one pass of five products (Dao 2023, arXiv:2307.08691; Shah et al. 2024,
+// Attention, backward, on Hopper: one pass of five products (Dao 2023, arXiv:2307.08691; Shah et al. 2024,
 // arXiv:2407.08608), as reproducible as two passes of seven.
 //
-// attention_backward: a block owns 128 keys of a key/value head (two warpgroups of 64) and streams the queries after
-//   them, of all query heads that share the head: S^T = K Q^T, P^T = exp(S^T - lse), dP^T = V dO^T,
+// attention_backward: a block owns 128 keys of a key/value head (two warpgroups of 64) and streams the queries that see
+//   them (without CAUSAL all), of all query heads that share the head: S^T = K Q^T, P^T = exp(S^T - lse), dP^T = V dO^T,
 //   dS^T = P^T (dP^T - delta); dV += P^T dO, dK += dS^T Q, dQ += dS K.  Scores are kept transposed, so that P^T and
 //   dS^T are in registers as dV's and dK's products want them; for dQ's the two warpgroups put dS^T together in shared
 //   memory, and multiply a tile later, so that neither waits long for the other: each has a half of the tile's dQ.
@@ -37,6 +37,12 @@
 #define TURNS (AT_ONCE ? 3 : 2)
 static_assert(PAD % STEP == 0, "statistics are read a whole tile at a time");
 
+// What kernels are given to see other keys than causal ones: where dk and dv are added up, keys and tokens of a sample.
+#if CAUSAL
+#define OTHERS
+#else
+#define OTHERS , float *d_kv, int keys, int stride
+#endif
 extern __shared__ char raw[];
 
 struct Shared {
@@ -66,7 +72,7 @@ __device__ inline void store_slopes(char* tile, const u32 (&slopes)[STEP / 4], i
 // What a thread of a warpgroup has: 64 keys of dK and dV, and the half of dQ's last tile that is still to be multiplied.
 struct Worker {
     Shared& s;
-    const int group, lane, row, key;  // row: of 64 queries or keys
+    const int group, lane, row, key, keys;  // row: of 64 queries or keys
     float dk[HEAD_DIM / 2] = {}, dv[HEAD_DIM / 2] = {}, scales[2];
     int* target;
     Ring<STAGES> ring;
@@ -123,10 +129,11 @@ struct Worker {
             scores[j + 2] = exp2_fast(scores[j + 2] * LOG2_SCALE - lse.x);
             scores[j + 3] = exp2_fast(scores[j + 3] * LOG2_SCALE - lse.y);
         }
-        if (token < key - row + 64)
+        // Keys beyond the last are 0, but their probabilities may be inf, and dQ the sum of NaN.
+        if (CAUSAL ? token < key - row + 64 : keys < key - row + 64)
 #pragma unroll
             for (int j = 0; j < STEP / 2; ++j)
-                if (token + COLUMN_OF(j, lane) < key + LOWER(j) * 8) scores[j] = 0;
+                if (CAUSAL ? token + COLUMN_OF(j, lane) < key + LOWER(j) * 8 : keys <= key + LOWER(j) * 8) scores[j] = 0;
         if (!AT_ONCE) {
             wgmma_wait<0>();
             add_queries<FIRST>(dq);
@@ -183,33 +190,52 @@ struct Worker {
     }
 };
 
+#if CAUSAL
 __device__ inline void consume(Shared& s, const TensorMap& d_qkv, int* sums, int T, int H, int K, int group, int kv_head,
                                int first, int sample) {
+    const int start = first, keys = T;
+#else
+__device__ inline void consume(Shared& s, float* d_kv, int* sums, int T, int H, int K, int group, int kv_head, int first,
+                               int sample, int keys, int stride) {
+    const int start = 0;
+#endif
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, first_key = first + group * 64;
     const int heads = H / K, of_head = padded(T) * HEAD_DIM;
-    Worker worker{s, group, lane, row, first_key + row};
+    Worker worker{s, group, lane, row, first_key + row, keys};
     sums += (long)(sample * H + kv_head * heads) * of_head;
     if (AT_ONCE && group == 1) named_arrive(MY_TURN, 128 * GROUPS);
     barrier_wait(&s.own_full, 0);
-    worker.work<true>(first, sums + first * HEAD_DIM);
-    for (int i = 0, token = first + STEP; i < heads; ++i, token = first, sums += of_head)
+    worker.work<true>(start, sums + start * HEAD_DIM);
+    for (int i = 0, token = start + STEP; i < heads; ++i, token = start, sums += of_head)
         for (; token < T; token += STEP) worker.work<false>(token, sums + token * HEAD_DIM);
     worker.finish();
+#if CAUSAL
     const int k_column = (H + kv_head) * HEAD_DIM, v_column = k_column + K * HEAD_DIM;
     char *k = s.k + group * 64 * ROW_BYTES, *v = s.v + group * 64 * ROW_BYTES;
     store_tile(worker.dv, 1, 1, v, OWN, group, d_qkv, v_column, first_key, sample);
     store_tile(worker.dk, SCALE, SCALE, k, OWN, group, d_qkv, k_column, first_key, sample);
+#else
+    float *dk = d_kv + ((long)sample * stride * 2 * K + kv_head) * HEAD_DIM, *dv = dk + K * HEAD_DIM;
+    add_rows(worker.dv, 1, 1, dv, 2 * K * HEAD_DIM, worker.key, keys);
+    add_rows(worker.dk, SCALE, SCALE, dk, 2 * K * HEAD_DIM, worker.key, keys);
+#endif
 }
 
 // sums: dQ as integers, (samples, H, padded(T) / 64, PANELS) pieces of 64 queries by 64 columns: element j of thread t of
 // the warpgroup that multiplied a piece is at j * 128 + t.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attention_backward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap d_out,
-                       const __grid_constant__ TensorMap d_qkv, const float* statistics, int* sums, int samples, int T, int H,
-                       int K, int section) {
+                       const __grid_constant__ TensorMap other, const float* statistics, int* sums, int samples, int T, int H,
+                       int K, int section OTHERS) {
     Shared& s = *(Shared*)(raw + (0 - shared_address(raw) & 1023));
-    const Place at = place(blockIdx.x, samples * K, (T + OWN - 1) / OWN, section);
-    const int sample = at.head / K, kv_head = at.head % K, first = at.block * OWN;
+#if CAUSAL
+    const TensorMap &kv = qkv, &d_qkv = other;
+    const int keys = T;
+#else
+    const TensorMap& kv = other;
+#endif
+    const Place at = place(blockIdx.x, samples * K, (keys + OWN - 1) / OWN, section);
+    const int sample = at.head / K, kv_head = at.head % K, first = at.block * OWN, start = CAUSAL ? first : 0;
     if (threadIdx.x == 0) {
         prefetch_map(qkv);
         prefetch_map(d_out);
@@ -226,11 +252,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         registers_down<24>();
         if (threadIdx.x == 0) {
             barrier_expect(&s.own_full, 2 * OWN_BYTES);
-            load_tile<OWN>(s.k, qkv, &s.own_full, (H + kv_head) * HEAD_DIM, first, sample);
-            load_tile<OWN>(s.v, qkv, &s.own_full, (H + K + kv_head) * HEAD_DIM, first, sample);
+            load_tile<OWN>(s.k, kv, &s.own_full, ((CAUSAL ? H : 0) + kv_head) * HEAD_DIM, first, sample);
+            load_tile<OWN>(s.v, kv, &s.own_full, ((CAUSAL ? H : 0) + K + kv_head) * HEAD_DIM, first, sample);
             Ring<STAGES> ring;
             for (int head = kv_head * (H / K); head < (kv_head + 1) * (H / K); ++head)
-                for (int token = first; token < T; token += STEP, ring.next()) {
+                for (int token = start; token < T; token += STEP, ring.next()) {
                     const int i = ring.stage;
                     u64* full = &s.full[i];
                     barrier_wait(&s.empty[i], ring.phase ^ 1);
@@ -242,13 +268,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     } else {
         registers_up<240>();
-        consume(s, d_qkv, sums, T, H, K, __shfl_sync(~0u, threadIdx.x / 128 - 1, 0), kv_head, first, sample);
+        const int group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
+#if CAUSAL
+        consume(s, d_qkv, sums, T, H, K, group, kv_head, first, sample);
+#else
+        consume(s, d_kv, sums, T, H, K, group, kv_head, first, sample, keys, stride);
+#endif
     }
 }
 
-// A block a piece; a thread has 8 columns of a query at a time.
+// A block a piece; a thread has 8 columns of a query at a time.  A sample of d_qkv has `stride` rows of W.
 extern "C" __global__ void __launch_bounds__(256)
-    attention_finish(const int4* sums, const float* statistics, uint4* d_qkv, int T, int H, int W) {
+    attention_finish(const int4* sums, const float* statistics, void* d_qkv, int T, int H, int W, int stride) {
     const int panel = blockIdx.x % PANELS, tiles = padded(T) / 64, tile = blockIdx.x / PANELS % tiles;
     const int head = blockIdx.x / (PANELS * tiles), sample = head / H;
     const float* scales = statistics + statistics_at(head, tile * 64, T) + 128;
@@ -259,8 +290,16 @@ extern "C" __global__ void __launch_bounds__(256)
         const long at = blockIdx.x * 1024l + (chunk * 4 + row / 8 % 2 * 2) * 32 + row / 16 * 8 + row % 8;
         const int4 even = sums[at], odd = sums[at + 32];
         const float factor = SCALE / scales[row];
-        d_qkv[(((long)sample * T + token) * W + head % H * HEAD_DIM) / 8 + panel * 8 + chunk] =
+        const long target = (((long)sample * stride + token) * W + head % H * HEAD_DIM) / 8 + panel * 8 + chunk;
+#if CAUSAL
+        ((uint4*)d_qkv)[target] =
             make_uint4(pack(even.x * factor, odd.x * factor), pack(even.y * factor, odd.y * factor),
                        pack(even.z * factor, odd.z * factor), pack(even.w * factor, odd.w * factor));
+#else
+        float4* const sum = (float4*)d_qkv + 2 * target;
+        const float4 low = sum[0], high = sum[1];
+        sum[0] = {low.x + even.x * factor, low.y + odd.x * factor, low.z + even.y * factor, low.w + odd.y * factor};
+        sum[1] = {high.x + even.z * factor, high.y + odd.z * factor, high.z + even.w * factor, high.w + odd.w * factor};
+#endif
     }
 }

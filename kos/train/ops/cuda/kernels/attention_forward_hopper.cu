@@ -1,11 +1,12 @@
-// Causal attention, forward, on Hopper: FlashAttention-3's plan (Shah et al. 2024, arXiv:2407.08608).
+// Attention, forward, on Hopper: FlashAttention-3's plan (Shah et al. 2024, arXiv:2407.08608).
 //
 // One warpgroup produces (a single thread issues TMA loads into a ring of STAGES key and value tiles), CONSUMERS
 // warpgroups each own 64 query rows.  Two overlaps hide the softmax: within a warpgroup the scores of the next key
 // tile are multiplied while the probabilities of the last are; between warpgroups named barriers make one multiply
 // while the other exponentiates (PINGPONG).
 // A block stays for many tiles of queries, and loads of the next begin before the last is stored.
-// The tile on the diagonal comes first: it alone needs a mask, and it gives every row a finite maximum.
+// The tile on the diagonal comes first: it alone needs a mask, and it gives every row a finite maximum.  Without CAUSAL it
+// is the last keys, which need not be a tile.
 #include "attention_hopper.cuh"
 
 #ifndef CONSUMERS
@@ -33,11 +34,19 @@ struct Shared {
 };
 extern __shared__ char raw[];
 
+// What kernels are given to see other keys than causal ones: where the result is merged, keys and tokens of a sample.
+#if CAUSAL
+#define OTHERS
+#else
+#define OTHERS , float *merged, int all_keys, int stride
+#endif
+
 // The tiles of queries that this block works on: every gridDim-th, there and back again, since the first have most keys.
 struct Tiles {
-    int samples, T, H, K, section, blocks, total, round = -1, sample, head, kv_head, first, keys;
-    __device__ Tiles(int samples, int T, int H, int K, int section)
-        : samples(samples), T(T), H(H), K(K), section(section), blocks((T + QUERIES - 1) / QUERIES), total(samples * H * blocks) {}
+    int samples, T, H, K, section, all_keys, blocks, total, round = -1, sample, head, kv_head, first, keys;
+    __device__ Tiles(int samples, int T, int H, int K, int section, int all_keys)
+        : samples(samples), T(T), H(H), K(K), section(section), all_keys(all_keys), blocks((T + QUERIES - 1) / QUERIES),
+          total(samples * H * blocks) {}
     __device__ bool next() {
         for (;;) {
             if (++round * gridDim.x >= total) return false;
@@ -46,37 +55,37 @@ struct Tiles {
             const Place at = place(index, samples * H, blocks, section);
             sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
             first = (blocks - 1 - at.block) * QUERIES;
-            keys = (min(T, first + QUERIES) + KEYS - 1) / KEYS;
+            keys = ((CAUSAL ? min(T, first + QUERIES) : all_keys) + KEYS - 1) / KEYS;
             return true;
         }
     }
 };
 
-__device__ inline void produce(Shared& s, const TensorMap& qkv, Tiles work) {
+__device__ inline void produce(Shared& s, const TensorMap& qkv, const TensorMap& kv, Tiles work) {
     Ring<STAGES> ring;
     for (Ring<2> own; work.next(); own.next()) {
         barrier_wait(&s.q_empty[own.stage], own.phase ^ 1);
         barrier_expect(&s.q_full[own.stage], Q_BYTES);
         load_tile<QUERIES>(s.q[own.stage], qkv, &s.q_full[own.stage], work.head * HEAD_DIM, work.first, work.sample);
-        const int k_column = (work.H + work.kv_head) * HEAD_DIM, v_column = k_column + work.K * HEAD_DIM;
+        const int k_column = ((CAUSAL ? work.H : 0) + work.kv_head) * HEAD_DIM, v_column = k_column + work.K * HEAD_DIM;
         for (int tile = work.keys - 1; tile >= 0; --tile, ring.next()) {
             const int i = ring.stage;
             barrier_wait(&s.k_empty[i], ring.phase ^ 1);
             barrier_expect(&s.k_full[i], TILE_BYTES);
-            load_tile<KEYS>(s.k[i], qkv, &s.k_full[i], k_column, tile * KEYS, work.sample);
+            load_tile<KEYS>(s.k[i], kv, &s.k_full[i], k_column, tile * KEYS, work.sample);
             barrier_wait(&s.v_empty[i], ring.phase ^ 1);
             barrier_expect(&s.v_full[i], TILE_BYTES);
-            load_tile<KEYS>(s.v[i], qkv, &s.v_full[i], v_column, tile * KEYS, work.sample);
+            load_tile<KEYS>(s.v[i], kv, &s.v_full[i], v_column, tile * KEYS, work.sample);
         }
     }
 }
 
-// Keys after the query get no weight; `row` is the query of the thread's upper row.
-__device__ inline void mask(float (&scores)[KEYS / 2], int row, int first_key) {
+// Keys after the query, or after all that there are, get no weight; `row` is the query of the thread's upper row.
+__device__ inline void mask(float (&scores)[KEYS / 2], int row, int first_key, int all_keys) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < KEYS / 2; ++i)
-        if (first_key + COLUMN_OF(i, lane) > row + LOWER(i) * 8) scores[i] = -INFINITE;
+        if (first_key + COLUMN_OF(i, lane) > (CAUSAL ? row + LOWER(i) * 8 : all_keys - 1)) scores[i] = -INFINITE;
 }
 
 // scores become probabilities relative to the new maxima; `factor` is what the old ones were too large by.
@@ -88,7 +97,7 @@ __device__ inline void softmax(float (&scores)[KEYS / 2], float (&top)[2], float
         for (int i = 2 * half; i < KEYS / 2; i += 4) high = fmaxf(high, fmaxf(scores[i], scores[i + 1]));
         high = quad_max(high);
         // A row that has seen no key yet has no maximum; it can only happen where a block has tiles above its diagonal.
-        const float shift = QUERIES > KEYS && high == -INFINITE ? 0 : high * LOG2_SCALE;
+        const float shift = CAUSAL && QUERIES > KEYS && high == -INFINITE ? 0 : high * LOG2_SCALE;
         factor[half] = exp2_fast(top[half] * LOG2_SCALE - shift);
         top[half] = high;
         float sum = 0;
@@ -102,7 +111,11 @@ __device__ inline void softmax(float (&scores)[KEYS / 2], float (&top)[2], float
     }
 }
 
+#if CAUSAL
 __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_exp, Tiles work, int group) {
+#else
+__device__ inline void consume(Shared& s, float* out, float* log_sum_exp, Tiles work, int group, int stride) {
+#endif
     const int lane = threadIdx.x % 32;
     float scores[KEYS / 2], sums[HEAD_DIM / 2], top[2], total[2], factor[2];
     u32 probabilities[KEYS / 4];
@@ -137,7 +150,7 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
         hold(scores);
         done(&s.k_empty[k.stage]);
         k.next();
-        mask(scores, row, tile * KEYS);
+        mask(scores, row, tile * KEYS, work.all_keys);
         softmax(scores, top, total, factor);
         narrow();
         for (--tile; tile >= 0; --tile) {
@@ -150,7 +163,7 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
             wgmma_wait<1>();
             hold(scores);
             done(&s.k_empty[k.stage]);
-            if ((tile + 1) * KEYS > work.first) mask(scores, row, tile * KEYS);
+            if (CAUSAL && (tile + 1) * KEYS > work.first) mask(scores, row, tile * KEYS, 0);
             softmax(scores, top, total, factor);
             wgmma_wait<0>();
             hold(sums);
@@ -164,6 +177,7 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
         }
         barrier_wait(&s.v_full[v.stage], v.phase);
         multiply_add<KEYS>(sums, probabilities, s.v[v.stage]);
+#if CAUSAL
         float* lse = log_sum_exp + ((long)work.sample * work.H + work.head) * work.T;
         float inverse[2];
 #pragma unroll
@@ -172,22 +186,43 @@ __device__ inline void consume(Shared& s, const TensorMap& out, float* log_sum_e
             inverse[half] = 1 / sum;
             if (lane % 4 == 0 && row + 8 * half < work.T) lse[row + 8 * half] = top[half] * SCALE + __logf(sum);
         }
+#else
+        float* lse = log_sum_exp + ((long)work.sample * work.H + work.head) * stride + row;
+        const Merge upper(row < work.T ? lse[0] : 0, top[0], quad_sum(total[0]));
+        const Merge lower(row + 8 < work.T ? lse[8] : 0, top[1], quad_sum(total[1]));
+        __syncwarp();  // all lanes of a row have read what the first writes
+        if (lane % 4 == 0 && row < work.T) lse[0] = upper.log_sum_exp;
+        if (lane % 4 == 0 && row + 8 < work.T) lse[8] = lower.log_sum_exp;
+#endif
         wgmma_wait<0>();
         hold(sums);
         hold(probabilities);
         done(&s.v_empty[v.stage]);
         v.next();
+#if CAUSAL
         store_tile(sums, inverse[0], inverse[1], q, QUERIES, group, out, work.head * HEAD_DIM, work.first + group * 64,
                    work.sample);
         if (threadIdx.x % 128 == 0) barrier_arrive(&s.q_empty[own.stage]);
+#else
+        named_sync(8 + group, 128);  // nobody of the group reads its queries any more
+        if (threadIdx.x % 128 == 0) barrier_arrive(&s.q_empty[own.stage]);
+        add_rows(sums, upper.now, lower.now, out + ((long)work.sample * stride * work.H + work.head) * HEAD_DIM,
+                 work.H * HEAD_DIM, row, work.T, upper.old, lower.old);
+#endif
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_forward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap out, float* log_sum_exp,
-                      int samples, int T, int H, int K, int section) {
+    attention_forward(const __grid_constant__ TensorMap qkv, const __grid_constant__ TensorMap other, float* log_sum_exp,
+                      int samples, int T, int H, int K, int section OTHERS) {
     Shared& s = *(Shared*)(raw + (0 - shared_address(raw) & 1023));
-    const Tiles work(samples, T, H, K, section);
+#if CAUSAL
+    const TensorMap &kv = qkv, &out = other;
+    const Tiles work(samples, T, H, K, section, T);
+#else
+    const TensorMap& kv = other;
+    const Tiles work(samples, T, H, K, section, all_keys);
+#endif
     if (threadIdx.x == 0) {
         prefetch_map(qkv);
         for (int i = 0; i < 2; ++i) {
@@ -205,11 +240,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();
     if (threadIdx.x < 128) {
         registers_down<CONSUMERS == 2 ? 24 : 32>();
-        if (threadIdx.x == 0) produce(s, qkv, work);
+        if (threadIdx.x == 0) produce(s, qkv, kv, work);
     } else {
         registers_up<CONSUMERS == 2 ? 240 : 160>();
         const int group = __shfl_sync(~0u, threadIdx.x / 128 - 1, 0);
         if (PINGPONG && CONSUMERS > 1 && group == CONSUMERS - 1) named_arrive(1, 256);
+#if CAUSAL
         consume(s, out, log_sum_exp, work, group);
+#else
+        consume(s, merged, log_sum_exp, work, group, stride);
+#endif
     }
 }

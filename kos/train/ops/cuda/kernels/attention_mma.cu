@@ -1,4 +1,4 @@
-// Causal attention, forward and backward, for every GPU since Ampere: FlashAttention-2's plan (Dao 2023,
+// Attention, forward and backward, for every GPU since Ampere: FlashAttention-2's plan (Dao 2023,
 // arXiv:2307.08691) with mma.sync.
 //
 // A block owns 128 rows (queries, or keys in the first backward pass), 16 a warp, and streams tiles of the other side
@@ -20,22 +20,39 @@ struct Shape {
 };
 extern __shared__ char raw[];
 
+// What kernels are given to see other keys than causal ones.
+#if CAUSAL
+using Output = u16;
+#define OTHERS
+#else
+using Output = float;
+#define OTHERS , const u16 *kv, int keys, int stride
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_forward(const u16* qkv, u16* out, float* log_sum_exp, int samples, int T, int H, int K, int section) {
+    attention_forward(const u16* qkv, Output* out, float* log_sum_exp, int samples, int T, int H, int K, int section OTHERS) {
     const Shape shape{samples, T, H, K};
     const int blocks = (T + OWN - 1) / OWN, lane = threadIdx.x % 32;
     const Place at = place(blockIdx.x, samples * H, blocks, section);
     const int sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
     const int first = (blocks - 1 - at.block) * OWN, own = threadIdx.x / 32 * 16, row = first + own + lane / 4;
-    const int tiles = (min(T, first + OWN) + KEYS - 1) / KEYS;
     const long width = shape.width();
+#if CAUSAL
+    const int tiles = (min(T, first + OWN) + KEYS - 1) / KEYS, keys = T;
     const u16* heads = qkv + sample * T * width;
     const u16 *k = heads + (H + kv_head) * HEAD_DIM, *v = k + K * HEAD_DIM;
+    const long kv_width = width;
+#else
+    const int tiles = (keys + KEYS - 1) / KEYS;
+    const long kv_width = 2 * K * HEAD_DIM;
+    const u16 *heads = qkv + sample * stride * width, *k = kv + sample * stride * kv_width + kv_head * HEAD_DIM;
+    const u16* v = k + K * HEAD_DIM;
+#endif
     const u32 q_tile = shared_address(raw), ring = q_tile + TILE_BYTES(OWN);
     const auto load = [&](int tile) {
         const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(KEYS);
-        load_tile<KEYS>(buffer, k, width, tile * KEYS, T);
-        load_tile<KEYS>(buffer + TILE_BYTES(KEYS), v, width, tile * KEYS, T);
+        load_tile<KEYS>(buffer, k, kv_width, tile * KEYS, keys);
+        load_tile<KEYS>(buffer + TILE_BYTES(KEYS), v, kv_width, tile * KEYS, keys);
         load_commit();
     };
 
@@ -53,10 +70,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             load_wait<0>();
         __syncthreads();
         multiply_transposed<KEYS>(scores, q_tile, own, buffer);
-        if ((tile + 1) * KEYS > first)
+        if ((tile + 1) * KEYS > (CAUSAL ? first : keys))
 #pragma unroll
             for (int i = 0; i < KEYS / 2; ++i)
-                if (tile * KEYS + COLUMN_OF(i, lane) > row + LOWER(i) * 8) scores[i] = -INFINITE;
+                if (tile * KEYS + COLUMN_OF(i, lane) > (CAUSAL ? row + LOWER(i) * 8 : keys - 1)) scores[i] = -INFINITE;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float high = top[half];  // finite from the first tile on, which holds key 0
@@ -81,29 +98,49 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
     }
     const float sum[2] = {quad_sum(total[0]), quad_sum(total[1])};
+#if CAUSAL
 #pragma unroll
     for (int half = 0; half < 2; ++half)
         if (lane % 4 == 0 && row + 8 * half < T)
             log_sum_exp[(long)at.head * T + row + 8 * half] = top[half] * SCALE + __logf(sum[half]);
     store_rows(sums, 1 / sum[0], 1 / sum[1], out + sample * T * shape.out_width() + head * HEAD_DIM, shape.out_width(), row, T);
+#else
+    float* lse = log_sum_exp + (long)at.head * stride + row;
+    const Merge upper(row < T ? lse[0] : 0, top[0], sum[0]), lower(row + 8 < T ? lse[8] : 0, top[1], sum[1]);
+    __syncwarp();  // all lanes of a row have read what the first writes
+    if (lane % 4 == 0 && row < T) lse[0] = upper.log_sum_exp;
+    if (lane % 4 == 0 && row + 8 < T) lse[8] = lower.log_sum_exp;
+    add_rows(sums, upper.now, lower.now, out + sample * stride * shape.out_width() + head * HEAD_DIM, shape.out_width(), row, T,
+             upper.old, lower.old);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_kv(const u16* qkv, const u16* d_out, u16* d_qkv, const float* statistics, int samples, int T, int H, int K,
-                          int section) {
+    attention_backward_kv(const u16* qkv, const u16* d_out, Output* gradient, const float* statistics, int samples, int T, int H,
+                          int K, int section OTHERS) {
     const Shape shape{samples, T, H, K};
     const int lane = threadIdx.x % 32, group = H / K;
-    const Place at = place(blockIdx.x, samples * K, (T + OWN - 1) / OWN, section);
+#if CAUSAL
+    const int keys = T;
+#endif
+    const Place at = place(blockIdx.x, samples * K, (keys + OWN - 1) / OWN, section);
     const int sample = at.head / K, kv_head = at.head % K;
     const int first = at.block * OWN, own = threadIdx.x / 32 * 16, key = first + own + lane / 4;
     const long width = shape.width(), out_width = shape.out_width();
+#if CAUSAL
     const u16 *heads = qkv + sample * T * width, *d_outs = d_out + sample * T * out_width;
     const long k_at = (long)(H + kv_head) * HEAD_DIM, v_at = k_at + K * HEAD_DIM;
+    const int start = first;  // of the queries that see these keys
+#else
+    const u16 *heads = qkv + sample * stride * width, *d_outs = d_out + sample * stride * out_width;
+    const long kv_width = 2 * K * HEAD_DIM, k_at = sample * stride * kv_width + kv_head * HEAD_DIM, v_at = k_at + K * HEAD_DIM;
+    const int start = 0;
+#endif
     const u32 k_tile = shared_address(raw), v_tile = k_tile + TILE_BYTES(OWN), ring = v_tile + TILE_BYTES(OWN);
-    const int steps = (T - first + STEP - 1) / STEP;  // of each query head
+    const int steps = (T - start + STEP - 1) / STEP;  // of each query head
     const auto load = [&](int i) {
         const u32 buffer = ring + i % 2 * 2 * TILE_BYTES(STEP);
-        const int head = kv_head * group + i / steps, token = first + i % steps * STEP;
+        const int head = kv_head * group + i / steps, token = start + i % steps * STEP;
         load_tile<STEP>(buffer, heads + head * HEAD_DIM, width, token, T);
         load_tile<STEP>(buffer + TILE_BYTES(STEP), d_outs + head * HEAD_DIM, out_width, token, T);
         load_commit();
@@ -113,18 +150,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 narrow[STEP / 4];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) dk[i] = dv[i] = 0;
+#if CAUSAL
     load_tile<OWN>(k_tile, heads + k_at, width, first, T);
     load_tile<OWN>(v_tile, heads + v_at, width, first, T);
+#else
+    load_tile<OWN>(k_tile, kv + k_at, kv_width, first, keys);
+    load_tile<OWN>(v_tile, kv + v_at, kv_width, first, keys);
+#endif
     load(0);
     for (int i = 0; i < group * steps; ++i) {
         const u32 q = ring + i % 2 * 2 * TILE_BYTES(STEP), dout = q + TILE_BYTES(STEP);
-        const int head = sample * H + kv_head * group + i / steps, token = first + i % steps * STEP;
+        const int head = sample * H + kv_head * group + i / steps, token = start + i % steps * STEP;
         if (i + 1 < group * steps)
             load(i + 1), load_wait<1>();
         else
             load_wait<0>();
         __syncthreads();
-        if (token + STEP > first + own) {
+        if (!CAUSAL || token + STEP > first + own) {
             multiply_transposed<STEP>(scores, k_tile, own, q);
             multiply_transposed<STEP>(slopes, v_tile, own, dout);
             const float* statistic = statistics + statistics_at(head, token, T);
@@ -132,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int j = 0; j < STEP / 2; ++j) {
                 const int column = COLUMN_OF(j, lane);
                 scores[j] = exp2_fast(scores[j] * LOG2_SCALE - statistic[column]);
-                if (token + column < key + LOWER(j) * 8) scores[j] = 0;
+                if (CAUSAL && token + column < key + LOWER(j) * 8) scores[j] = 0;
                 slopes[j] = scores[j] * (slopes[j] - statistic[64 + column]);
             }
 #pragma unroll
@@ -144,28 +186,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         __syncthreads();
     }
-    u16* target = d_qkv + sample * T * width;
+#if CAUSAL
+    u16* target = gradient + sample * T * width;
     store_rows(dk, SCALE, SCALE, target + k_at, width, key, T);
     store_rows(dv, 1, 1, target + v_at, width, key, T);
+#else
+    add_rows(dk, SCALE, SCALE, gradient + k_at, kv_width, key, keys);
+    add_rows(dv, 1, 1, gradient + v_at, kv_width, key, keys);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    attention_backward_q(const u16* qkv, const u16* d_out, u16* d_qkv, const float* statistics, int samples, int T, int H, int K,
-                         int section) {
+    attention_backward_q(const u16* qkv, const u16* d_out, Output* d_qkv, const float* statistics, int samples, int T, int H, int K,
+                         int section OTHERS) {
     const Shape shape{samples, T, H, K};
     const int blocks = (T + OWN - 1) / OWN, lane = threadIdx.x % 32;
     const Place at = place(blockIdx.x, samples * H, blocks, section);
     const int sample = at.head / H, head = at.head % H, kv_head = head / (H / K);
     const int first = (blocks - 1 - at.block) * OWN, own = threadIdx.x / 32 * 16, row = first + own + lane / 4;
-    const int tiles = (min(T, first + OWN) + STEP - 1) / STEP;
     const long width = shape.width(), out_width = shape.out_width();
+#if CAUSAL
+    const int tiles = (min(T, first + OWN) + STEP - 1) / STEP, keys = T, stride = T;
     const u16* heads = qkv + sample * T * width;
     const u16 *k = heads + (H + kv_head) * HEAD_DIM, *v = k + K * HEAD_DIM;
+    const long kv_width = width;
+#else
+    const int tiles = (keys + STEP - 1) / STEP;
+    const long kv_width = 2 * K * HEAD_DIM;
+    const u16 *heads = qkv + sample * stride * width, *k = kv + sample * stride * kv_width + kv_head * HEAD_DIM;
+    const u16* v = k + K * HEAD_DIM;
+#endif
     const u32 q_tile = shared_address(raw), dout_tile = q_tile + TILE_BYTES(OWN), ring = dout_tile + TILE_BYTES(OWN);
     const auto load = [&](int tile) {
         const u32 buffer = ring + tile % 2 * 2 * TILE_BYTES(STEP);
-        load_tile<STEP>(buffer, k, width, tile * STEP, T);
-        load_tile<STEP>(buffer + TILE_BYTES(STEP), v, width, tile * STEP, T);
+        load_tile<STEP>(buffer, k, kv_width, tile * STEP, keys);
+        load_tile<STEP>(buffer + TILE_BYTES(STEP), v, kv_width, tile * STEP, keys);
         load_commit();
     };
 
@@ -176,7 +231,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) dq[i] = 0;
     load_tile<OWN>(q_tile, heads + head * HEAD_DIM, width, first, T);
-    load_tile<OWN>(dout_tile, d_out + sample * T * out_width + head * HEAD_DIM, out_width, first, T);
+    load_tile<OWN>(dout_tile, d_out + sample * stride * out_width + head * HEAD_DIM, out_width, first, T);
     load(0);
     for (int tile = 0; tile < tiles; ++tile) {
         const u32 k_tile = ring + tile % 2 * 2 * TILE_BYTES(STEP), v_tile = k_tile + TILE_BYTES(STEP);
@@ -185,14 +240,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else
             load_wait<0>();
         __syncthreads();
-        if (tile * STEP < first + own + 16) {
+        if (!CAUSAL || tile * STEP < first + own + 16) {
             multiply_transposed<STEP>(scores, q_tile, own, k_tile);
             multiply_transposed<STEP>(slopes, dout_tile, own, v_tile);
 #pragma unroll
             for (int j = 0; j < STEP / 2; ++j) {
                 const int half = LOWER(j);
                 scores[j] = exp2_fast(scores[j] * LOG2_SCALE - lse[half]);
-                if (tile * STEP + COLUMN_OF(j, lane) > row + half * 8) scores[j] = 0;
+                if (tile * STEP + COLUMN_OF(j, lane) > (CAUSAL ? row + half * 8 : keys - 1)) scores[j] = 0;
                 slopes[j] = scores[j] * (slopes[j] - delta[half]);
             }
 #pragma unroll
@@ -201,5 +256,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         __syncthreads();
     }
+#if CAUSAL
     store_rows(dq, SCALE, SCALE, d_qkv + sample * T * width + head * HEAD_DIM, width, row, T);
+#else
+    add_rows(dq, SCALE, SCALE, d_qkv + sample * stride * width + head * HEAD_DIM, width, row, T);
+#endif
 }

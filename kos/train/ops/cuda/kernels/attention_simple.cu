@@ -1,4 +1,4 @@
-// Causal attention, forward and backward, for any dtype and any head size up to 256: fp32 checks, odd head sizes.
+// Attention, forward and backward, for any dtype and any head size up to 256: fp32 checks, odd head sizes.
 //
 // A warp owns one row: a query, or a key in attention_backward_kv, where the queries of all heads that share it are
 // added up.  Every product is a dot product over the lanes.  No tiles, no tensor cores, no scratch memory.
@@ -18,6 +18,20 @@ __device__ inline float widen(Element x) { return unpack(x).x; }
 __device__ inline Element narrow(float x) { return (Element)pack(x, 0); }
 #endif
 
+// What kernels are given to see other keys than causal ones, and where keys and values are.
+#if CAUSAL
+using Output = Element;
+#define OTHERS
+#define FIND_KEYS                                                 \
+    const long width = (long)(H + 2 * K) * HEAD_DIM, kv_width = width; \
+    const Element* kv = qkv + (long)H * HEAD_DIM;                 \
+    const int keys = T, stride = T;
+#else
+using Output = float;
+#define OTHERS , const Element *kv, int keys, int stride
+#define FIND_KEYS const long width = (long)(H + 2 * K) * HEAD_DIM, kv_width = 2l * K * HEAD_DIM;
+#endif
+
 struct Row {
     float x[PER_LANE];
     __device__ void zero() {
@@ -30,11 +44,17 @@ struct Row {
             x[i] = column < HEAD_DIM ? widen(source[column]) : 0;
         }
     }
-    __device__ void store(Element* target, float factor) const {
+    // Times a factor; without CAUSAL added to what is there, times `old`.
+    __device__ void store(Output* target, float factor, float old = 1) const {
 #pragma unroll
         for (int i = 0; i < PER_LANE; ++i) {
             const int column = threadIdx.x % 32 + 32 * i;
-            if (column < HEAD_DIM) target[column] = narrow(x[i] * factor);
+            if (column >= HEAD_DIM) continue;
+#if CAUSAL
+            target[column] = narrow(x[i] * factor);
+#else
+            target[column] = target[column] * old + x[i] * factor;
+#endif
         }
     }
     __device__ void add(float factor, const Row& other) {
@@ -65,18 +85,20 @@ struct Work {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_forward(const Element* qkv, Element* out, float* log_sum_exp, int samples, int T, int H, int K) {
+    attention_forward(const Element* qkv, Output* out, float* log_sum_exp, int samples, int T, int H, int K OTHERS) {
     const Work at(samples, T, H);
     if (!at.exists) return;
-    const long width = (long)(H + 2 * K) * HEAD_DIM, first = (long)at.sample * T;
-    const long k_at = (long)(H + at.head / (H / K)) * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
+    FIND_KEYS
+    const long token = (long)at.sample * stride + at.token, first_key = (long)at.sample * stride;
+    const long k_at = (long)(at.head / (H / K)) * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
     Row q, k, v, sums;
-    q.load(qkv + (first + at.token) * width + at.head * HEAD_DIM);
+    q.load(qkv + token * width + at.head * HEAD_DIM);
     sums.zero();
     float top = -INFINITE, total = 0;
-    for (int key = 0; key <= at.token; ++key) {
-        k.load(qkv + (first + key) * width + k_at);
-        v.load(qkv + (first + key) * width + v_at);
+    const int seen = CAUSAL ? at.token + 1 : keys;
+    for (int key = 0; key < seen; ++key) {
+        k.load(kv + (first_key + key) * kv_width + k_at);
+        v.load(kv + (first_key + key) * kv_width + v_at);
         const float score = SCALE * dot(q, k), high = fmaxf(top, score);
         const float factor = expf(top - high), probability = expf(score - high);
         top = high;
@@ -85,55 +107,69 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         for (int i = 0; i < PER_LANE; ++i) sums.x[i] *= factor;
         sums.add(probability, v);
     }
-    sums.store(out + (first + at.token) * H * HEAD_DIM + at.head * HEAD_DIM, 1 / total);
-    if (threadIdx.x % 32 == 0) log_sum_exp[((long)at.sample * H + at.head) * T + at.token] = top + logf(total);
+    float* lse = log_sum_exp + ((long)at.sample * H + at.head) * stride + at.token;
+    Output* target = out + (token * H + at.head) * HEAD_DIM;
+#if CAUSAL
+    sums.store(target, 1 / total);
+    if (threadIdx.x % 32 == 0) *lse = top + logf(total);
+#else
+    const Merge merge(*lse, top / SCALE, total);
+    __syncwarp();  // all have read what the first writes
+    sums.store(target, merge.now, merge.old);
+    if (threadIdx.x % 32 == 0) *lse = merge.log_sum_exp;
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_backward_q(const Element* qkv, const Element* d_out, const Element* out, const float* log_sum_exp, Element* d_qkv,
-                         int samples, int T, int H, int K) {
+    attention_backward_q(const Element* qkv, const Element* d_out, const Element* out, const float* log_sum_exp, Output* d_qkv,
+                         int samples, int T, int H, int K OTHERS) {
     const Work at(samples, T, H);
     if (!at.exists) return;
-    const long width = (long)(H + 2 * K) * HEAD_DIM, first = (long)at.sample * T;
-    const long k_at = (long)(H + at.head / (H / K)) * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
-    const long q_at = (first + at.token) * width + at.head * HEAD_DIM, out_at = ((first + at.token) * H + at.head) * HEAD_DIM;
-    const float lse = log_sum_exp[((long)at.sample * H + at.head) * T + at.token];
+    FIND_KEYS
+    const long token = (long)at.sample * stride + at.token, first_key = (long)at.sample * stride;
+    const long k_at = (long)(at.head / (H / K)) * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
+    const long q_at = token * width + at.head * HEAD_DIM, out_at = (token * H + at.head) * HEAD_DIM;
+    const float lse = log_sum_exp[((long)at.sample * H + at.head) * stride + at.token];
     Row q, dout, o, k, v, dq;
     q.load(qkv + q_at);
     dout.load(d_out + out_at);
     o.load(out + out_at);
     dq.zero();
     const float delta = dot(dout, o);
-    for (int key = 0; key <= at.token; ++key) {
-        k.load(qkv + (first + key) * width + k_at);
-        v.load(qkv + (first + key) * width + v_at);
+    const int seen = CAUSAL ? at.token + 1 : keys;
+    for (int key = 0; key < seen; ++key) {
+        k.load(kv + (first_key + key) * kv_width + k_at);
+        v.load(kv + (first_key + key) * kv_width + v_at);
         dq.add(expf(SCALE * dot(q, k) - lse) * (dot(dout, v) - delta), k);
     }
     dq.store(d_qkv + q_at, SCALE);
 }
 
+// gradient: of qkv, or without CAUSAL of kv.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_backward_kv(const Element* qkv, const Element* d_out, const Element* out, const float* log_sum_exp, Element* d_qkv,
-                          int samples, int T, int H, int K) {
-    const Work at(samples, T, K);
+    attention_backward_kv(const Element* qkv, const Element* d_out, const Element* out, const float* log_sum_exp, Output* gradient,
+                          int samples, int T, int H, int K OTHERS) {
+    FIND_KEYS
+    const Work at(samples, keys, K);
     if (!at.exists) return;
-    const long width = (long)(H + 2 * K) * HEAD_DIM, first = (long)at.sample * T;
-    const long k_at = (first + at.token) * width + (long)(H + at.head) * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
+    const long first = (long)at.sample * stride;
+    const long k_at = (first + at.token) * kv_width + (long)at.head * HEAD_DIM, v_at = k_at + (long)K * HEAD_DIM;
     Row q, dout, o, k, v, dk, dv;
-    k.load(qkv + k_at);
-    v.load(qkv + v_at);
+    k.load(kv + k_at);
+    v.load(kv + v_at);
     dk.zero();
     dv.zero();
     for (int head = at.head * (H / K); head < (at.head + 1) * (H / K); ++head)
-        for (int query = at.token; query < T; ++query) {
+        for (int query = CAUSAL ? at.token : 0; query < T; ++query) {
             const long out_at = ((first + query) * H + head) * HEAD_DIM;
             q.load(qkv + (first + query) * width + head * HEAD_DIM);
             dout.load(d_out + out_at);
             o.load(out + out_at);
-            const float p = expf(SCALE * dot(q, k) - log_sum_exp[((long)at.sample * H + head) * T + query]);
+            const float p = expf(SCALE * dot(q, k) - log_sum_exp[((long)at.sample * H + head) * stride + query]);
             dv.add(p, dout);
             dk.add(p * (dot(dout, v) - dot(dout, o)), q);
         }
-    dk.store(d_qkv + k_at, SCALE);
-    dv.store(d_qkv + v_at, 1);
+    Output* keys_gradient = gradient + (CAUSAL ? H * HEAD_DIM : 0);
+    dk.store(keys_gradient + k_at, SCALE);
+    dv.store(keys_gradient + v_at, 1);
 }

@@ -5,7 +5,7 @@
 // of P (d_out v - delta) k over keys, whose P add up to 1, so that none, nor a part of it, is beyond
 // |d_out| max(|v| max |k_c|) + |delta| max |k_c|, and that becomes 2^29 to 2^30.  (Rounding adds less than a factor of 2,
 // but for scores that fp32 cannot tell apart by 1.)  What is not finite makes the power NaN.  `attention_bounds` finds both
-// maxima of PAD keys; a query takes those of its own PAD and of all before.
+// maxima of PAD keys; a query takes those of its own PAD and of all before, without CAUSAL of all.
 //
 // A group of HEAD_DIM / 8 lanes reads one head of one token, 16 bytes a lane; memory-bound.
 #include "attention.cuh"
@@ -45,19 +45,20 @@ __device__ inline float length_of(const float (&x)[8]) {
     return sqrtf(sum_of<WIDTH>(sum)) * sqrtf(largest_of<WIDTH>(largest));
 }
 
-// bounds (samples, K, padded(T) / PAD): of the keys of a block, max |k_c|, and the largest |v| max |k_c| of one.
+// bounds (samples, K, padded(keys) / PAD): of the keys of a block, max |k_c|, and the largest |v| max |k_c| of one.
+// kv: the first key, in samples of `stride` rows of `width` heads, of which v are K after k.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_bounds(const uint4* qkv, float2* bounds, int T, int H, int K) {
+    attention_bounds(const uint4* kv, float2* bounds, int keys, int stride, int width, int K) {
     __shared__ float2 of_warps[THREADS / 32];
-    const int blocks = padded(T) / PAD, block = blockIdx.x % blocks, sample = blockIdx.x / blocks / K;
+    const int blocks = padded(keys) / PAD, block = blockIdx.x % blocks, sample = blockIdx.x / blocks / K;
     const int kv_head = blockIdx.x / blocks % K, lane = threadIdx.x % LANES;
     float key = 0, both = 0;
 #pragma unroll
     for (int i = threadIdx.x / LANES; i < PAD; i += THREADS / LANES) {
         const int token = block * PAD + i;
         float x[8] = {}, y[8] = {}, mine = 0;
-        if (token < T) {
-            const uint4* at = qkv + (((long)sample * T + token) * (H + 2 * K) + H + kv_head) * LANES + lane;
+        if (token < keys) {
+            const uint4* at = kv + (((long)sample * stride + token) * width + kv_head) * LANES + lane;
             widen(x, at[0]);
             widen(y, at[K * LANES]);
         }
@@ -74,10 +75,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     bounds[blockIdx.x] = {key, both};
 }
 
-// sums, if there are any, become 0: samples padded(T) H HEAD_DIM integers.
+// Of T queries to `keys` keys, in samples of `stride` tokens.  sums, if there are any, become 0: samples padded(T) H
+// HEAD_DIM integers.
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_statistics(const uint4* d_out, const uint4* out, const float* log_sum_exp, float* statistics,
-                         const float2* bounds, uint4* sums, int samples, int T, int H, int K) {
+                         const float2* bounds, uint4* sums, int samples, int T, int H, int K, int keys, int stride) {
     const long thread = (long)blockIdx.x * THREADS + threadIdx.x, index = thread / LANES;
     const int lane = threadIdx.x % LANES, head = index % H;
     const long place = index / H;  // of the token, in padded samples
@@ -85,10 +87,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool exists = sample < samples && token < T;
     float x[8] = {}, y[8] = {}, delta = 0, lse = INFINITE;
     if (exists) {
-        const long at = (((long)sample * T + token) * H + head) * LANES + lane;
+        const long at = (((long)sample * stride + token) * H + head) * LANES + lane;
         widen(x, d_out[at]);
         widen(y, out[at]);
-        lse = log_sum_exp[((long)sample * H + head) * T + token];
+        lse = log_sum_exp[((long)sample * H + head) * stride + token];
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) delta += x[i] * y[i];
@@ -97,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (sums) {
         float key = 0, both = 0;
         if (exists) {
-            const float2* of_blocks = bounds + (sample * K + head / (H / K)) * (padded(T) / PAD);
-            for (int i = lane; i <= token / PAD; i += LANES) {
+            const int blocks = padded(keys) / PAD, seen = CAUSAL ? token / PAD + 1 : blocks;
+            const float2* of_blocks = bounds + (sample * K + head / (H / K)) * blocks;
+            for (int i = lane; i < seen; i += LANES) {
                 key = larger(key, of_blocks[i].x);
                 both = larger(both, of_blocks[i].y);
             }

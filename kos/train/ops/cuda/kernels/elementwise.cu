@@ -1,6 +1,6 @@
-// add, cast, swiglu, gelu and their backward: one pass, 16-byte accesses, nothing kept.
+// add, cast, columns of a row, swiglu, gelu and their backward: one pass, 16-byte accesses, nothing kept.
 //
-// -DDTYPE (activations) -DWIDTH -DCOLUMNS (swiglu's F, a constant so that rows and columns of an index cost
+// -DDTYPE (activations) -DWIDTH -DCOLUMNS (swiglu's F, columns of a row: a constant so that rows and columns of an index cost
 // no division) -DSOURCE (cast's input).  Grids cover all packs of WIDTH elements; `packs` is their number.
 #include "vectors.cuh"
 
@@ -27,6 +27,29 @@ extern "C" __global__ void cast(const SOURCE* source, T* out, long packs) {
     float x[W];
     load(x, source + i * W);
     store(out + i * W, x);
+}
+
+// Of rows of `width` elements, x, the last COLUMNS: to or from rows of their own, y.
+__device__ __forceinline__ long in_last_columns(long i, int width) {
+    return i * W + (i / (COLUMNS / W) + 1) * (width - COLUMNS);
+}
+extern "C" __global__ void last_columns(const T* x, T* y, int width, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    float values[W];
+    load(values, x + in_last_columns(i, width));
+    store(y + i * W, values);
+}
+extern "C" __global__ void add_to_last_columns(T* x, const T* y, int width, long packs) {
+    const long i = pack_index();
+    if (i >= packs) return;
+    T* const sum = x + in_last_columns(i, width);
+    float values[W], more[W];
+    load(values, sum);
+    load(more, y + i * W);
+#pragma unroll
+    for (int j = 0; j < W; ++j) values[j] += more[j];
+    store(sum, values);
 }
 
 // 1 / (1 + exp(-x)): goes to 0 and 1 at the ends, without overflow of what it multiplies.

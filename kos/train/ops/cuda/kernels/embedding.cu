@@ -113,6 +113,7 @@ extern "C" __global__ void sum_runs(const T* __restrict__ d_out, const int* __re
                                     unsigned vocabulary, float* __restrict__ edges) {
     __shared__ int key[RUN + 2], position[RUN];  // with the keys before and after
     const int first = blockIdx.x * RUN, count = min(RUN, n - first);
+    if (unsigned(keys[first]) >= vocabulary) return;  // nor is any after it in the table
     if (threadIdx.x < RUN && threadIdx.x < count) position[threadIdx.x] = positions[first + threadIdx.x];
     for (int i = threadIdx.x; i < count + 2; i += blockDim.x) {
         const int at = first + i - 1;
@@ -158,6 +159,7 @@ extern "C" __global__ void join_runs(const int* __restrict__ keys, int n, GRADIE
     const int last = (blockIdx.x + 1) * RUN - 1;
     if (last + 1 >= n || keys[last] != keys[last + 1]) return;
     const int key = keys[last], first = blockIdx.x * RUN;
+    if (unsigned(key) >= vocabulary) return;
     if (first > 0 && keys[first] == key && keys[first - 1] == key) return;  // it started earlier
     int blocks = 0;  // that it goes on through
     for (int found = blockDim.x; found == blockDim.x; blocks += found) {

@@ -1,0 +1,182 @@
+"""Weights and Adam moments of a rank, between where it trains on them and the whole tensors of files.
+
+A rank holds tensors in part: those of its pipeline stage, their tensor-parallel ``Placement``, and of these, with
+ZeRO-1, its part of each bucket. To be saved, a tensor is gathered to the one rank that writes it, bucket by bucket.
+To be loaded, each rank reads the slices that it needs. Neither takes more host memory than a whole tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from kos.memory.arena import Arena
+from kos.memory.array import as_dtype
+from kos.train.checkpoint.huggingface import TensorFiles
+from kos.train.checkpoint.shards import MOMENTS, Shards
+from kos.train.model.llama_config import LlamaConfig
+from kos.train.model.parameters import Parameters, Shard
+from kos.train.model.shapes import Stages
+from kos.train.ops import Array
+from kos.train.parallel.data import DataParallel
+from kos.train.parallel.mesh import Mesh
+
+FLOAT32 = np.dtype(np.float32)
+ALIGNED = 128  # elements: other ranks reach into what is gathered vector by vector
+
+
+class Optimizer(Protocol):
+    """What holds the state: each of the three as ``Parameters`` or as this rank's ``Shard``."""
+
+    weights: Any
+    exp_avg: Any
+    exp_avg_sq: Any
+    step_count: int
+
+
+class ShardedState:
+    """The state of ``optimizer``, in the layout of ``parallel.gradients``: that of this rank's ``stages``.
+
+    ``ops`` is the dialect of its arrays. ``arena``, idle between steps, takes a bucket in fp32, or two with ``tp``.
+    """
+
+    def __init__(
+        self, mesh: Mesh, model: LlamaConfig, stages: Stages, optimizer: Optimizer, parallel: DataParallel,
+        ops: Any, arena: Arena,
+    ) -> None:  # fmt: skip
+        self.mesh, self.model, self.optimizer, self.parallel = mesh, model, optimizer, parallel
+        self.ops, self.arena = ops, arena
+        self.parts = model.parts(mesh.tp.rank, mesh.tp.size, mesh.pp.rank, stages)
+        self.placements = model.placements(*self.parts)
+        self.spans = parallel.gradients.spans
+        self.shards = Shards(model, mesh.layout, stages)
+
+    # --- to files ------------------------------------------------------------------------------------
+
+    def gather(self) -> Iterator[np.ndarray]:
+        """The tensors that this rank writes, whole, in host memory, in the order of ``Shards.contents``. Collective.
+
+        Their first dimension and the order of their elements are those of the tensor, not always their shape.
+        """
+        for held in (self.optimizer.weights, self.optimizer.exp_avg, self.optimizer.exp_avg_sq):
+            yield from self._gather(held)
+
+    def _gather(self, held: Parameters | Shard) -> Iterator[np.ndarray]:
+        mesh, here = self.mesh, self.mesh.world.rank
+        first = here - mesh.tp.rank
+        near = {name for name, rank in self.shards.writers.items() if first <= rank < first + mesh.tp.size}
+        tensor = np.empty(0, FLOAT32)
+        for bucket, values, room in self._buckets(held):
+            for name, span in self.spans.items():
+                start, stop = max(span.start, bucket.start), min(span.stop, bucket.stop)
+                if name not in near or start >= stop:
+                    continue
+                placement, mine = self.placements[name], self.shards.writers[name] == here
+                if start == span.start and mine:
+                    tensor = np.empty((placement.shards, span.stop - span.start), FLOAT32)
+                each = len(room) // placement.shards if placement.shards > 1 else stop - start
+                for at in range(start, stop, each):
+                    end = min(at + each, stop)
+                    piece = values[at - bucket.start : end - bucket.start]
+                    of_all = self._of_all(piece, placement.shards, room)
+                    for shard in range(placement.shards if mine else 0):
+                        self.ops.copy(of_all[shard], tensor[shard, at - span.start : end - span.start])
+                if stop == span.stop and mine:
+                    yield _joined(tensor, placement.shape, placement.dim)
+
+    def _of_all(self, piece: Array, shards: int, room: Array) -> Sequence[Array]:
+        """The same piece of each tensor-parallel part."""
+        if shards == 1:
+            return [piece]
+        size = len(piece)
+        self.mesh.tp.comm.all_gather(piece, room[: shards * size])
+        self.mesh.tp.comm.synchronize()
+        return [room[shard * size : (shard + 1) * size] for shard in range(shards)]
+
+    def _buckets(self, held: Parameters | Shard) -> Iterator[tuple[slice, Array, Array]]:
+        """Bucket by bucket: where it lies in the layout, its values in fp32, and as much memory for those of ``tp``."""
+        parallel, ops, tp = self.parallel, self.ops, self.mesh.tp.size
+        parts = held.parts() if isinstance(held, Shard) else [
+            (part, part) for part in (parallel.parts() if parallel.sharded else parallel.buckets)
+        ]
+        largest = max(bucket.stop - bucket.start for bucket in parallel.buckets)
+        with ops.step(self.arena):
+            whole = self.arena.take((largest,), FLOAT32)
+            room = self.arena.take((max(largest, tp) if tp > 1 else 0,), FLOAT32)
+            for bucket, (part, local) in zip(parallel.buckets, parts, strict=True):
+                values = whole[: bucket.stop - bucket.start]
+                mine = values[part.start - bucket.start : part.stop - bucket.start]
+                ops.copy(held.flat[local], mine)
+                if parallel.sharded:
+                    parallel.axis.comm.all_gather(mine, values)
+                    parallel.axis.comm.synchronize()  # what waits for a GPU next knows no timeout
+                yield bucket, values, room
+
+    # --- from files ----------------------------------------------------------------------------------
+
+    def read(self, weights: TensorFiles, moments: TensorFiles | None = None, step: int = 0) -> None:
+        """Fill the weights, and the moments unless they begin as zeros. Waits for no other rank."""
+        self._read(self.optimizer.weights, weights)
+        if moments is not None:
+            for moment in MOMENTS:
+                self._read(getattr(self.optimizer, moment), moments, f"{moment}.")
+        self.optimizer.step_count = step
+
+    def _read(self, held: Parameters | Shard, files: TensorFiles, prefix: str = "") -> None:
+        dtype = as_dtype(held.flat.dtype).numpy
+        for name, placement in self.placements.items():
+            first, row = self.spans[name].start, max(1, int(np.prod(placement.local[1:])))
+            for start, stop, at in self._held(held, self.spans[name]):
+                rows = range((start - first) // row, -(-(stop - first) // row))
+                values = files.read(prefix + name, placement.rows(rows.start, rows.stop))
+                flat = np.ascontiguousarray(values, dtype).reshape(-1)
+                skipped = start - first - rows.start * row
+                self.ops.copy(flat[skipped : skipped + stop - start], held.flat[at : at + stop - start])
+
+    @staticmethod
+    def _held(held: Parameters | Shard, span: slice) -> Iterator[tuple[int, int, int]]:
+        """What is held of a span of the layout: from where to where, and its place in ``held.flat``."""
+        for part, local in held.parts():
+            start, stop = max(span.start, part.start), min(span.stop, part.stop)
+            if start < stop:
+                yield start, stop, local.start + start - part.start
+
+    # --- initial weights -----------------------------------------------------------------------------
+
+    def scatter(self, drawn: np.ndarray, room: Array) -> None:
+        """Give the ranks of a pipeline stage the initial weights of which each has drawn its share. Collective.
+
+        They go through ``room``, fp32 memory that ranks may reach into, in as many rounds as that takes.
+        """
+        stage, weights = self.mesh.stage, self.optimizer.weights
+        shares = self.model.shares(stage.size, *self.parts)
+        each = max(len(room) // stage.size // ALIGNED * ALIGNED, 1)
+        room = room[: stage.size * each]
+        mine = room[stage.rank * each : (stage.rank + 1) * each]
+        runs, whole = [], 0  # of the whole tensors, one after another: from where to where, and where they go
+        for name, placement in self.placements.items():
+            span = self.spans[name]
+            size = span.stop - span.start
+            shift = whole + placement.shard * size - span.start
+            runs += [(start + shift, stop + shift, at) for start, stop, at in self._held(weights, span)]
+            whole += size * placement.shards
+        for at in range(0, max(share.stop - share.start for share in shares), each):
+            piece = drawn[at : at + each]
+            self.ops.copy(piece, mine[: len(piece)])
+            if stage.size > 1:
+                stage.comm.all_gather(mine, room, async_op=True).wait()
+            for rank, share in enumerate(shares):
+                first, end = share.start + at, min(share.start + at + each, share.stop)
+                there = rank * each - first
+                for from_, to, here in runs:
+                    start, stop = max(first, from_), min(end, to)
+                    if start < stop:
+                        target = weights.flat[here + start - from_ : here + stop - from_]
+                        self.ops.copy(room[there + start : there + stop], target)
+
+
+def _joined(parts: np.ndarray, shape: tuple[int, ...], dim: int | None) -> np.ndarray:
+    """The whole tensor of its parts (shards, size). Parts of columns give a view (rows, shards, columns of a part)."""
+    return parts.reshape(len(parts), shape[0], -1).swapaxes(0, 1) if dim == 1 else parts.reshape(shape)

@@ -1,0 +1,375 @@
+"""Calls on GPUs that differ between hosts: without a GPU, and with ranks that are threads of one process.
+
+Each has a rendezvous of its own, over sockets, and shares memory with the ranks of its host alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kos
+from kos.comm import watchdog
+from kos.comm.gpu import nccl_binding, shared, works
+from kos.comm.gpu.auto import AutoBackend
+from kos.comm.gpu.nccl import NCCLBackend
+from kos.comm.host.backend import HostBackend
+from kos.comm.host.mpi import MPIBackend
+from kos.comm.host.shared import segment
+from kos.comm.host.tcp import TCPBackend
+from kos.comm.rendezvous import base
+from kos.comm.rendezvous.base import Rendezvous
+from kos.errors import CollectiveMismatch, KosError, RankLost
+from tests.comm.fake_nccl import Comm, FakeNCCL, Group, captures, no_gpu
+from tests.comm.tcp_ranks import run_ranks
+from tests.comm.test_watchdog import DIFFERENCES, Heard, _nothing, on_gpu
+
+TIMEOUT = 20.0  # seconds
+APART, PAIRS, TWO_AND_ONE = (0, 1), (0, 0, 1, 1), (0, 0, 1)  # the host of each rank
+Body = Callable[[kos.Communicator], Any]
+
+
+@contextlib.contextmanager
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls queue nothing, and the GPU ends nothing of it."""
+    monkeypatch.setattr(watchdog, "TICK", 0.01)
+    monkeypatch.setattr(shared, "_DEAD_SECONDS", 0.05)
+    monkeypatch.setattr(nccl_binding, "revoke", lambda comm: None)
+    monkeypatch.setattr(nccl_binding, "abort", lambda comm: None)
+    with no_gpu(monkeypatch):
+        monkeypatch.setattr(NCCLBackend, "resolve", _nothing)
+        monkeypatch.setattr(works._Mark, "ended", lambda mark: False)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with quiet(monkeypatch):
+        yield
+
+
+def nccl(rendezvous: Rendezvous) -> kos.Communicator:
+    backend = NCCLBackend(rendezvous, 0, Comm(Group(1), 0))
+    return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
+
+
+def auto(rendezvous: Rendezvous) -> kos.Communicator:
+    host: HostBackend = TCPBackend(rendezvous) if rendezvous.mpi_comm is None else MPIBackend(rendezvous)
+    backend = AutoBackend(rendezvous, host, [NCCLBackend(rendezvous, 0, Comm(Group(1), 0), host)])
+    return kos.Communicator(backend, rendezvous, {}, TIMEOUT)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """``run(body, hosts, kind)``: what ``body(comm)`` returned on each rank; rank r is on host ``hosts[r]``."""
+
+    def run(body: Body, hosts: tuple[int, ...] = APART, kind: Callable[..., kos.Communicator] = nccl) -> list[Any]:
+        mine = threading.local()
+        monkeypatch.setattr(segment, "_host", lambda: f"host {mine.host}")
+        monkeypatch.setattr(base, "host_id", lambda: f"host {mine.host}")
+
+        def rank(rendezvous: Rendezvous) -> Any:
+            mine.host = hosts[rendezvous.rank]
+            comm = kind(rendezvous)
+            try:
+                return body(comm)
+            finally:
+                comm.abort()
+
+        return run_ranks(len(hosts), rank)
+
+    return run
+
+
+KINDS = pytest.mark.parametrize("kind", [nccl, auto], ids=["nccl", "auto"])
+
+
+def all_raise(comm: kos.Communicator, heard: Heard) -> str:
+    """The text of the mismatch that the watchdog reported, and that the next use raises."""
+    error = heard.wait()
+    assert isinstance(error, CollectiveMismatch), error
+    with pytest.raises(CollectiveMismatch):
+        comm.all_reduce(on_gpu())
+    return str(error)
+
+
+@pytest.mark.parametrize("hosts", [APART, PAIRS, TWO_AND_ONE], ids=str)
+@KINDS
+def test_a_mismatch_is_raised_on_all_ranks(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
+    """Of the ranks of two hosts, which agree among themselves."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard = Heard(comm)
+        for count in (5, 6, 7):
+            comm.all_reduce(on_gpu(count))
+        comm.all_reduce(on_gpu(10 + hosts[comm.rank]))
+        return all_raise(comm, heard)
+
+    for text in run(body, hosts, kind):
+        other = hosts.index(1)
+        assert "world: rank 0 called all_reduce #3 of float32[10] by SUM" in text
+        assert f"but rank {other} called all_reduce #3 of float32[11] by SUM: they differ in count 10 against" in text
+
+
+@pytest.mark.parametrize("case", ["all_reduce dtype", "broadcast root", "all_gather_v counts", "operation"])
+def test_calls_that_differ(run: Any, case: str) -> None:
+    def body(comm: kos.Communicator) -> str:
+        heard = Heard(comm)
+        DIFFERENCES[case][comm.rank](comm, on_gpu)
+        return all_raise(comm, heard)
+
+    for text in run(body):
+        assert "rank 0 called" in text and "rank 1 called" in text and "they differ in" in text
+
+
+@pytest.mark.parametrize("case", ["where it lies", "operation"])
+@pytest.mark.parametrize("hosts", [APART, TWO_AND_ONE], ids=str)
+def test_calls_of_auto_on_both_kinds_of_memory(run: Any, case: str, hosts: tuple[int, ...]) -> None:
+    """Calls on host memory are numbered with the others, also on a rank that shares no memory."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard = Heard(comm)
+        for turn in range(40):
+            comm.all_reduce(np.ones(turn))
+            comm.all_reduce(on_gpu(turn))
+            with comm.batch():
+                comm.all_reduce(on_gpu(3))
+                comm.barrier()
+                comm.all_reduce(np.ones(3))
+        wait_for_looks(comm)
+        assert comm.backend.broken is None
+        with contextlib.suppress(CollectiveMismatch):  # a call on host memory waits, and raises it itself
+            DIFFERENCES[case][hosts[comm.rank]](comm, on_gpu)
+        error = heard.wait()
+        comm.rendezvous.barrier()
+        return str(error)
+
+    for text in run(body, hosts, auto):
+        assert "all_reduce #200" in text and "they differ in" in text
+
+
+def wait_for_looks(comm: kos.Communicator, count: int = 5) -> None:
+    """Until the watchdogs of all ranks have looked so often at the calls so far."""
+    part = comm.backend.gpus[0] if isinstance(comm.backend, AutoBackend) else comm.backend
+    for _ in range(count):
+        part.watch()  # type: ignore[attr-defined]
+        comm.rendezvous.barrier()
+
+
+@KINDS
+@pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
+def test_a_host_that_is_behind_is_no_mismatch(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
+    """Calls of one host are sent long before the other begins them; each call is compared nevertheless."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard = Heard(comm)
+        for ahead in (0, 1):
+            if hosts[comm.rank] != ahead:
+                wait_for_looks(comm)
+            for turn in range(300):
+                comm.all_reduce(on_gpu(turn % 7))
+            if hosts[comm.rank] == ahead:
+                wait_for_looks(comm)
+        wait_for_looks(comm)
+        assert comm.backend.broken is None
+        comm.all_reduce(on_gpu(10 + (comm.rank == comm.size - 1)))
+        return all_raise(comm, heard) if hosts == APART else str(heard.wait())
+
+    for text in run(body, hosts, kind):
+        assert "#600" in text and "count 10 against 11" in text
+
+
+@pytest.mark.parametrize(("calls", "wrong"), [(1000, 10), (1000, 999), (3000, 2100), (3000, 100)])
+@pytest.mark.parametrize("late", [0, 1])
+def test_many_calls_between_two_looks(run: Any, calls: int, wrong: int, late: int) -> None:
+    """The last 1,024 are compared, and so are calls that another host has sent; the rank that began them later too."""
+
+    def body(comm: kos.Communicator) -> str | None:
+        part: Any = comm.backend
+        part.unwatch()
+        part._closing = False
+        xs = [on_gpu(count) for count in (5, 6, 7)]  # no multiple of 3 is a power of two
+        if comm.rank == late:
+            comm.rendezvous.barrier()
+        for turn in range(calls):
+            comm.all_reduce(xs[(turn + (turn == wrong and comm.rank)) % 3])
+        if comm.rank != late:
+            comm.rendezvous.barrier()
+        wait_for_looks(comm, 2)
+        return part.broken and str(part.broken)
+
+    counts = [5, 6, 7]
+    for text in run(body):
+        mine, theirs = counts[wrong % 3], counts[(wrong + 1) % 3]
+        if calls - wrong > 1024:
+            assert text is None, "what neither rank has on record any more"
+        else:
+            assert f"#{wrong} of float32[{mine}]" in text and f"they differ in count {mine} against {theirs}" in text
+
+
+def test_calls_that_the_host_ahead_no_longer_keeps(run: Any) -> None:
+    """It has sent them: the host that begins them later compares them."""
+
+    def body(comm: kos.Communicator) -> str:
+        part: Any = comm.backend
+        xs = [on_gpu(count) for count in (5, 6, 7)]
+        comm.all_reduce(xs[0])
+        for ahead in (True, False):
+            with contextlib.suppress(CollectiveMismatch):  # found amid the calls of rank 1
+                for turn in range(2700 if ahead == (comm.rank == 0) else 0):
+                    if turn % 300 == 0:
+                        part.watch()
+                    comm.all_reduce(xs[(turn + (turn == 10 and comm.rank)) % 3])
+            wait_for_looks(comm)
+        return str(part.broken)
+
+    assert all("#11 " in text and "count 6 against 7" in text for text in run(body))
+
+
+def test_a_host_that_is_further_behind_than_calls_are_kept(run: Any) -> None:
+    """What it begins later is compared with nothing else, and what both begin then is compared."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard, part = Heard(comm), comm.backend
+        xs = [on_gpu(count) for count in (5, 6, 7)]
+        for ahead in (True, False):
+            for turn in range(3001 if ahead == (comm.rank == 0) else 0):
+                comm.all_reduce(xs[turn % 3])
+                if not ahead and turn % 100 == 0:
+                    part.watch()  # type: ignore[attr-defined]
+            wait_for_looks(comm)
+        assert part.broken is None
+        comm.all_reduce(xs[comm.rank])
+        return all_raise(comm, heard)
+
+    assert all("#3001" in text and "count 5 against 6" in text for text in run(body))
+
+
+@pytest.mark.parametrize("how", ["captured", "batch", "async", "persistent", "cached"])
+def test_every_way_to_call(run: Any, how: str) -> None:
+    def body(comm: kos.Communicator) -> str:
+        heard, x = Heard(comm), on_gpu(10 + comm.rank)
+        if how == "captured":
+            with captures():
+                comm.all_reduce(x)
+        elif how == "batch":
+            with comm.batch():
+                comm.all_reduce(on_gpu())
+                comm.all_reduce(x)
+        elif how == "persistent":
+            comm.all_reduce_init(x).start()
+        elif how == "cached":
+            y = on_gpu()
+            for _ in range(5):
+                comm.all_reduce(y)
+            comm.rendezvous.barrier()
+            comm.all_reduce(x if comm.rank else y)
+        else:
+            comm.all_reduce(x, async_op=True)
+        return all_raise(comm, heard)
+
+    assert all("against 11" in text for text in run(body))
+
+
+def test_a_split_names_ranks_of_the_world(run: Any) -> None:
+    def body(comm: kos.Communicator) -> str | None:
+        part = comm.split(comm.rank % 2)
+        assert part is not None
+        heard = Heard(part)
+        part.all_reduce(on_gpu(10 + (comm.rank == 3)))
+        text = all_raise(part, heard) if comm.rank % 2 else None
+        comm.rendezvous.barrier()
+        assert comm.rank % 2 or part.backend.broken is None
+        comm.rendezvous.barrier()
+        part.abort()
+        return text
+
+    even, first, other, last = run(body, (0, 0, 1, 1))
+    assert even is None and other is None
+    assert first == last or "rank 1 of world called all_reduce #0" in first
+    assert "rank 1 of world called" in last and "rank 3 of world called" in last
+
+
+@KINDS
+def test_calls_that_differ_shortly_before_the_end(run: Any, kind: Any) -> None:
+    """The watchdog does not look any more: ``close`` compares the last calls."""
+
+    def body(comm: kos.Communicator) -> str:
+        for gpu in getattr(comm.backend, "gpus", (comm.backend,)):
+            gpu.unwatch()
+        comm.all_reduce(on_gpu(10 + comm.rank))
+        with pytest.raises(CollectiveMismatch) as raised:
+            comm.close()
+        return str(raised.value)
+
+    assert all("count 10 against 11" in text for text in run(body, kind=kind))
+
+
+@KINDS
+@pytest.mark.parametrize("hosts", [APART, PAIRS], ids=str)
+def test_a_failure_reaches_the_other_hosts(run: Any, kind: Any, hosts: tuple[int, ...]) -> None:
+    """Here an abort, as the loss of its rank."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard = Heard(comm)
+        comm.all_reduce(on_gpu())
+        wait_for_looks(comm)
+        if comm.rank == 0:
+            comm.backend.abort("of the test")
+            return ""
+        error = heard.wait()
+        assert error.ranks == (0,)
+        return str(error)
+
+    assert all("rank 0 is gone: of the test" in text for text in run(body, hosts, kind)[1:])
+
+
+def test_what_nccl_meets_is_explained_by_another_host(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL reports that another rank has gone before the notice of its host has come."""
+    monkeypatch.setattr(FakeNCCL, "get_error_string", lambda fake, code: "a remote process exited", raising=False)
+
+    def body(comm: kos.Communicator) -> str:
+        part: Any = comm.backend
+        part.unwatch()
+        comm.all_reduce(on_gpu())
+        comm.rendezvous.barrier()
+        if comm.rank == 0:
+            monkeypatch.setattr(FakeNCCL, "comm_get_async_error", lambda fake, each: 6)
+            comm.rendezvous.barrier()
+            threading.Timer(0.2, part.abort, ("of the test",)).start()
+        else:
+            comm.rendezvous.barrier()
+            with pytest.raises(RankLost) as raised:
+                comm.synchronize()
+        comm.rendezvous.barrier()
+        return str(raised.value) if comm.rank else ""
+
+    assert "rank 0 is gone: of the test" in run(body)[1]
+
+
+def test_many_hosts(run: Any) -> None:
+    """All of them hear of a difference, also those that are not connected with the two."""
+
+    def body(comm: kos.Communicator) -> str:
+        heard = Heard(comm)
+        comm.all_reduce(on_gpu(10 + (comm.rank == 3)))
+        return all_raise(comm, heard)
+
+    assert all("but rank 3 called" in text or "rank 3 called" in text for text in run(body, tuple(range(7))))
+
+
+def test_an_orderly_end_is_no_failure(run: Any) -> None:
+    def body(comm: kos.Communicator) -> KosError | None:
+        began = time.monotonic()
+        comm.all_reduce(on_gpu())
+        comm.close()
+        assert time.monotonic() - began < TIMEOUT
+        return comm.backend.broken
+
+    assert run(body, PAIRS) == [None] * 4

@@ -1,0 +1,75 @@
+"""The attention kernels of every family on machines without a GPU: tensor cores, TMA and its barriers are emulated.
+
+The checks are those of ``test_attention_cuda``, on few shapes.  What the GPU does beside a thread is done at once here:
+arithmetic, indexing and the order of barriers are checked, not what only a race shows.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kos.train.ops.cuda import attention
+from tests.host_compiler import COMPILER
+from tests.train import test_attention_cuda as on_device
+from tests.train.host_kernels import emulator
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")
+
+rng = on_device.rng
+FAMILIES = ["mma", "hopper"]
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch):
+    emulator.host_memory(monkeypatch)
+    ops = emulator.HostOps()
+    ops.shared_memory = 227 << 10
+    monkeypatch.setattr(attention, "device_info", lambda device: SimpleNamespace(multiprocessors=2))
+    monkeypatch.setattr(attention, "_tensor_map", emulator.HostMap.of)
+    monkeypatch.setattr(on_device, "launcher", lambda stream: ops.launch)
+    monkeypatch.setattr(on_device, "device_arena", ops.make_arena)
+
+
+@pytest.mark.parametrize("shape", [(2, 77, 4, 2, 64), (1, 130, 2, 1, 128)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_causal(rng, family, shape):
+    on_device.test_tensor_cores(rng, None, family, "bfloat16", shape)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 170, 2, 1, 64, (85, 170), (0, 170)),
+        (1, 170, 2, 2, 128, (0, 170), (0, 85)),
+        (2, 140, 1, 1, 64, (3, 140), (131, 132)),
+        (1, 256, 2, 1, 128, (0, 128), (0, 256)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_to_others(rng, family, shape):
+    on_device.test_to_others(rng, None, family, "bfloat16", shape)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
+def test_to_others_unlike(rng, family):
+    shape = (2, 10, 4, 2, 40, (5, 10), (0, 9)) if family == "simple" else (1, 150, 2, 1, 64, (75, 150), (0, 150))
+    on_device.test_to_others_unlike(rng, None, family, shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_largest_sums_of_others(rng, family):
+    on_device.test_the_largest_sums_of_others(rng, None, family, 64)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_simple(rng, dtype):
+    on_device.test_simple(rng, None, dtype, (2, 9, 4, 2, 40))
+    on_device.test_to_others(rng, None, "simple", dtype, (2, 10, 4, 2, 40, (5, 10), (0, 9)))
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "simple"])
+def test_others_that_matter_alone_or_not_at_all(rng, family):
+    on_device.test_others_that_matter_alone_or_not_at_all(rng, None, family)

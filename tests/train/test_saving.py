@@ -1,0 +1,198 @@
+"""Saving by all ranks: beside the steps that follow, after failures and kills, and in folders that not all see."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import CheckpointError, TrainingError
+from kos.testing import spawn
+from kos.train.checkpoint import checkpoint, saving
+from kos.train.engine.cpu import CpuEngine
+from kos.train.run import Trainer
+from kos.train.tools.metrics import read_metrics
+from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
+from tests.train.sharded import tensors_of_run
+from tests.train.test_cli import ENVIRONMENT
+from tests.train.test_loop import _config, _losses, _train, text
+
+__all__ = ["text"]
+
+SHORT: dict[str, Any] = {"steps": 6, "eval_batches": 0, "sample_tokens": 0, "save_every": 2, "keep": 9}
+
+
+@pytest.mark.parametrize(("ranks", "zero"), [(1, 0), (2, 0), (2, 1)])
+def test_the_checkpoints_are_the_same(text: Path, tmp_path: Path, ranks: int, zero: int) -> None:
+    for name, beside in (("at once", False), ("beside", True)):
+        _train(text, tmp_path / name, ranks, save_async=beside, zero=zero, **SHORT)
+    for step in (2, 4, 6):
+        folders = [tmp_path / name / "checkpoints" / f"step-{step}" for name in ("at once", "beside")]
+        files = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+        assert files[0] == files[1] and tensors_of_run(folders[0]) == tensors_of_run(folders[1])
+
+
+def test_steps_go_on_while_files_are_written(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """No file of step 2 is written before step 4 begins; the save of step 4 waits for them."""
+    begun, start_step, write = threading.Event(), CpuEngine.start_step, saving.write_tensors
+
+    def start(self: CpuEngine, step: int, stop: bool) -> None:
+        if step == 3:
+            begun.set()
+        start_step(self, step, stop)
+
+    def late(path: Path, *arguments: Any) -> Any:
+        assert begun.wait(60), "the steps waited for the files"
+        return write(path, *arguments)
+
+    monkeypatch.setattr(CpuEngine, "start_step", start)
+    monkeypatch.setattr(saving, "write_tensors", late)
+    _train(text, tmp_path, 2, save_async=True, **SHORT)
+    steps = [checkpoint.verify(path).step for path in (tmp_path / "checkpoints").iterdir()]
+    assert sorted(steps) == [2, 4, 6]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("failing", [4, 6])
+def test_a_file_that_cannot_be_written_is_an_error_on_all(
+    text: Path, tmp_path: Path, failing: int, beside: bool, monkeypatch: Any
+) -> None:
+    """At the next save or at the end. The checkpoints before are good, and the error says so."""
+    write, written = saving.write_tensors, []
+
+    def full(path: Path, *arguments: Any) -> Any:
+        written.append(path.name)
+        if written.count(path.name) == failing // 2 and path.name == "optimizer-00002-of-00002.safetensors":
+            raise OSError(28, "No space left on device", str(path))
+        return write(path, *arguments)
+
+    monkeypatch.setattr(saving, "write_tensors", full)
+    errors: list[str] = []
+    config = _config(text, tmp_path, **SHORT, save_async=beside)
+
+    def run(comm: Any) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            Trainer(config, comm).run()
+        errors.append(str(caught.value))
+
+    spawn(run, 2, timeout=100)
+    assert len(errors) == 2 and len(set(errors)) == 1
+    at = min(failing + 2 * beside, 6)
+    assert f"after step {at}: " in errors[0] and "No space left" in errors[0]
+    assert f"step-{failing}: expected to write a checkpoint on rank 1, got " in errors[0]
+    assert f"the last checkpoint, of step {failing - 2}, is good" in errors[0]
+    assert checkpoint.find(tmp_path).step == failing - 2
+    assert not [path.name for path in (tmp_path / "checkpoints").iterdir() if f"step-{failing}" in path.name]
+
+
+def test_an_error_of_all_waits_for_the_checkpoint_before(text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The weights break while those of the step before are on their way to the disk."""
+    broken, start_step, write = threading.Event(), CpuEngine.start_step, saving.write_tensors
+
+    def poisoned(self: CpuEngine, step: int, stop: bool) -> None:
+        if step == 3:
+            self.weights.flat[0] = np.nan
+            broken.set()
+        start_step(self, step, stop)
+
+    def late(*arguments: Any) -> Any:
+        assert broken.wait(60)
+        return write(*arguments)
+
+    monkeypatch.setattr(CpuEngine, "start_step", poisoned)
+    monkeypatch.setattr(saving, "write_tensors", late)
+    with pytest.raises(TrainingError, match="step 4: expected a finite loss, .*; the checkpoints before it are of"):
+        _train(text, tmp_path, 2, save_async=True, **{**SHORT, "save_every": 3})
+    assert checkpoint.find(tmp_path).step == 3
+
+
+@pytest.mark.parametrize("layouts", [[{"dp": 2, "tp": 2, "pp": 2, "zero": 1}, {"tp": 4}, {}, {"pp": 2, "dp": 2}]])
+def test_a_run_goes_on_in_any_layout(text: Path, tmp_path: Path, layouts: list[dict[str, int]]) -> None:
+    """The curve of one rank, in whatever layout each part of it is computed."""
+    model = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
+    how: dict[str, Any] = {**SHORT, "steps": 8, "micro_batch_size": 2, "schedule": "constant"}
+    how["model"] = {**model, "intermediate_size": 48}
+    whole = _train(text, tmp_path / "whole", **{**how, "save_every": 0})
+    for part, layout in enumerate(layouts, 1):
+        ranks = int(np.prod([size for axis, size in layout.items() if axis != "zero"]))
+        _train(text, tmp_path / "parts", ranks, **{**how, **layout, "steps": 2 * part, "resume": "auto"})
+    rows = read_metrics(tmp_path / "parts" / "metrics.jsonl")
+    np.testing.assert_allclose(_losses(rows), _losses(whole), rtol=1e-5)
+    saved = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert saved == ["step-2", "step-4", "step-6", "step-8"]
+
+
+CODE = """if True:
+    import os, sys
+    from kos.comm.rendezvous.choose import launched_rank
+    from kos.train.__main__ import main
+    print("pid", launched_rank(), os.getpid(), flush=True)
+    if launched_rank() == 1:
+        os.chdir(os.environ.get("RANK_1", "."))
+    sys.exit(main())
+"""
+FLAGS = [
+    "--hidden-size=32", "--num-hidden-layers=2", "--num-attention-heads=4", "--num-key-value-heads=2", "--seq-len=32",
+    "--intermediate-size=48", "--batch-size=4", "--eval-batches=0", "--sample-tokens=0", "--device=cpu",
+]  # fmt: skip
+
+
+@needs_mpirun
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_leaves_whole_checkpoints(
+    text: Path, tmp_path: Path, killed: int, rng: np.random.Generator
+) -> None:
+    flags = [*FLAGS, "--data", text, "--out", tmp_path, "--save-every=1", "--save-async", "--zero=1", "--steps=100000"]
+    command = [MPIRUN, "-n", "2", sys.executable, "-c", CODE, *flags, "--keep=3"]
+    process = subprocess.Popen(
+        [*map(str, command)], env=ENVIRONMENT, text=True, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    watch = threading.Timer(SECONDS, lambda: os.killpg(process.pid, signal.SIGKILL))
+    watch.start()
+    try:
+        pids, last = {}, int(rng.integers(4, 12))
+        assert process.stdout is not None
+        for line in process.stdout:
+            words = line.split()
+            if words[:1] == ["pid"]:
+                pids[int(words[1])] = int(words[2])
+            if words[:1] == ["step"] and int(words[1].partition("/")[0]) >= last:
+                os.kill(pids[killed], signal.SIGKILL)
+                break
+        said = process.communicate()[0]
+    finally:
+        watch.cancel()
+    assert process.returncode != 0, said
+    found = {path.name: checkpoint.verify(path).step for path in (tmp_path / "checkpoints").glob("*step-*")}
+    assert max(found.values()) >= last - 2, (found, last)
+    step = max(found.values())
+    command = [sys.executable, "-m", "kos.train", *flags[:-1], "--resume=auto", f"--steps={step + 1}"]
+    rest = run_program(*map(str, command), env=ENVIRONMENT)
+    assert rest.returncode == 0, rest.stderr
+    left = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert f"step-{step + 1}" in left and not [name for name in left if name.startswith(".")]
+
+
+@needs_mpirun
+def test_a_folder_that_a_rank_does_not_see(text: Path, tmp_path: Path) -> None:
+    """Where it writes and where it begins: named with the rank."""
+    (tmp_path / "elsewhere").mkdir()
+    environment = {**ENVIRONMENT, "RANK_1": str(tmp_path / "elsewhere"), "PYTHONPATH": os.getcwd()}
+    command = [MPIRUN, "-n", "2", sys.executable, "-c", CODE, *FLAGS, "--data", str(text), "--steps=1"]
+    done = run_program(*command, "--out=run", env=environment, cwd=tmp_path)
+    error = "--out run: expected a folder that all ranks share, for each writes its part of a checkpoint; on rank 1 got"
+    assert f"kos: error: {error} [Errno 2]" in done.stderr and done.returncode == 2, done.stderr
+    assert done.stderr.count("kos: error") == 1
+    _train(text, tmp_path / "first", steps=1, eval_batches=0, sample_tokens=0)
+    source = checkpoint.find(tmp_path / "first").path.relative_to(tmp_path)
+    done = run_program(*command, f"--resume={source}", "--out=second", env=environment, cwd=tmp_path)
+    assert f"{source}: expected a folder that all ranks see, got none on rank 1" in done.stderr, done.stderr
+    assert done.returncode == 1 and done.stderr.count("kos: error") == 1
