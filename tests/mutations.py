@@ -37,6 +37,8 @@ PEER = "tests/comm/test_peer_logic.py"
 KERNELS = "tests/train/test_kernels_on_host.py"
 CONFORMANCE = "tests/comm/test_conformance.py"
 SCHEDULES, PEER_KERNELS, TRAIN = "kos/comm/schedules/", "kos/comm/gpu/kernels/", "kos/train/"
+PARALLEL, LAYOUTS = TRAIN + "parallel/", "tests/train/test_layouts.py -k "
+TENSOR = "tests/train/test_tensor_parallel.py -k tied-none-None"
 TRAIN_KERNELS = TRAIN + "ops/cuda/kernels/"
 
 MUTATIONS = [
@@ -79,8 +81,28 @@ MUTATIONS = [
              KERNELS + " -k adamw"),
     Mutation(TRAIN + "engine/cpu.py", "math.sqrt(total) / self._micro_batches",
              "math.sqrt(total) / self.accumulation_steps", "tests/train/test_loop.py -k number_of_ranks"),
-    Mutation(TRAIN + "engine/cpu.py", "self.comm.broadcast(self.weights.flat, 0)", "pass",
-             "tests/train/test_loop.py -k number_of_ranks"),
+    # Each collective of each parallelism.
+    Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_gather(x_nD, x_ND)", "x_ND[: len(x_nD)] = x_nD", TENSOR),
+    Mutation(PARALLEL + "tensor.py", "self.axis.comm.reduce_scatter(term_ND, out_nD)",
+             "out_nD[:] = term_ND[: len(out_nD)]", TENSOR),
+    Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_gather(mine, of_all)", "of_all[:] = mine", TENSOR),
+    Mutation(PARALLEL + "tensor.py", "self.axis.comm.all_reduce(gradient)", "pass", LAYOUTS + "test_layout[tp2]"),
+    Mutation(PARALLEL + "pipeline.py", "self._ends.all_reduce(gradient)", "pass",
+             LAYOUTS + "test_schedule[1f1b-tied]"),
+    Mutation(PARALLEL + "data.py", "self.axis.comm.all_reduce(x, async_op=True)",
+             "self.axis.comm.all_gather(x[:1], async_op=True)", LAYOUTS + "test_layout[dp2]"),
+    Mutation(PARALLEL + "context.py", "self.ops.add(d_kv, d_mine, d_kv)", "pass",
+             "tests/train/test_context_parallel.py"),
+    Mutation(PARALLEL + "context.py", "self.ops.zero(d_of_all[rank])", "pass", "tests/train/test_context_parallel.py"),
+    Mutation(TRAIN + "engine/step.py", "(self._replicated if self.mesh.tp.rank > 0 else set())", "set()",
+             LAYOUTS + "test_layout[tp2]"),
+    Mutation(TRAIN + "engine/step.py", "set()) - twice", "set())", LAYOUTS + "test_schedule[1f1b-tied]"),
+    Mutation(TRAIN + "engine/cpu.py", "total = math.fsum(self.mesh.model.comm.all_gather(np.array(total)))", "pass",
+             LAYOUTS + "test_layout[pp2]"),
+    Mutation(TRAIN + "checkpoint/state.py", "self.mesh.tp.comm.all_gather(piece, room[: shards * size])", "pass",
+             "tests/train/test_checkpoint_layouts.py"),
+    Mutation(TRAIN + "checkpoint/state.py", "parallel.axis.comm.all_gather(mine, values)", "pass",
+             "tests/train/test_checkpoint_layouts.py"),
     Mutation(TRAIN + "tools/console.py", "except OSError:  # nobody", "except KeyError:  # nobody",
              "tests/train/test_cli.py -k nobody_takes"),
 ]

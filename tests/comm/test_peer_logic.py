@@ -21,7 +21,9 @@ from kos import PremulSum, ReduceOp
 from kos.comm import watchdog
 from kos.comm.failures import EndedEarly, blaming
 from kos.comm.gpu import shared as gpu_shared
+from kos.comm.gpu.order import Order
 from kos.comm.gpu.peer import backend as peer_backend
+from kos.comm.gpu.peer import engine as peer_engine
 from kos.comm.gpu.peer.engine import PeerEngine, _Word
 from kos.comm.gpu.peer.launches import Launch, Launches
 from kos.comm.operation import Call, Operation
@@ -44,7 +46,7 @@ from kos.memory.array import Array
 from tests.comm import test_conformance as conformance
 from tests.comm import test_peer as on_gpus
 from tests.comm.fake_nccl import captures
-from tests.comm.fake_peer import HostMemory, communicator, no_gpus
+from tests.comm.fake_peer import HostKernel, HostMemory, communicator, no_gpus
 from tests.comm.gpu_ranks import OnGPU, Prepared
 from tests.comm.peer_storm import FLOAT, KINDS, storm
 from tests.comm.ranks import assert_bits, inputs
@@ -199,6 +201,43 @@ def test_a_send_recv_meets_the_two_one_after_the_other(ranks: ThreadRanks, first
         engine.close()
 
     ranks.run_bare(body)
+
+
+def test_a_message_beside_others_takes_few_blocks_and_no_turn(
+    ranks: ThreadRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may wait for what its other rank computes first, with other communicators of this GPU."""
+    launched, entered, local = [], [], threading.local()
+    bind, enter = HostKernel.bind, Order.enter
+
+    def bound(self: Any, blocks: int, *arguments: Any, **options: Any) -> Any:
+        launched.append(blocks)
+        return bind(self, blocks, *arguments, **options)
+
+    def entering(self: Order, *arguments: Any) -> bool:
+        if self in peer_backend._orders.values():
+            entered.append(local.now)
+        return enter(self, *arguments)
+
+    monkeypatch.setattr(HostKernel, "bind", bound)
+    monkeypatch.setattr(Order, "enter", entering)
+    monkeypatch.setattr(peer_engine, "BESIDE_BLOCKS", 2)
+
+    def body(gpu: Any) -> None:
+        comm, count = gpu.comm, 100_003
+        for number in range(2):
+            local.now = "message"
+            if comm.rank == 0:
+                comm.send(Array.from_numpy(np.arange(count) + number, 0), 1, async_op=True).wait()
+            if comm.rank == 1:
+                out = Array.zeros(count, np.int64, 0)
+                comm.recv(out, 0, async_op=True).wait()
+                np.testing.assert_array_equal(out.numpy(), np.arange(count) + number)
+            local.now = "collective"
+            comm.all_reduce(Array.zeros(9, np.float32, 0))
+
+    ranks.run(body)
+    assert launched.count(2) == 4 and set(entered) == {"collective"}
 
 
 def test_pieces_that_do_not_belong_together(ranks: ThreadRanks) -> None:

@@ -120,8 +120,20 @@ def test_the_parts_of_a_model_make_it_whole(tp: int, pp: int, tied: bool) -> Non
         assert whole[name] == copies * math.prod(shape), name
 
 
-def test_layers_are_split_in_order_and_early_stages_take_more() -> None:
-    assert [split_layers(7, 3, stage) for stage in range(3)] == [range(3), range(3, 5), range(5, 7)]
+def test_layers_are_split_in_order_and_the_longest_stage_is_short() -> None:
+    assert [split_layers(7, 3, stage) for stage in range(3)] == [range(2), range(2, 4), range(4, 7)]
+    bounds = [(stage.start, stage.stop) for stage in (split_layers(32, 4, stage, 2.4) for stage in range(4))]
+    assert bounds == [(0, 9), (9, 18), (18, 26), (26, 32)]
+    for layers, stages, head in itertools.product(range(1, 12), range(1, 6), (0.0, 0.4, 1.0, 5.0)):
+        if stages <= layers:
+            got = [split_layers(layers, stages, stage, head) for stage in range(stages)]
+            assert [layer for stage in got for layer in stage] == [*range(layers)] and all(got)
+            longest = max(len(stage) + head * (stage is got[-1]) for stage in got)
+            cuts = itertools.combinations(range(1, layers), stages - 1)
+            best = min(
+                max([b - a for a, b in itertools.pairwise((0, *cut))] + [layers - (0, *cut)[-1] + head]) for cut in cuts
+            )
+            assert longest == best
 
 
 @pytest.mark.parametrize(
@@ -148,9 +160,16 @@ def test_a_gpt2_stays_data_parallel() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tp", "2"], "--tp: expected 1, all that the engines carry so far, got 2"),
-        (["--pp", "2"], "--pp: expected 1, all that the engines carry so far, got 2"),
-        (["--cp", "2"], "--cp: expected 1, all that the engines carry so far, got 2"),
+        (["--tp", "2", "--hidden-size", "24", "--num-attention-heads", "3", "--num-key-value-heads", "3"],
+         "--tp 2: expected num_attention_heads to be a multiple of 2, got 3"),
+        (["--tp", "2", "--seq-len", "31"], "--seq-len: expected a multiple of --tp 2 = 2, got 31"),
+        (["--cp", "2", "--seq-len", "30"], "--seq-len: expected a multiple of --tp 1 x 2 x --cp 2 = 4, got 30"),
+        (["--cp", "2", "--model-type", "gpt2"], "--cp 2: expected 1 with a GPT-2, which is data parallel only, got 2"),
+        (["--pp", "2", "--num-hidden-layers", "1"], "--pp 2: expected at most a stage a layer, 1, got 2"),
+        (["--pp", "2", "--pp-schedule", "zero-bubble-v", "--num-hidden-layers", "3"], "a stage a layer, 3, got 4"),
+        (["--pp", "2", "--pp-schedule", "interleaved", "--batch-size", "3", "--micro-batch-size", "1"],
+         "interleaved: expected a multiple of 2 micro-batches, got 3"),
+        (["--pp", "2", "--pp-chunks", "2"], "1f1b: expected no number of chunks, an option of interleaved"),
         (["--dp", "3"], "expected a product of 2, the number of ranks, got 3"),
         (["--tp", "3"], "expected a product that divides the number of ranks, 2, got 3"),
     ],

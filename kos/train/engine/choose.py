@@ -45,6 +45,8 @@ def choose_layout(config: TrainConfig, comm: Communicator) -> Layout:
     """The layout that was asked for.  ConfigError where it does not fit the ranks or the length of sequences."""
     same_on_all(comm, {f"--{axis}": getattr(config, axis) for axis in AXES})
     layout = Layout.of(comm.size, dp=config.dp, tp=config.tp, pp=config.pp, cp=config.cp)
+    if layout.cp > 1 and config.model.model_type == "gpt2":
+        raise ConfigError(f"--cp {layout.cp}: expected 1 with a GPT-2, which is data parallel only, got {layout.cp}")
     parts = layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     if config.seq_len % parts:
         of = f"--tp {layout.tp} x 2 x --cp {layout.cp}" if layout.cp > 1 else f"--tp {layout.tp}"

@@ -88,7 +88,7 @@ class CudaEngine(StepProgram):
         bucket_bytes, staging, itemsize = BUCKET_BYTES, 0, DTYPES[config.grad_dtype].itemsize
         if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
             bucket_bytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
-        self._reaches = group.size > 1 and "peer" in comm.backend_name
+        self._reaches = group.size > 1 and "peer" in group.comm.backend_name
         if self._reaches and not config.deterministic:
             staging = bucket_bytes
 
@@ -124,6 +124,12 @@ class CudaEngine(StepProgram):
         for arena, size in ((self.model.arena, self.plan.scratch), *((x.arena, self.plan.slot) for x in self._free)):
             arena.reserve(size)
             arena.fix()
+        if mesh.pp.size > 1:
+            evaluated, _ = data.val_batches()[0]()
+            of_sizes = {min(config.micro_batch_size, len(evaluated)), len(evaluated) % config.micro_batch_size}
+            for rows in {config.micro_batch_size, *of_sizes} - {0}:
+                tokens = rows * config.seq_len // mesh.cp.size
+                self.pipeline.connect(self._rooms[True][0].array[: self.tensor.rows(tokens)])
         self.parallel = DataParallel(
             group, self.gradients, ops, in_order=(mesh.dp, len(rounds)) if config.deterministic else None,
             bucket_bytes=bucket_bytes, least_bytes=bucket_bytes // 4, sharded=self.sharded,

@@ -156,7 +156,9 @@ def peaks(
         with sizing.step(scratch):
             received = None if local.first else slot.arena.take(rows, dtype)
             llama.queue_forward(weights, slot, tokens, received)
-            dx = slot.arena.take(rows, dtype) if mesh.pp.size > 1 else sizing.zeros(rows, dtype)
+            if any(other.layers.start == local.layers.stop for other in parts):  # which leaves its gradient here
+                slot.arena.take(rows, dtype)
+            dx = sizing.zeros(rows, dtype)
             llama.queue_backward(weights, slot, into, dx, targets=tokens, loss=loss)
             if split:
                 llama.queue_weight_gradients(into)

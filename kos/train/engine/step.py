@@ -293,8 +293,8 @@ class StepProgram:
         """The mean loss over the validation windows."""
         weights, batches, dp = self.whole_weights(), self.data.val_batches(), self.mesh.dp
         sums = np.zeros(-(-len(batches) // dp.size))
-        self._turned: dict[int, Array] = {}  # a stage's output, by micro-batch, for the next one of this rank
         pieces = list(self._validation(batches))
+        self._flight = {}
         if pieces:
             schedule = forward_only(self.pipeline.schedule, len(pieces))
             for action, received in self._with_inputs(schedule.actions[self.mesh.pp.rank]):
@@ -304,7 +304,6 @@ class StepProgram:
                 sums[index // dp.size] += self._evaluate(action, weights, received, tokens, targets, count)
             for room in self._rooms[True]:
                 room.free()
-            self._turned.clear()
         said = self.mesh.world.all_gather_bytes(sums.tobytes())
         return math.fsum(np.frombuffer(b"".join(said[rank] for rank in self.reporters()))) / len(batches)
 
@@ -321,18 +320,24 @@ class StepProgram:
     ) -> float:
         """A stage of a piece; on the last stage the sum of this rank's losses over ``count``."""
         model, ops, rows = self.models[action.chunk], self.model.ops, self.tensor.rows(tokens.size)
+        came = received.array if received is not None else None
+        if (turned := self._flight.pop((action.micro_batch, action.chunk - 1), None)) is not None:
+            came = turned.out_nD
+            turned.clear()
+            self._free.append(turned)
         with ops.step(model.arena):
-            given = received.array[:rows] if received is not None else self._turned.get(action.micro_batch)
-            x_nD = model.evaluate_stage(weights, tokens, None if model.local.first else given)
+            x_nD = model.evaluate_stage(weights, tokens, came[:rows] if came is not None else None)
             if model.local.last:
                 loss = model.arena.take((1,), np.dtype(np.float64))
                 of_all = model.arena.take((1,), ops.statistics_dtype(x_nD.dtype))
-                ops.copy(np.full(1, count, of_all.dtype), of_all)
+                ops.copy(np.full_like(ops.to_host(of_all), count), of_all)
                 model.evaluate_loss(weights, x_nD, targets, loss, of_all)
                 return float(ops.to_host(loss)[0])
             if self.pipeline.turns(action) is not None:
-                self._turned[action.micro_batch] = self.make_array(x_nD.shape, self._dtype)
-                ops.copy(x_nD, self._turned[action.micro_batch])
+                slot = self._free.pop() if self._free else Slot(ops.make_arena())
+                self._flight[action.micro_batch, action.chunk] = slot
+                slot.out_nD = slot.arena.take(self._shape, self._dtype)
+                ops.copy(x_nD, slot.out_nD[:rows])
                 return 0.0
             room = received or self._room(True)
             if received is None:

@@ -141,11 +141,16 @@ class LlamaConfig:
             raise ConfigError(f"--pp {pp}: expected at most a stage a layer, {self.num_hidden_layers}, got {pp}")
         rows = self.vocab_size // tp
         return Local(
-            split_layers(self.num_hidden_layers, pp, pp_rank),
+            split_layers(self.num_hidden_layers, pp, pp_rank, self._head_cost()),
             self.num_attention_heads // tp, self.num_key_value_heads // tp,
             self.intermediate_size // tp, self.up_size // tp,
             range(tp_rank * rows, (tp_rank + 1) * rows), pp_rank == 0, pp_rank == pp - 1, tp_rank, tp,
         )  # fmt: skip
+
+    def _head_cost(self) -> float:
+        """Of the head's matrix product, in those of a layer."""
+        heads = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
+        return self.vocab_size / (heads + self.up_size + self.intermediate_size)
 
     def parts(self, tp_rank: int, tp: int, pp_rank: int, stages: Stages) -> tuple[Local, ...]:
         """Of one rank, a stage each."""

@@ -64,8 +64,19 @@ class Placement(NamedTuple):
         return (slice(first + start, first + stop), *index[1:])
 
 
-def split_layers(layers: int, stages: int, stage: int) -> range:
-    """The layers of a pipeline stage; earlier stages take one more where they do not divide, the last has the head."""
-    each, more = divmod(layers, stages)
+def split_layers(layers: int, stages: int, stage: int, head: float = 0.0) -> range:
+    """The layers of a pipeline stage, so that the longest stage is as short as can be.
+
+    The last stage has the head besides, which costs as much as ``head`` layers. Of the others, the first take one more
+    where layers do not divide.
+    """
+    if stages == 1:
+        return range(layers)
+    of_last = min(
+        range(1, layers - stages + 2), key=lambda own: (max(own + head, -(-(layers - own) // (stages - 1))), -own)
+    )
+    if stage == stages - 1:
+        return range(layers - of_last, layers)
+    each, more = divmod(layers - of_last, stages - 1)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))

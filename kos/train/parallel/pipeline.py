@@ -36,6 +36,18 @@ class Pipeline:
         if ranks[0] != ranks[-1]:
             self._ends = axis.comm.split(0 if axis.rank in (ranks[0], ranks[-1]) else None)
 
+    def connect(self, x: Array) -> None:
+        """A message of the size of ``x``, which is overwritten, each way, in one order on all ranks.
+
+        NCCL connects two ranks in their first call of a size and waits on the host for it. Amid a schedule each could
+        wait for another's.
+        """
+        for (sender, _, _), way in self._ways.items():
+            if sender == self.axis.rank:
+                way.send(x, 1)
+            else:
+                way.recv(x, 0)
+
     def stages(self) -> list[int]:
         """This rank's, a stage a chunk."""
         return [self.schedule.stage(self.axis.rank, chunk) for chunk in range(self.schedule.chunks)]

@@ -218,8 +218,8 @@ _ADAMW = {"squares": _squares, "finish_norm": _finish_norm, "prepare": _prepare,
 class DeviceComm:
     """The communicator of a rank with a GPU: arrays of the emulated device are ndarrays to the one behind it.
 
-    What is asked for with ``async_op`` happens at once or, two times of three, when it is waited for: what is read
-    too early, or never waited for, is wrong.
+    A collective that is asked for with ``async_op`` happens at once or, two times of three, when it is waited for: what
+    is read too early, or never waited for, is wrong.  So is what is written while a message is under way.
     """
 
     device, backend_name = 0, "peer"
@@ -233,41 +233,107 @@ class DeviceComm:
         array.fill_bytes(255)
         return array
 
+    def split(self, color, key=0):
+        not_captured("splitting")
+        comm = self._comm.split(color, key)
+        return None if comm is None else DeviceComm(comm)
+
     def synchronize(self, until=None):
         not_captured("waiting")
         assert until is None or until()
 
+    def send(self, x, dst, async_op=False):
+        return _started(Send(self._comm, x, dst), async_op)
+
+    def recv(self, out, src, async_op=False):
+        return _started(Receive(self._comm, out, src), async_op)
+
     def __getattr__(self, name):
         call = getattr(self._comm, name)
         if name not in ("all_reduce", "all_gather", "broadcast", "reduce_scatter"):
+            if callable(call):
+                not_captured(name)
             return call
 
         def collective(*arguments, async_op=False, **options):
             there = [on_host(x) if isinstance(x, Array) else x for x in arguments]
             self._calls += 1
             work = Collective(lambda: call(*there, **options))
-            if not async_op:
-                return work.wait()
-            if self._calls % 3 == 0:
-                work.start()
-            return work
+            return _started(work, async_op, self._calls % 3 == 0)
 
         return collective
+
+
+def _started(work, async_op, at_once=True):
+    """What is begun in a capture is waited for in it, and what is begun before it is not."""
+    work.captured = getattr(_thread, "captured", None)
+    _pending().add(work)
+    if at_once:
+        work.start()
+    return work if async_op else work.wait()
 
 
 class Collective:
     def __init__(self, run):
         self._run = run
-        _pending().add(self)
 
     def start(self):
         run, self._run = self._run, None
         if run:
             on_device(run)
 
+    def finish(self):
+        pass
+
     def wait(self):
-        self.start()
-        _pending().discard(self)
+        assert self.captured is getattr(_thread, "captured", None), "a work that another graph, or none, has begun"
+        if self in _pending():
+            self.start()
+            on_device(self.finish)
+            _pending().discard(self)
+
+
+class Message(Collective):
+    """Between two ranks, beside other work: begun on one, it ends when the other has begun it too."""
+
+    def __init__(self, comm, array, other):
+        super().__init__(self._begin)
+        self._comm, self._other, self._array = comm, other, array
+        self._word, self._both = np.zeros(1, np.uint8), []
+
+    def finish(self):
+        while self._both:
+            self._both.pop().wait()
+
+
+class Send(Message):
+    def _begin(self):
+        self._sent = on_host(self._array).copy()
+        self._both = [
+            self._comm.send(self._sent, self._other, async_op=True),
+            self._comm.recv(self._word, self._other, async_op=True),
+        ]
+
+    def finish(self):
+        super().finish()
+        assert self._sent.tobytes() == on_host(self._array).tobytes(), "written while it was being sent"
+
+
+class Receive(Message):
+    def _begin(self):
+        there = on_host(self._array)
+        there.view(np.uint8).fill(255)
+        self._came = np.empty_like(there)
+        self._both = [
+            self._comm.recv(self._came, self._other, async_op=True),
+            self._comm.send(self._word, self._other, async_op=True),
+        ]
+
+    def finish(self):
+        super().finish()
+        there = on_host(self._array)
+        assert (there.view(np.uint8) == 255).all(), "written while it was being received"
+        there[...] = self._came
 
 
 def _pending():
@@ -318,7 +384,7 @@ def host_engine(monkeypatch) -> None:
     about = SimpleNamespace(name="host", uuid="host")
 
     def pinned_empty(shape, dtype, device):
-        return np.full(shape, -1, dtype)
+        return np.full(shape, -1, getattr(dtype, "numpy", dtype))
 
     driver = SimpleNamespace(cuMemGetInfo=lambda: (0, MEMORY, MEMORY))  # the CUDA packages need not be installed
 

@@ -10,6 +10,8 @@
 // A block waits until it can send the next batch to every rank and receive one from every rank, but not for long: then
 // it continues with the ready ones, since one direction between two ranks may have to finish before the other (a
 // receive and then a send on the peer, both at once here).
+//
+// A channel is not bound to a block: fewer blocks than channels take them in turn.
 #include "channel.cuh"
 
 #ifndef THREADS
@@ -66,9 +68,9 @@ __device__ void copy(u64 to, u64 from, u64 bytes, u64 first, u64 threads) {
 }
 
 // Keep of a piece what goes through this channel.
-__device__ void cut(u64& address, u64& bytes, unsigned most) {
+__device__ void cut(u64& address, u64& bytes, unsigned channel, unsigned most) {
     const u64 channels = max(min((bytes + SHARE - 1) / SHARE, u64(most)), 1ull);
-    const u64 share = ((bytes + channels - 1) / channels + 127) / 128 * 128, begin = min(blockIdx.x * share, bytes);
+    const u64 share = ((bytes + channels - 1) / channels + 127) / 128 * 128, begin = min(channel * share, bytes);
     address += begin;
     bytes = min(share, bytes - begin);
 }
@@ -78,108 +80,111 @@ enum Turn { SENDS = 1, TAKES = 2, WAITS = 4 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     exchange(const Context* context, u64 own, unsigned rank, u64 slots, unsigned slot,
-             unsigned most, unsigned message RANKS_8(PARAMETERS)) {
+             unsigned most, unsigned all_channels, unsigned message RANKS_8(PARAMETERS)) {
     __shared__ Piece pieces[8];
     __shared__ unsigned sent[RANKS], got[RANKS];  // batches of this pair and channel, ever
     __shared__ unsigned out[RANKS], in[RANKS];    // and of these pieces
     __shared__ unsigned turns[RANKS];
-    unsigned goes = 0, comes = 0;  // what is said of the whole pieces
     after_former_kernel();
     const unsigned t = threadIdx.x;
-    const u64 line = PAIRS_OFFSET + u64(blockIdx.x) * LINE_BYTES;
     const bool other = t < RANKS && t != rank;
     bool dead = false;
-    if (t == 0) {
-        RANKS_8(PIECE)
-    }
-    __syncthreads();
-    if (t < RANKS) {
-        goes = unsigned(pieces[t].sending) & ~(1u << 31) | message << 31;
-        comes = unsigned(pieces[t].receiving) & ~(1u << 31) | message << 31;
-        cut(pieces[t].send, pieces[t].sending, most);
-        cut(pieces[t].recv, pieces[t].receiving, most);
-        out[t] = in[t] = turns[t] = 0;
-    }
-    if (other) {
-        sent[t] = load_relaxed(own + line + SENT + 4 * t);
-        got[t] = load_relaxed(own + line + GOT + 4 * t);
-    }
-    __syncthreads();
+    for (unsigned channel = blockIdx.x; channel < all_channels; channel += gridDim.x) {
+        const u64 line = PAIRS_OFFSET + u64(channel) * LINE_BYTES;
+        unsigned goes = 0, comes = 0;  // what is said of the whole pieces
+        if (t == 0) {
+            RANKS_8(PIECE)
+        }
+        __syncthreads();
+        if (t < RANKS) {
+            goes = unsigned(pieces[t].sending) & ~(1u << 31) | message << 31;
+            comes = unsigned(pieces[t].receiving) & ~(1u << 31) | message << 31;
+            cut(pieces[t].send, pieces[t].sending, channel, most);
+            cut(pieces[t].recv, pieces[t].receiving, channel, most);
+            out[t] = in[t] = turns[t] = 0;
+        }
+        if (other) {
+            sent[t] = load_relaxed(own + line + SENT + 4 * t);
+            got[t] = load_relaxed(own + line + GOT + 4 * t);
+        }
+        __syncthreads();
 
-    // Bytes of batch b of a piece.
-    auto length = [&](u64 bytes, unsigned b) {
-        const u64 begin = u64(b) * slot;
-        return begin < bytes ? min(bytes - begin, u64(slot)) : 0;
-    };
-    auto place = [&](unsigned to, unsigned from, unsigned count) {
-        return context->slab[to] + slots + ((u64(blockIdx.x) * 2 + count % 2) * RANKS + from) * slot;
-    };
-    Wait wait;
-    // What can be done with rank t now; 0 when nothing is left to do.
-    auto turn = [&]() {
-        const bool sends = length(pieces[t].sending, out[t]), takes = length(pieces[t].receiving, in[t]);
-        const unsigned wanted = sends * SENDS | takes * TAKES;
+        // Bytes of batch b of a piece.
+        auto length = [&](u64 bytes, unsigned b) {
+            const u64 begin = u64(b) * slot;
+            return begin < bytes ? min(bytes - begin, u64(slot)) : 0;
+        };
+        auto place = [&](unsigned to, unsigned from, unsigned count) {
+            return context->slab[to] + slots + ((u64(channel) * 2 + count % 2) * RANKS + from) * slot;
+        };
+        Wait wait;
+        // What can be done with rank t now; 0 when nothing is left to do.
+        auto turn = [&]() {
+            const bool sends = length(pieces[t].sending, out[t]), takes = length(pieces[t].receiving, in[t]);
+            const unsigned wanted = sends * SENDS | takes * TAKES;
 #ifdef BROKEN
-        return wanted;
+            return wanted;
 #else
-        // What comes is not waited for before as much has gone: the other rank may wait for that.
-        const unsigned enough = sends && in[t] >= out[t] ? unsigned(SENDS) : wanted;
-        const u64 counters = own + line + 4 * t;
-        unsigned ready = 0;
-        for (unsigned looks = 0; (ready & enough) != enough && looks < PATIENCE && !dead; looks++) {
-            for (unsigned phase = 0; phase < 2; phase++) {
-                const unsigned way = phase ? TAKES : SENDS, count = phase ? got[t] + 1 : sent[t] - 1;
-                if (!(wanted & ~ready & way) || (ready & enough) == enough) continue;
-                const unsigned seen = load_acquire(counters + (phase ? ARRIVED_BATCHES : TAKEN_BATCHES));
-                if (int(seen - count) >= 0) ready |= way;
-                else wait.again(context, rank, dead, t, count, seen, phase);
+            // What comes is not waited for before as much has gone: the other rank may wait for that.
+            const unsigned enough = sends && in[t] >= out[t] ? unsigned(SENDS) : wanted;
+            const u64 counters = own + line + 4 * t;
+            unsigned ready = 0;
+            for (unsigned looks = 0; (ready & enough) != enough && looks < PATIENCE && !dead; looks++) {
+                for (unsigned phase = 0; phase < 2; phase++) {
+                    const unsigned way = phase ? TAKES : SENDS, count = phase ? got[t] + 1 : sent[t] - 1;
+                    if (!(wanted & ~ready & way) || (ready & enough) == enough) continue;
+                    const unsigned seen = load_acquire(counters + (phase ? ARRIVED_BATCHES : TAKEN_BATCHES));
+                    if (int(seen - count) >= 0) ready |= way;
+                    else wait.again(context, rank, dead, t, count, seen, phase);
+                }
+            }
+            if (ready & TAKES && !dead) {
+                const unsigned announced = load_relaxed(own + line + LENGTH + 64 * (got[t] % 2) + 4 * t);
+                if (announced != comes) dead = give_up(context, rank, UNEQUAL, t, comes, announced, 1);
+            }
+            if (ready) wait = Wait();
+            return dead ? 0 : ready ? ready : wanted ? unsigned(WAITS) : 0;
+#endif
+        };
+
+        if (pieces[rank].send != pieces[rank].recv)
+            copy(pieces[rank].recv, pieces[rank].send, pieces[rank].sending, t, blockDim.x);
+        for (unsigned pass = 0;; pass++) {
+            if (other) turns[t] = turn();
+            __syncthreads();
+            unsigned left = 0;
+            for (unsigned r = 0; r < RANKS; r++) left |= turns[r];
+            if (!left) break;
+            stall(rank, pass, 0);
+            for (unsigned k = 1; k < RANKS && left & SENDS; k++) {
+                const unsigned r = (rank + k) % RANKS;
+                if (turns[r] & SENDS)
+                    copy(place(r, rank, sent[r]), pieces[r].send + u64(out[r]) * slot, length(pieces[r].sending, out[r]), t,
+                         blockDim.x);
+            }
+            __syncthreads();
+            if (other && turns[t] & SENDS) {
+                store_relaxed(context->slab[t] + line + LENGTH + 64 * (sent[t] % 2) + 4 * rank, goes);
+                store_release(context->slab[t] + line + ARRIVED_BATCHES + 4 * rank, ++sent[t]);
+                out[t]++;
+            }
+            stall(rank, pass, 1);
+            for (unsigned k = 1; k < RANKS && left & TAKES; k++) {
+                const unsigned r = (rank + RANKS - k) % RANKS;
+                if (turns[r] & TAKES)
+                    copy(pieces[r].recv + u64(in[r]) * slot, place(rank, r, got[r]), length(pieces[r].receiving, in[r]), t,
+                         blockDim.x);
+            }
+            __syncthreads();
+            if (other && turns[t] & TAKES) {
+                store_release(context->slab[t] + line + TAKEN_BATCHES + 4 * rank, ++got[t]);
+                in[t]++;
             }
         }
-        if (ready & TAKES && !dead) {
-            const unsigned announced = load_relaxed(own + line + LENGTH + 64 * (got[t] % 2) + 4 * t);
-            if (announced != comes) dead = give_up(context, rank, UNEQUAL, t, comes, announced, 1);
-        }
-        if (ready) wait = Wait();
-        return dead ? 0 : ready ? ready : wanted ? unsigned(WAITS) : 0;
-#endif
-    };
-
-    if (pieces[rank].send != pieces[rank].recv)
-        copy(pieces[rank].recv, pieces[rank].send, pieces[rank].sending, t, blockDim.x);
-    for (unsigned pass = 0;; pass++) {
-        if (other) turns[t] = turn();
-        __syncthreads();
-        unsigned left = 0;
-        for (unsigned r = 0; r < RANKS; r++) left |= turns[r];
-        if (!left) break;
-        stall(rank, pass, 0);
-        for (unsigned k = 1; k < RANKS && left & SENDS; k++) {
-            const unsigned r = (rank + k) % RANKS;
-            if (turns[r] & SENDS)
-                copy(place(r, rank, sent[r]), pieces[r].send + u64(out[r]) * slot, length(pieces[r].sending, out[r]), t,
-                     blockDim.x);
+        if (other) {
+            store_relaxed(own + line + SENT + 4 * t, sent[t]);
+            store_relaxed(own + line + GOT + 4 * t, got[t]);
         }
         __syncthreads();
-        if (other && turns[t] & SENDS) {
-            store_relaxed(context->slab[t] + line + LENGTH + 64 * (sent[t] % 2) + 4 * rank, goes);
-            store_release(context->slab[t] + line + ARRIVED_BATCHES + 4 * rank, ++sent[t]);
-            out[t]++;
-        }
-        stall(rank, pass, 1);
-        for (unsigned k = 1; k < RANKS && left & TAKES; k++) {
-            const unsigned r = (rank + RANKS - k) % RANKS;
-            if (turns[r] & TAKES)
-                copy(pieces[r].recv + u64(in[r]) * slot, place(rank, r, got[r]), length(pieces[r].receiving, in[r]), t,
-                     blockDim.x);
-        }
-        __syncthreads();
-        if (other && turns[t] & TAKES) {
-            store_release(context->slab[t] + line + TAKEN_BATCHES + 4 * rank, ++got[t]);
-            in[t]++;
-        }
-    }
-    if (other) {
-        store_relaxed(own + line + SENT + 4 * t, sent[t]);
-        store_relaxed(own + line + GOT + 4 * t, got[t]);
     }
 }

@@ -74,6 +74,7 @@ class PeerBackend(DeviceBackend):
             rendezvous, self.device, self._free_window, lambda: self._unmapped or self.broken is not None
         )
         self._at = -1  # the stream of the last operation, if more may go there as it is
+        self._order = Order()
         self._exchanges: dict[tuple[Any, ...], Run] = {}
         try:
             self.table = for_group(rendezvous, self.device)
@@ -232,7 +233,8 @@ class PeerBackend(DeviceBackend):
         deadline = None if o.options.timeout == self._seconds else o.options.timeout
         with relaxed_capture(), self._engine.within(deadline):
             run = _BINDERS.get(o.name, PeerBackend._bind_move)(self, o, route)
-        launch = partial(self._launch, run if deadline is None else partial(self._within, deadline, run))
+        run = run if deadline is None else partial(self._within, deadline, run)
+        launch = partial(self._launch_beside if _is_beside(o) else self._launch, run)
         route.launch = in_windows(launch, [end.pointer for end in (o.send, o.recv) if end is not None])
         return True
 
@@ -252,13 +254,27 @@ class PeerBackend(DeviceBackend):
         run(stream)
         self.streams.mark(stream)
 
+    def _launch_beside(self, run: Run, stream: int) -> None:
+        """Queue a message behind the last operation of this communicator alone.
+
+        It may wait for what its other rank computes, which may take kernels of other communicators on this GPU.  It
+        holds few multiprocessors (``BESIDE_BLOCKS``), so that those find a place.
+        """
+        with driver.on_device(self.device):
+            with _turns:
+                self._order.enter(stream, (stream,), self.streams)
+                self._at = -1
+            run(stream)
+            self.streams.mark(stream)
+
     def _take_turn(self, stream: int) -> None:
-        """Follow the last kernel of this communicator, and of any other on this GPU.
+        """Follow the last kernel of this communicator, and of any other on this GPU, but for messages beside them.
 
         Kernels of two communicators could each hold a part of the GPU, and wait for ranks whose GPU runs them the other
         way round.  So ranks launch the operations of communicators that share GPUs in one order.
         """
         with _turns:
+            self._order.enter(stream, (stream,), self.streams)
             order, former = _orders.setdefault(self.device, Order()), _last_on.get(self.device)
             if former is not None and (other := former()) is not None and other is not self:
                 other._at = -1  # it takes its turn anew
@@ -341,7 +357,8 @@ class PeerBackend(DeviceBackend):
             if direct is not None:
                 route.kernel = self._engine.route(Launch("copies" if beside else "all_gather"), recv[1], recv[0])
                 return direct
-        return self._engine.bind_exchange(*exchange_of(o, self.rank, self.size), messages=not o.collective)
+        pieces = exchange_of(o, self.rank, self.size)
+        return self._engine.bind_exchange(*pieces, messages=not o.collective, beside=_is_beside(o))
 
     def _broadcast_by_parts(self, send: Piece, recv: Piece, root: int) -> Run:
         """Van de Geijn: scatter, then all-gather, so that root sends everything twice and not size - 1 times."""
@@ -393,6 +410,11 @@ _BINDERS: dict[str, Callable[[PeerBackend, Operation, Route], Run]] = {
     "reduce_scatter_v": PeerBackend._bind_reduction,
     "barrier": PeerBackend._bind_barrier,
 }
+
+
+def _is_beside(o: Operation) -> bool:
+    """Whether it is a message that overlaps other work."""
+    return o.options.overlap and not o.collective
 
 
 def _in_turn(runs: Iterable[Run]) -> Run:

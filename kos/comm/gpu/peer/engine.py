@@ -48,6 +48,10 @@ STAGING = 32 << 20
 """Bytes, four times: through these goes what is not read and written where it lies.  ``specialized`` takes twice as
 much, for all that other ranks contribute to this one's chunk: 73 MB of 8 ranks."""
 
+BESIDE_BLOCKS = 8
+"""Blocks of a message that goes beside other kernels, of which it may wait for one on another GPU: it must leave them
+multiprocessors.  Not measured."""
+
 # As in kernels/channel.cuh, packets.cuh and exchange.cu.
 _LINE_BYTES = 256
 _FAILED = CHANNELS * _LINE_BYTES
@@ -363,26 +367,29 @@ class PeerEngine:
         memory = next(each for each in self._memories.values() if each.offset_of(pointer, 1) is not None)
         return [base + pointer - memory.pointer for base in memory.pointers]
 
-    def bind_exchange(self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False) -> Run:
+    def bind_exchange(
+        self, sends: Sequence[Piece], recvs: Sequence[Piece], *, messages: bool = False, beside: bool = False
+    ) -> Run:
         """Send ``sends[r]`` to rank r while receiving ``recvs[r]`` from it, this rank's own piece included.
 
         Bytes of any number and alignment, none where nothing goes.  Every rank that has something to send or
         to receive takes part; what one rank sends another comes in the order in which it was sent, in pieces of the
         same sizes: a kernel raises CollectiveMismatch, by ``check``, where it is another one that comes, or one of the
-        other kind (``messages``).
+        other kind (``messages``).  ``beside``: on few multiprocessors, for it may wait long while others compute.
         """
         pieces = [word for r in range(self.size) for word in (*sends[r], *recvs[r])]
         longest = max(nbytes for _, nbytes in (*sends, *recvs))
         if not longest:
             return _nothing
         kernel = load_kernel(KERNELS / "exchange.cu", "exchange", self.device, **self._macros)
-        blocks = min(-(-longest // _SHARE), self.blocks)
-        threads = min(-(-longest // (blocks * 512)) * 32, 512)  # a vector each
+        channels = min(-(-longest // _SHARE), self.blocks)
+        blocks = min(channels, BESIDE_BLOCKS) if beside else channels
+        threads = min(-(-longest // (channels * 512)) * 32, 512)  # a vector each
         pieces += [0] * (4 * (MAX_RANKS - self.size))
         return self._bind(
             kernel, blocks, threads,
             self._context.pointer, self.memory.pointer, self.rank, self._slots, self._slot, self.blocks,
-            int(messages), *pieces,
+            channels, int(messages), *pieces,
         )  # fmt: skip
 
     def _bind(self, kernel: Any, blocks: int, threads: int, *arguments: Any) -> Run:

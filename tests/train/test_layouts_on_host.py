@@ -1,0 +1,174 @@
+"""Layouts on the emulated GPU engine give the run of one rank, as ``test_layouts.py`` has it of the CPU engine."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kos.errors import OutOfMemory
+from kos.memory import array as array_module
+from kos.memory.arena import ALIGNMENT
+from kos.testing import spawn
+from kos.train.config.options import TrainConfig
+from kos.train.engine import cuda as engine_module
+from kos.train.engine import memory_plan
+from kos.train.engine.cuda import CudaEngine
+from kos.train.model.generate import generate
+from kos.train.model.parameters import Parameters
+from kos.train.ops.cuda import cublaslt
+from kos.train.ops.cuda.adamw import CHUNK
+from kos.train.parallel.mesh import Layout, Mesh
+from kos.train.parallel.schedules import SCHEDULES
+from tests.train.host_kernels.engine import DeviceComm, host_engine, on_host
+from tests.train.test_layouts import SHAPE, make_data, named
+from tests.train.test_tensor_parallel import part_of
+
+STEPS = 3
+RUN: dict[str, Any] = {
+    "batch_size": 8, "micro_batch_size": 1, "seq_len": 8, "lr": 1e-2, "eps": 1e-3, "warmup_steps": 2, "steps": STEPS,
+    "dtype": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    host_engine(monkeypatch)
+    monkeypatch.setattr(engine_module, "BUCKET_BYTES", 4 * CHUNK)
+
+
+def make_engine(comm: Any, layout: Layout, *, tied: bool = False, **changes: Any) -> CudaEngine:
+    """The engine of a rank, with the same weights in every layout."""
+    axes = {axis: getattr(layout, axis) for axis in ("dp", "tp", "pp", "cp")}
+    shape = {**SHAPE, "num_hidden_layers": 5, "tie_word_embeddings": tied}
+    asked = TrainConfig.from_preset("tiny", **{**RUN, **changes}, model=shape, **axes)
+    mesh, config = Mesh(DeviceComm(comm), layout), asked.for_world(layout.dp, "cuda")
+    model = config.model_config_for(40)
+    whole = Parameters(model.parameter_shapes())
+    model.init_weights(whole, 3)
+    engine = CudaEngine(config, model, make_data(config), mesh, lambda what, share: None)
+    held, parts = engine.optimizer.weights, Parameters(engine.gradients.shapes, multiple=engine.gradients.multiple)
+    for name in parts:
+        parts[name][...] = part_of(name, whole[name], model, layout.tp, mesh.tp.rank)
+    for part, local in held.parts():
+        on_host(held.flat[local])[...] = parts.flat[part]
+    engine.optimizer.refresh_copy()
+    return engine
+
+
+def train(layout: Layout, **changes: Any) -> list[dict[str, Any]]:
+    """What each rank of a run knows at its end."""
+
+    def run(comm: Any) -> dict[str, Any]:
+        engine, rows = make_engine(comm, layout, **changes), []
+        for step in range(STEPS):
+            engine.start_step(step, False)
+            result = engine.finish_step(step)
+            rows.append((result.loss, result.norm))
+        loss, next_logits = engine.evaluate(), engine.sampler()
+        text = None if next_logits is None else [*generate(next_logits, 5, [1, 2, 3], 8, seed=1)]
+        weights = engine.whole_weights()
+        weights = {name: on_host(weights[name]).copy() for name in engine.gradients}
+        engine.close()
+        engine.mesh.close()
+        return {"rows": np.array(rows), "loss": loss, "text": text, "weights": weights, "model": engine.model.config}
+
+    return spawn(run, layout.ranks, timeout=100)
+
+
+@functools.cache
+def serial(tied: bool) -> dict[str, Any]:
+    (alone,) = train(Layout(), tied=tied)
+    assert alone["rows"][0, 0] > alone["rows"][-1, 0], "it learns"
+    return alone
+
+
+CASES = [
+    (Layout(tp=2), {}),
+    (Layout(tp=2), {"tied": True, "recompute": "norms", "graph": False}),
+    (Layout(tp=4), {"recompute": "block"}),
+    (Layout(dp=2, tp=2), {"zero": 1}),
+    (Layout(dp=2, tp=2), {"tied": True}),
+    *((Layout(pp=2), {"pp_schedule": name, "tied": number % 2 == 0}) for number, name in enumerate(SCHEDULES)),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "block", "graph": False}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "recompute": "norms", "micro_batch_size": 8}),
+    (Layout(pp=4), {"pp_schedule": "zero-bubble", "recompute": "norms"}),
+    (Layout(pp=2, tp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
+    (Layout(pp=2, tp=2), {"recompute": "norms", "graph": False}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "interleaved", "zero": 1, "tied": True}),
+    (Layout(pp=2, dp=2), {"pp_schedule": "zero-bubble", "tied": True}),
+    (Layout(pp=2, dp=2, tp=2), {"zero": 1}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes"), CASES, ids=["-".join([named(layout), *map(str, x.values())]) for layout, x in CASES]
+)
+def test_layout(emulated, layout: Layout, changes: dict[str, Any]) -> None:
+    """In a graph and not: no memory is allocated in a capture, no arena outgrows its plan, every work is joined."""
+    expected, tolerance, held = serial(changes.get("tied", False)), 2e-5, set()
+    ranks = train(layout, **changes)
+    for rank, got in enumerate(ranks):
+        np.testing.assert_allclose(got["rows"], expected["rows"], rtol=tolerance, err_msg=f"rank {rank}")
+        assert got["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+        assert got["text"] in (None, expected["text"])
+        for name, value in got["weights"].items():
+            tp = layout.coordinates(rank)["tp"]
+            wanted = part_of(name, expected["weights"][name], expected["model"], layout.tp, tp)
+            np.testing.assert_allclose(value, wanted, rtol=tolerance, atol=tolerance, err_msg=f"{name} of rank {rank}")
+            held.add(name)
+    assert held == set(expected["weights"]) and ranks[0]["text"] == expected["text"]
+
+
+PLANNED = [
+    (Layout(tp=2), {}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble", "recompute": "norms"}),
+    (Layout(pp=2), {"pp_schedule": "zero-bubble-v", "tied": True}),
+    (Layout(pp=2, tp=2), {"pp_schedule": "interleaved", "recompute": "block"}),
+]
+
+
+@pytest.mark.parametrize(("layout", "changes"), PLANNED, ids=[named(layout) for layout, _ in PLANNED])
+def test_what_is_allocated_is_within_the_plan(emulated, layout, changes, monkeypatch) -> None:
+    """And not much less than it; a micro-batch in flight takes all that is planned for it, on some rank."""
+    monkeypatch.setattr(memory_plan, "RESERVE", 1 << 16)
+    monkeypatch.setattr(cublaslt, "WORKSPACE", 0)
+    held, real, plan = threading.local(), array_module.pool_of(0).allocate, engine_module.plan_memory
+    changes = {**changes, "seq_len": 128, "dtype": "bfloat16"}
+
+    def allocate(nbytes, *arguments, **options):
+        memory = real(nbytes, *arguments, **options)
+        held.bytes = getattr(held, "bytes", 0) + nbytes
+        weakref.finalize(memory.raw, let_go, held.__dict__, nbytes)
+        return memory
+
+    def let_go(mine, nbytes):
+        mine["bytes"] -= nbytes
+
+    def run(comm):
+        engine = make_engine(comm, layout, **changes)
+        engine.start_step(0, False)
+        engine.finish_step(0)
+        engine.evaluate()
+        gc.collect()  # the emulated operations hold their arrays in cycles
+        engine.close()
+        engine.mesh.close()
+        return held.bytes, engine.plan.total
+
+    monkeypatch.setattr(array_module, "pool_of", lambda device: SimpleNamespace(allocate=allocate))
+    plans = spawn(run, layout.ranks, timeout=100)
+    assert all(0.7 * total < got <= total for got, total in plans), plans
+
+    def less(*arguments, **options):
+        planned = plan(*arguments, **options)
+        return planned._replace(slot=planned.slot - ALIGNMENT)
+
+    monkeypatch.setattr(engine_module, "plan_memory", less)
+    with pytest.raises(OutOfMemory, match="arena: expected at most"):
+        spawn(run, layout.ranks, timeout=100)
