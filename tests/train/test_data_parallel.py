@@ -73,7 +73,7 @@ def _tree(terms: np.ndarray) -> np.ndarray:
     return _tree(terms[:half]) + _tree(terms[half:])
 
 
-@pytest.mark.parametrize(("size", "count"), [(1, 6), (2, 6), (3, 6), (6, 6), (2, 10), (5, 10), (3, 21), (7, 21), (6, 24)])
+@pytest.mark.parametrize(("size", "count"), [(1, 6), (2, 6), (3, 6), (6, 6), (2, 10), (5, 10), (7, 21), (6, 24)])
 def test_a_tree_over_any_number_of_micro_batches(size: int, count: int) -> None:
     for result in spawn(lambda comm: _sum_over_ranks(comm, True, 300, count), size):
         assert result.tobytes() == _tree(_micro_gradients(count)).tobytes()
