@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ from kos.train.model.llama_config import LlamaConfig
 from kos.train.parallel.fixed import LEAST_CHUNK, Cut
 from kos.train.parallel.mesh import Layout
 from kos.train.parallel.schedules import SCHEDULES
+from kos.train.tools.metrics import read_metrics
+from tests.launcher import MPIRUN, run_program
+from tests.train.sharded import tensors_of_run
 from tests.train.test_layouts import SHAPE, layouts, named, train
 from tests.train.test_tensor_parallel import part_of
 
@@ -138,3 +143,31 @@ def _differs_alone(layout: Layout) -> bool:
     """As ``differs``, of losses and norms, of a model that no other test has."""
     (alone,), ranks = (train(each, CpuEngine, 2, False, **RUN) for each in (Layout(), layout))
     return any(got["rows"].tobytes() != alone["rows"].tobytes() for got in ranks)
+
+
+@pytest.mark.skipif(not MPIRUN, reason="needs mpirun")
+def test_runs_and_checkpoints_under_mpirun(tmp_path: Path) -> None:
+    """The command of a user, and a run that goes on in another layout."""
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 500)
+    flags = ["--data", str(text), "--steps", "4", "--save-every", "2", "--eval-every", "2", "--sample-tokens", "0",
+             "--hidden-size", "32", "--num-hidden-layers", "2", "--intermediate-size", "48", "--batch-size", "8",
+             "--seq-len", "32", "--num-attention-heads", "4", "--num-key-value-heads", "4",
+             "--deterministic"]  # fmt: skip
+
+    def run(name: str, ranks: int, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        launcher = [MPIRUN, "-n", str(ranks)] if ranks > 1 else []
+        out = tmp_path / name
+        done = run_program(*launcher, sys.executable, "-m", "kos.train", *flags, "--out", str(out), *more)
+        assert done.returncode == 0, done.stderr
+        return read_metrics(out / "metrics.jsonl"), tensors_of_run(out)
+
+    alone, tensors = run("alone", 1)
+    again = ("--tp", "2", "--pp", "2", "--resume", "split/checkpoints/step-2")
+    others = {"split": ("--tp", "2", "--zero", "1"), "on": again}
+    for name, more in others.items():
+        rows, got = run(name, 4, *(str(tmp_path / each) if "/" in each else each for each in more))
+        for row, wanted in zip(rows, alone[-len(rows) :], strict=True):
+            keys = {"step", "loss", "grad_norm", "val_loss"} & {*wanted}
+            assert {key: row[key] for key in keys} == {key: wanted[key] for key in keys}
+        assert got == tensors, name

@@ -94,6 +94,9 @@ class FixedOrder:
 
     def sum_of_products(self, a: Array, b: Array, out: Array, arena: Arena) -> None:
         """out (n, m) = the sum of a[i] b[i]."""
+        if len(a) == 1:
+            self.ops.product(a[0], b[0], out)
+            return
         with arena.scope():
             terms = arena.take((len(a), *out.shape), out.dtype)
             self.ops.product(a, b, terms)
