@@ -49,7 +49,7 @@ from kos.train.ops.cuda.adamw import CHUNK, STATE, CudaAdamW
 from kos.train.ops.cuda.dialect import FLOAT32, CudaOps
 from kos.train.parallel import schedules
 from kos.train.parallel.context import ContextParallel
-from kos.train.parallel.data import DataParallel, deal
+from kos.train.parallel.data import DataParallel, deal, waiting_subtrees
 from kos.train.parallel.failures import together
 from kos.train.parallel.mesh import Mesh
 from kos.train.parallel.pipeline import Pipeline
@@ -81,7 +81,7 @@ class Buckets(NamedTuple):
         if not config.deterministic:  # nothing overlaps then, and sums in rank order may need a bucket of each rank
             itemsize = DTYPES[config.grad_dtype].itemsize
             nbytes = max(BUCKET_BYTES, itemsize * model.num_parameters(*parts) // BUCKETS)
-        multiple = ranks * CHUNK if config.zero == 1 and ranks > 1 else ALIGNED if ranks > 1 else 1
+        multiple = ranks * (CHUNK if config.zero == 1 else ALIGNED) if ranks > 1 else 1
         staging = nbytes if reaches and ranks > 1 and not config.deterministic else 0
         lookups = ranks == mesh.layout.ranks > 1 and gathers_lookups(config, model, ranks, rounds)
         return cls(multiple, nbytes, staging, lookups)
@@ -94,8 +94,8 @@ class Buckets(NamedTuple):
         bucket = max(self.nbytes // DTYPES[config.grad_dtype].itemsize, self.multiple)
         return plan_memory(
             config, model, parts, ops, mesh=mesh, schedule=schedule, head_rows=HEAD_ROWS, multiple=self.multiple,
-            rounds=schedule.micro_batches, sharing=sharing, carry=config.deterministic and mesh.gradients.rank == 0,
-            lookups=self.lookups, staging=self.staging, bucket=bucket, free=free,
+            rounds=(rounds := schedule.micro_batches), sharing=sharing, lookups=self.lookups, staging=self.staging,
+            waiting=waiting_subtrees(mesh.dp.rank, rounds) if config.deterministic else 0, bucket=bucket, free=free,
         )  # fmt: skip
 
 
@@ -160,8 +160,8 @@ class CudaEngine(StepProgram):
                 own = self.tensor.rows(rows * config.seq_len // mesh.cp.size)
                 self.pipeline.connect(self._rooms[True][0].array[:own])
         self.parallel = DataParallel(
-            group, self.gradients, ops, deterministic=config.deterministic, bucket_bytes=buckets.nbytes,
-            least_bytes=buckets.nbytes // 4, sharded=self.sharded,
+            group, self.gradients, ops, in_order=(mesh.dp, len(rounds)) if config.deterministic else None,
+            bucket_bytes=buckets.nbytes, least_bytes=buckets.nbytes // 4, sharded=self.sharded,
             lookups=model.embedding if self.lookups else None, tied=model.tie_word_embeddings,
         )  # fmt: skip
         dtype = config.master_dtype
