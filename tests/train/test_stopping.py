@@ -32,6 +32,7 @@ from kos.train.parallel.stopping import Stop, Stopped
 from kos.train.run import Trainer
 from kos.train.tools import console
 from kos.train.tools.metrics import read_metrics
+from tests.forked import python
 from tests.launcher import MPIRUN, SECONDS, needs_mpirun, run_program
 from tests.train.test_cli import ENVIRONMENT, SHAPE
 from tests.train.test_loop import _config, _train, _weights, text
@@ -204,7 +205,7 @@ def test_the_exit_code_is_0_at_any_moment(text: Path, tmp_path: Path, moment: st
     code += "    done.append(1)\ndone = []\n"
     flags = ["--data", text, "--out", tmp_path / "run", "--steps=6", "--save-every=3", "--eval-every=0"]
     code += MOMENTS[moment] + "sys.exit(main.main())"
-    command = [MPIRUN, "-n", "2", sys.executable, "-c", code, *SHAPE, *flags]
+    command = [MPIRUN, "-n", "2", *python(), "-c", code, *SHAPE, *flags]
     done = run_program(*map(str, command), env=ENVIRONMENT)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     early = "kos: stopped before the first step, nothing to save\n"
