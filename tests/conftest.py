@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -20,3 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     elsewhere = {i.path for i in items if i.get_closest_marker("mpi")} - known
     if elsewhere:
         raise pytest.UsageError(f"expected tests marked mpi in the files that tests/run.py lists, got {min(elsewhere)}")
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # thousands of tests and what they import: a collection that a test asks for passes them over

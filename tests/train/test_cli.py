@@ -139,8 +139,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (1, signal.SIGTERM), (2, signal.SIGUSR1)])
 def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: signal.Signals) -> None:
-    fresh = number == signal.SIGINT
-    process = _start("--data", text, "--out", tmp_path, ranks=ranks, fresh=fresh)
+    process = _start("--data", text, "--out", tmp_path, ranks=ranks, fresh=False)
     process.send_signal(number)
     said = _end(process)
     assert process.returncode == 0, said
@@ -149,7 +148,7 @@ def test_asked_to_stop_it_saves(text: Path, tmp_path: Path, ranks: int, number: 
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert found.step == rows[-1]["step"]
     (command,) = re.findall(f"after step {found.step}; go on by: (.*)", said)
-    command = command if fresh else command.replace(sys.executable, shlex.join(python()))
+    command = command.replace(sys.executable, shlex.join(python()))
     more = run_program("sh", "-c", f"{command} --steps {found.step + 2}", env=ENVIRONMENT)
     assert (more.returncode, more.stderr) == (0, ""), more.stderr
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == found.step + 2
